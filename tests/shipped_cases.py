@@ -14,7 +14,7 @@ from pathlib import Path
 import encoder_folders
 import transformers
 
-from thresher.bench.roofline.models import MODELS
+from thresher.bench.roofline import MODELS
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe
 from thresher.policy.config import ModelConfig, config_from_dict

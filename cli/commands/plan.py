@@ -73,7 +73,7 @@ def _rates(options: argparse.Namespace, recipe: "Recipe") -> "DeviceRates | None
         return CHIPS[options.chip] if recipe.model.dtype == "bfloat16" else None
     if not options.measure:
         return None
-    from thresher.bench.rollout.floor import measure_rates
+    from thresher.bench.harness import measure_rates
 
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--measure: torch sees no CUDA device; name a chip, such as --chip H100")

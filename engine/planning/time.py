@@ -1,7 +1,7 @@
 """Seconds of a step: the floor on a chip, what is predicted of it, and data sheets of the chips.
 
 A kind of work costs arithmetic at the chip's peak or memory traffic at its bandwidth, whichever takes longer; times of
-several kinds are added. Everything is arithmetic, nothing is measured here. bench/rollout/floor.py has the floor of a
+several kinds are added. Everything is arithmetic, nothing is measured here. bench/rollout.py has the floor of a
 whole rollout on the machine that it runs on, in float32, with rates measured there.
 
 Symbols: W weights of the layers, V H those of the head, N all that are trained, P all parameters, E those outside the

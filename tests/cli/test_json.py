@@ -53,16 +53,16 @@ SHOWN = {
 }
 # Work that takes too long here, or a GPU: command -> (module, function) of it, what that returns, keys of the object.
 LONG: dict[str, tuple[str, str, Any, str]] = {
-    "bench step": ("thresher.bench.step.run", "run_step_bench", {"ours": 1}, "ours"),
-    "bench rollout": ("thresher.bench.rollout.run", "run_rollout_bench", [{}], "rows"),
-    "bench decode": ("thresher.bench.decode.run", "run_decode_bench", [{}], "rows"),
-    "bench retrieval": ("thresher.bench.retrieval.run", "run_retrieval_bench", [], "rows"),
-    "bench gpu-check": ("thresher.bench.gpu_check.run", "run_gpu_check", [], "parts out"),
+    "bench step": ("thresher.bench.step", "run_step_bench", {"ours": 1}, "ours"),
+    "bench rollout": ("thresher.bench.rollout", "run_rollout_bench", [{}], "rows"),
+    "bench decode": ("thresher.bench.decode", "run_decode_bench", [{}], "rows"),
+    "bench retrieval": ("thresher.bench.retrieval", "run_retrieval_bench", [], "rows"),
+    "bench gpu-check": ("thresher.bench.gpu_check", "run_gpu_check", [], "parts out"),
     "bench compile": ("thresher.bench.compile", "run_compile_bench", None, ""),
     "serve-retriever": ("thresher.retrieval.serving.server", "serve_folder", {"url": "http://h:1"}, "url"),
-    "study kl": ("thresher.bench.studies.kl.run", "run_study", None, "found out"),
-    "study mask": ("thresher.bench.studies.mask.run", "run_study", None, "found out"),
-    "study systems": ("thresher.bench.studies.systems.run", "run_study", None, "found out"),
+    "study kl": ("thresher.bench.studies.kl", "run_study", None, "found out"),
+    "study mask": ("thresher.bench.studies.mask", "run_study", None, "found out"),
+    "study systems": ("thresher.bench.studies.systems", "run_study", None, "found out"),
     "demo": ("thresher.engine.world.stages", "demo", None, "em_after out"),
 }
 
@@ -132,8 +132,8 @@ def test_a_mistake_is_an_object_too(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_our_work_stands_beside_its_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thresher.bench.loss.run.run_loss_bench", lambda *_: [{"ms": float("inf")}])
-    monkeypatch.setattr("thresher.bench.loss.run.failure", lambda rows: "ours is wrong")
+    monkeypatch.setattr("thresher.bench.loss.run_loss_bench", lambda *_: [{"ms": float("inf")}])
+    monkeypatch.setattr("thresher.bench.loss.failure", lambda rows: "ours is wrong")
     assert run("bench", "loss") == (1, {"rows": [{"ms": None}], "error": "ours is wrong"}, "thresher: ours is wrong\n")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from documents import ROOT, blocks, commands, links, read, table_rows
 
-from thresher.bench.roofline.models import MODELS
+from thresher.bench.roofline import MODELS
 from thresher.cli.main import build_parser
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.planning.plan import plan

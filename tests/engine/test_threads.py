@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thresher.bench.roofline.models import MODELS
+from thresher.bench.roofline import MODELS
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import MAY_CHANGE, make_recipe
 from thresher.engine.threads import SMALL, threads_for, use_threads

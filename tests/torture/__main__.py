@@ -20,8 +20,7 @@ from torture.servers import answers, endurance, requests
 from torture.storage import disks, files, kills, mishaps, stored
 from torture.world import make_world
 
-from thresher.bench.machine import facts
-from thresher.bench.rows import append_rows
+from thresher.bench.harness import append_rows, facts
 from thresher.cli.main import run
 from thresher.cli.process import prepare_process
 from thresher.common.files import atomic_write_text

@@ -35,7 +35,7 @@ from torture.world import (
     write_lines,
 )
 
-from thresher.bench.rows import append_rows
+from thresher.bench.harness import append_rows
 from thresher.engine.scoring.transcripts import read_reward_input
 from thresher.engine.systems import load_system
 

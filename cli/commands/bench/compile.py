@@ -1,4 +1,4 @@
-"""`thresher bench compile`: registers, spills, widths and bytes in flight of every kernel. The work is bench/compile's.
+"""`thresher bench compile`: registers, spills, widths and bytes in flight of every kernel, by bench/compile.py.
 
 Status 1 where a kernel does not compile or not into what it should.
 """

@@ -1,4 +1,4 @@
-"""`thresher bench decode`: whole decode steps at real sizes. The measuring is bench/decode/run.py's."""
+"""`thresher bench decode`: whole decode steps at real sizes. The measuring is bench/decode.py's."""
 
 import argparse
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.decode.run import DecodeBench, run_decode_bench
+    from thresher.bench.decode import DecodeBench, run_decode_bench
 
     bench = DecodeBench(
         models=options.model,

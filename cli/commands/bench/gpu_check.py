@@ -1,4 +1,4 @@
-"""`thresher bench gpu-check`: what `make gpu-check` runs. The work is bench/gpu_check's.
+"""`thresher bench gpu-check`: what `make gpu-check` runs. The work is bench/gpu_check.py's.
 
 Status 1 where a part failed or was cut off.
 """
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.gpu_check.run import failure, run_gpu_check
+    from thresher.bench.gpu_check import failure, run_gpu_check
 
     outcomes = run_gpu_check(options.out, options.budget, options.part)
     parts = [{"part": one.part.name, "how": one.how, "why": one.why, "seconds": one.seconds} for one in outcomes]

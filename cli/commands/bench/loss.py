@@ -1,4 +1,4 @@
-"""`thresher bench loss`: the loss kernel, timed and checked. The measuring is bench/loss/run.py's.
+"""`thresher bench loss`: the loss kernel, timed and checked. The measuring is bench/loss.py's.
 
 Status 1 where our own loss is wrong or fails, and so could not be timed.
 """
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.loss.run import LossBench, failure, read_peers, run_loss_bench
+    from thresher.bench.loss import LossBench, failure, read_peers, run_loss_bench
 
     bench = LossBench(
         device=options.device,

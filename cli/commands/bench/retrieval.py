@@ -1,4 +1,4 @@
-"""`thresher bench retrieval`: recall, speed and memory of indexes. The measuring is bench/retrieval/run.py's.
+"""`thresher bench retrieval`: recall, speed and memory of indexes. The measuring is bench/retrieval.py's.
 
 What the flags mean stands there too. Status 1 where our flat index is not exact.
 """
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.retrieval.run import RetrievalBench, failure, read_source, run_retrieval_bench
+    from thresher.bench.retrieval import RetrievalBench, failure, read_source, run_retrieval_bench
 
     bench = RetrievalBench(
         sizes=options.sizes,

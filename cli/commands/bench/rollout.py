@@ -1,4 +1,4 @@
-"""`thresher bench rollout`: our rollout beside Hugging Face's. The measuring is bench/rollout/run.py's."""
+"""`thresher bench rollout`: our rollout beside Hugging Face's. The measuring is bench/rollout.py's."""
 
 import argparse
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.rollout.run import RolloutBench, run_rollout_bench
+    from thresher.bench.rollout import RolloutBench, run_rollout_bench
 
     bench = RolloutBench(
         shapes=options.shape,

@@ -1,4 +1,4 @@
-"""`thresher bench roofline`: floors of GPUs that are not here, as predictions. The work is bench/roofline's."""
+"""`thresher bench roofline`: floors of GPUs that are not here, as predictions. The work is bench/roofline.py's."""
 
 import argparse
 
@@ -23,6 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.roofline.run import run_roofline
+    from thresher.bench.roofline import run_roofline
 
     console.answer({"rows": run_roofline(options.chip, options.model, options.batch, options.out)})

@@ -1,4 +1,4 @@
-"""`thresher bench step`: one whole GRPO step, timed. The measuring is bench/step/run.py's."""
+"""`thresher bench step`: one whole GRPO step, timed. The measuring is bench/step.py's."""
 
 import argparse
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.step.run import StepBench, run_step_bench
+    from thresher.bench.step import StepBench, run_step_bench
 
     bench = StepBench(
         shape=options.shape,

@@ -1,4 +1,4 @@
-"""`thresher study kl`: the estimators of the KL term. The study is bench/studies/kl/run.py."""
+"""`thresher study kl`: the estimators of the KL term. The study is bench/studies/kl.py."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.studies.kl.run import run_study
+    from thresher.bench.studies.kl import run_study
     from thresher.common.files import read_json_object
 
     run_study(Path(options.out), options.start, options.steps, options.seeds, options.run_command)

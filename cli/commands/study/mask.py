@@ -1,4 +1,4 @@
-"""`thresher study mask`: what to do with retrieved tokens in the loss. The study is bench/studies/mask/run.py."""
+"""`thresher study mask`: what to do with retrieved tokens in the loss. The study is bench/studies/mask.py."""
 
 import argparse
 from pathlib import Path
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.studies.mask.run import run_study
+    from thresher.bench.studies.mask import run_study
     from thresher.common.files import read_json_object
 
     run_study(Path(options.out), options.run, options.seed, options.repeats, options.limit, options.device)

@@ -1,4 +1,4 @@
-"""`thresher study systems`: does every system learn? The study is bench/studies/systems/run.py."""
+"""`thresher study systems`: does every system learn? The study is bench/studies/systems.py."""
 
 import argparse
 from pathlib import Path
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from thresher.bench.studies.systems.run import SYSTEMS, run_study
+    from thresher.bench.studies.systems import SYSTEMS, run_study
     from thresher.common.files import read_json_object
 
     names = options.system or SYSTEMS

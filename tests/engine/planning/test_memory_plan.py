@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.bench.roofline.models import MODELS
+from thresher.bench.roofline import MODELS
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.common.machine import cpu_memory

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from thresher.bench.roofline.models import MODELS
+from thresher.bench.roofline import MODELS
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.planning.memory import head_weights
 from thresher.engine.planning.plan import GB, Plan, plan

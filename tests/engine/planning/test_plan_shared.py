@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from thresher.bench.roofline.models import MODELS
+from thresher.bench.roofline import MODELS
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.planning.memory import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thresher.bench.roofline.models import MODELS
+from thresher.bench.roofline import MODELS
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.planning.plan import GB, plan
 from thresher.policy.config import ModelConfig, config_from_dict

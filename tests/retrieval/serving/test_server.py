@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from retrieval_server_cases import SERVED, Scripted, address, ask, until
 
-from thresher.bench.retrieval.load_generator import measure_server
+from thresher.bench.retrieval_server import measure_server
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.retrieval.indexes.manifest import read_manifest
@@ -313,7 +313,7 @@ def test_what_the_command_says(
 def test_the_load_generator_counts_what_it_was_answered(
     serve: Callable[..., Server], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thresher.bench.retrieval.load_generator.WARM_UP", 0.0)
+    monkeypatch.setattr("thresher.bench.retrieval_server.WARM_UP", 0.0)
     server = serve(scripted)
     figures = measure_server(server.url, ["a", "b", "c"], connections=4, seconds=0.3, k=2)
     answered = server.app.metrics.requests["/retrieve", 200]

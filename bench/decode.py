@@ -1,0 +1,182 @@
+"""`thresher bench decode`: decode steps of models of Qwen2.5's sizes with random weights, by the decoder of rollouts.
+
+A batch of sequences is prefilled, each with its own context, or groups of 8 with 1,200 positions in common and 300 of
+their own; then every step draws a token for each. A row says how long a step takes, what of it the host spends, and,
+on a chip that engine/planning/time.py knows, the share of the floor and of what was predicted. No sequence reaches an end, so that every step has the whole batch.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from thresher.bench.harness import append_rows, check_files, facts, resolve_device, resolve_dtype, spread, wait
+from thresher.bench.roofline import GROUP, MODELS, OWN, SHARED, check_batch
+from thresher.common.console import console, table
+from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.decoder_cuda import make_decoder
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
+from thresher.engine.planning.time import DecodeShape, decode_costs, decode_share, floor_s, this_chip
+from thresher.kernels.attention.backends.choice import resolve_attention
+from thresher.policy.config import ModelConfig
+from thresher.policy.model import Policy
+
+PAGE = 64
+WARMUP = 4  # steps before the clock counts; the first capture graphs
+UNDRAWN = 271  # columns of a padded head that no tokenizer of Qwen2.5 has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBench:
+    """models: names of MODELS. own, shared: positions of a context; shapes of both kinds are measured. budget: seconds,
+    after which no shape begins."""
+
+    models: Sequence[str] = ("0.5B", "1.5B", "7B")
+    batch: int = 256
+    own: int = OWN
+    shared: int = SHARED
+    steps: int = 64
+    device: str | None = None
+    dtype: str | None = None
+    budget: float = float("inf")
+
+    def shapes(self) -> tuple[DecodeShape, ...]:
+        return (
+            DecodeShape(batch=self.batch, group=1, shared=0, own=self.shared + self.own),
+            DecodeShape(batch=self.batch, group=GROUP, shared=self.shared, own=self.own),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The part of a tokenizer that a decoder without stops needs."""
+
+    vocab_size: int
+
+
+def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[dict[str, Any]]:
+    """Measure, append the rows to `out` as they are made, print a table. Returns the rows."""
+    check_batch(bench.batch)
+    device = resolve_device(bench.device)
+    dtype = resolve_dtype(bench.dtype, device)
+    check_files(out, None)
+    head, deadline = {"bench": "decode", **facts(("triton",))}, time.monotonic() + bench.budget
+    rows: list[dict[str, Any]] = []
+    for name in bench.models:
+        policy = random_policy(MODELS[name], device, dtype)
+        for shape in bench.shapes():
+            if time.monotonic() > deadline:
+                console.print(f"{name}, {_context(shape)}: left out, the budget was used up")
+                continue
+            said = {"model": name, "dtype": str(dtype).removeprefix("torch.")}
+            row = head | said | measure(policy, shape, bench.steps)
+            append_rows(out, row)
+            rows.append(row)
+        del policy
+    _show(rows)
+    return rows
+
+
+def random_policy(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Policy:
+    """Make a policy with weights from a normal distribution, on the device."""
+    with torch.device("meta"):
+        policy = Policy(config)
+    policy = policy.to(dtype).to_empty(device=device).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0 if parameter.shape[0] == config.hidden_size else 0.0)
+    return policy
+
+
+def measure(policy: Policy, shape: DecodeShape, steps: int) -> dict[str, Any]:
+    """Return a shape's figures: seconds of a step, and of the host's part of it."""
+    decoder, attention = _filled(policy, shape, WARMUP + steps + 2)
+    before, times = DecodeClock(), []
+    for step in range(WARMUP + steps):
+        if step == WARMUP:
+            wait(policy.device)
+            before.host, before.sampled_tokens = decoder.clock.host, decoder.clock.sampled_tokens
+        started = time.perf_counter()
+        decoder.step()
+        if step >= WARMUP:
+            times.append(time.perf_counter() - started)
+    seconds = sum(times) / steps
+    chip = this_chip(policy.device)
+    costs = decode_costs(policy.config, shape)
+    floor = None if chip is None else floor_s(costs, chip)
+    return {
+        "shape": asdict(shape),
+        "attention": attention,
+        "steps": steps,
+        "step_s": spread(times),
+        "mean_step_s": seconds,
+        "tokens_per_s": shape.batch / seconds,
+        "host_s": (decoder.clock.host - before.host) / steps,
+        "chip": None if chip is None else chip.name,
+        "floor_s": floor,
+        "floor_share": None if floor is None else floor / seconds,
+        "predicted_share": decode_share(policy.config, shape),
+    }
+
+
+def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str]:
+    """Return a decoder with the whole batch prefilled, in the middle of its turns, and its attention."""
+    config, rng = policy.config, Random(0)
+    columns = max(config.vocab_size - UNDRAWN, 1)
+    device, dtype = policy.device, policy.dtype
+    attention = resolve_attention("auto", device, dtype, config.head_dim, "rollout")
+    longest = shape.context + 1 + room
+    blocks = shape.batch * -(-longest // PAGE) + shape.batch
+    options = {"num_blocks": 1 + blocks, "page_size": PAGE, "max_running": shape.batch}
+    decoder = make_decoder(policy, Columns(columns), attention, **options)  # type: ignore[arg-type]
+    decoder.begin(longest, DecodeClock())
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(columns) for _ in range(count)]
+
+    for group in range(shape.batch // shape.group):
+        prompt = SharedPrompt(ids(shape.shared) or ids(shape.own))
+        for member in range(shape.group):
+            whole = prompt.ids + ids(shape.own) if shape.shared else list(prompt.ids)
+            sequence = TokenSequence(prompt, group * shape.group + member, SamplingParams(), whole)
+            decoder.begin_turn(sequence, (), 1)  # a turn of one token each, so that nobody runs ahead of the prefill
+    filled: list[TokenSequence] = []
+    while len(filled) < shape.batch:
+        filled += decoder.step()
+    for sequence in filled:
+        decoder.begin_turn(sequence, (), room)
+    return decoder, attention
+
+
+def _context(shape: DecodeShape) -> str:
+    return f"{shape.shared:,} shared by {shape.group} + {shape.own:,}" if shape.shared else f"{shape.own:,}"
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0%}"
+
+    table(
+        "decode steps",
+        ("model", "batch", "context", "ms", "host ms", "tokens/s", "of floor", "predicted"),
+        [
+            (
+                row["model"],
+                f"{row['shape']['batch']:,}",
+                _context(DecodeShape(**row["shape"])),
+                f"{1e3 * row['mean_step_s']:.2f}",
+                f"{1e3 * row['host_s']:.2f}",
+                f"{row['tokens_per_s']:,.0f}",
+                share(row["floor_share"]),
+                share(row["predicted_share"]),
+            )
+            for row in rows
+        ],
+    )

@@ -1,0 +1,183 @@
+"""The harness of all benches: the head of a row, time and memory of a call, bare rates of a machine, output files.
+
+Launch costs are not subtracted: a call is timed as a training step meets it, from an idle device until it is done.
+"""
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+from thresher.common.errors import UserError
+from thresher.common.machine import origin
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MIB = 2**20
+COPIED_BYTES, MATMUL, REPEATS = 2**27, 1024, 7  # of the bare rates
+ITEM = 4  # bytes of a float32
+
+
+def facts(packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the head of a row: its origin, torch's threads, and the versions of `packages` (None: not installed)."""
+    found = origin(cuda=True)
+    del found["host"]  # rows are published
+    return {
+        **found,
+        "threads": torch.get_num_threads(),
+        **{package: package_version(package) for package in packages},
+    }
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """Return the device of this name; for None CUDA if there is one, else the CPU. UserError if it is missing."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device cuda: torch {torch.__version__} sees none; run where there is one, or with cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """Return the dtype of this name; for None bfloat16 on CUDA, else float32."""
+    return DTYPES[name or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Time one call: by events around it on CUDA, by the wall clock elsewhere."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - started)
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after))
+
+
+def in_turn(
+    runs: Sequence[Callable[[], Any]], rounds: int, device: torch.device, between: Callable[[], Any]
+) -> list[list[float]]:
+    """Return `rounds` times of each call, in ms. The calls take turns, so that other load on the machine falls on all.
+
+    Each round begins one further on, so that no call always follows the same neighbour. `between` runs before each
+    call, off the clock.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    for first in range(rounds):
+        for place in range(len(runs)):
+            turn = (first + place) % len(runs)
+            between()
+            times[turn].append(milliseconds(runs[turn], device))
+    return times
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Return the most that torch's allocator held during the call beyond what it held before.
+
+    On a CPU it is added up from the profiler's record of every allocation and release. The memory that a BLAS library
+    takes for itself is counted on neither device.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start and its end
+    with profile(profile_memory=True) as recorded:
+        run()
+    assert recorded.kineto_results is not None
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    held = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return p20, p50 and p80, interpolated."""
+    cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
+    return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
+
+
+def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
+    """Return the spread of a peer's times by ours, of neighbouring calls."""
+    return spread([b / a for a, b in zip(ours, theirs, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes read and written a second by a copy, and operations a second by a matmul: the best of a few."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def measure_rates(device: torch.device | None = None) -> Rates:
+    """Measure a device, the CPU for None, in float32. Takes about a second, in the threads that torch has now."""
+    device = device or torch.device("cpu")
+    source = torch.ones(COPIED_BYTES // ITEM, device=device)
+    target = torch.empty_like(source)
+    left, right = torch.randn(2, MATMUL, MATMUL, device=device)
+    product = torch.empty(MATMUL, MATMUL, device=device)
+
+    def best(run: Callable[[], object]) -> float:
+        return min(milliseconds(run, device) for _ in range(REPEATS)) / 1e3
+
+    copied = best(lambda: target.copy_(source))
+    multiplied = best(lambda: torch.mm(left, right, out=product))
+    return Rates(2 * COPIED_BYTES / copied, 2 * MATMUL**3 / multiplied)
+
+
+def append_rows(path: str | Path | None, *rows: dict[str, Any]) -> None:
+    """Append JSON lines to `path`; do nothing for None."""
+    if path is not None:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def check_files(out: str | Path | None, plot: str | Path | None) -> None:
+    """Make the folders of both files, before an hour of measuring.
+
+    Raises UserError for a file that cannot be written, and for a picture without matplotlib.
+    """
+    if plot is not None and find_spec("matplotlib") is None:
+        raise UserError(f"--plot {plot}: matplotlib is not installed; install it, or leave the picture out")
+    for flag, path in (("--out", out), ("--plot", plot)):
+        if path is None:
+            continue
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if flag == "--out":
+                append_rows(path)
+            elif Path(path).is_dir():
+                raise IsADirectoryError(0, "it is a folder")
+        except OSError as error:
+            raise UserError(f"{flag} {path}: cannot be written ({error.strerror}); choose another file") from None

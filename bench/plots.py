@@ -1,0 +1,605 @@
+"""All pictures of the benches and studies, in the style of the report's: one function a picture, each writes one PNG.
+
+Bars start at 0 and carry their numbers. Every panel has its own scale, since models and shapes differ. Lines are not
+smoothed: an explosion is a single step, and a mean would hide it. Measuring needs no matplotlib, so benches import this
+module only when they draw.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
+
+from thresher.common.files import atomic_path
+from thresher.engine.reports.charts import BLUE, DPI, GREEN, GREY, ORANGE, PALETTE, PURPLE, RED, SKY, STYLE
+
+PEER, LIGHT, DARK, GREY_TEXT, AXIS = "#c9ced6", "#9db7e0", "#2b3036", "#4a5058", "#9aa1ab"
+BENCH = {"axes.grid.axis": "x", "axes.titlesize": 10, "axes.titlepad": 8}
+PADS = {"w_pad": 0.1, "h_pad": 0.08}  # inches around a panel
+LOSS_PANELS = 4
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+
+@contextmanager
+def _figure(
+    path: Path,
+    width: float,
+    height: float,
+    style: Mapping[str, Any],
+    pads: Mapping[str, Any] | None = None,
+    title: str | None = None,
+    foot: str | None = None,
+) -> Iterator[Figure]:
+    """Yield a figure of so many inches, and write it behind the `with`, whole or not at all."""
+    rc: dict[Any, Any] = {**STYLE, **style}
+    with matplotlib.rc_context(rc):
+        layout: Any = "constrained" if pads is None else ConstrainedLayoutEngine(**pads)
+        figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
+        if title is not None:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        if foot is not None:
+            figure.supxlabel(foot, x=0.01, ha="left", fontsize=8.5, color=GREY_TEXT)
+        yield figure
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, format="png")
+
+
+def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+    """Write `text` so many points beside `at`."""
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", **{"fontsize": 8.5, **style})
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar in one or more parts, each (length, colour, name in the legend); the text behind it; p20 and p80 if it was
+    timed."""
+
+    parts: Sequence[tuple[float, str, str | None]]
+    text: str
+    spread: tuple[float, float] | None = None
+
+
+def _bars(
+    axes: Axes,
+    names: Sequence[str],
+    bars: Sequence[Bar | None],
+    longest: float,
+    room: float,
+    bins: int,
+    height: float = 0.72,
+    boxed: bool = False,
+) -> None:
+    """Draw one bar a name, the first on top, and a gap for None. `longest` times `room` is the width of the panel."""
+    for place, bar in enumerate(bars):
+        if bar is None:
+            axes.text(0, place, " not here", va="center", color=GREY, fontsize=8)
+            continue
+        end = 0.0
+        for length, color, label in bar.parts:
+            axes.barh(place, length, height=height, left=end, color=color, label=label)
+            end += length
+        if bar.spread is not None:
+            axes.plot(bar.spread, (place, place), color=DARK, lw=1.0, solid_capstyle="butt")
+            end = bar.spread[1]
+        said = axes.text(end + 0.02 * longest, place, bar.text, va="center", fontsize=8, color=DARK)
+        if boxed:
+            said.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8})
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, room * longest)
+    axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="x", nbins=bins)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+
+
+def _threads(row: Row) -> str:
+    return f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
+
+
+# bench loss
+
+
+def draw_loss(rows: Rows, path: Path) -> None:
+    """Draw time and memory of every contender, for the weightiest cases of a run. rows: of one run, the weightiest
+    first, at least one.
+
+    Time is beside the floor: the three matmuls alone at the rate that bare matmuls reached in the same run.
+    """
+    first = rows[0]["shape"]
+    same = [row for row in rows if all(row["shape"][axis] == first[axis] for axis in ("tokens", "density"))]
+    shown, found = same[:LOSS_PANELS], [{**row["ours"], **row["peers"]} for row in same[:LOSS_PANELS]]
+    names = [name for name in found[0] if any("ms" in one[name] for one in found)]
+    ours, *others = rows[0]["ours"]
+    colors = {name: BLUE if name == ours else SKY if name in others else PEER for name in names}
+    head = shown[0]
+    share = "all rows active" if first["density"] == 100 else f"{first['density']}% of rows active"
+    where = head["gpu"] or f"{head['machine']}, {_threads(head)}"
+
+    def rounded(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    def time(name: str, one: Row, floor: float) -> Bar | None:
+        if "ms" not in one[name]:
+            return None
+        ms = one[name]["ms"]
+        text = f"{rounded(ms['p50'])} ({ms['p50'] / floor:.2g}×)"
+        return Bar([(ms["p50"], colors[name], None)], text, (ms["p20"], ms["p80"]))
+
+    def memory(name: str, one: Row) -> Bar | None:
+        if "ms" not in one[name]:
+            return None
+        mib = max(one[name]["workspace_mib"], 0.0)
+        return Bar([(mib, colors[name], None)], rounded(mib))
+
+    def panel(axes: Axes, bars: Sequence[Bar | None]) -> None:
+        ends = (bar.spread[1] if bar.spread else bar.parts[0][0] for bar in bars if bar is not None)
+        _bars(axes, names, bars, max(ends, default=0.0) or 1.0, 1.5, 4, boxed=True)
+
+    with _figure(
+        path,
+        1.3 + 2.75 * len(shown),
+        2.3 + 0.6 * len(names),
+        BENCH,
+        {**PADS, "hspace": 0.06},
+        f"GRPO loss from hidden states, forward and backward\n{first['tokens']:,} tokens, {share}, {head['dtype']}",
+        "Dashed: the floor, three matmuls over the active rows at the rate of bare matmuls in the same run.\n"
+        f"Bars: medians; lines: p20 to p80. {where}; torch {head['torch']}; commit {head['commit']}.",
+    ) as figure:
+        grid = figure.subplots(2, len(shown), squeeze=False, sharey=True)
+        for (top, bottom), row, one in zip(grid.T, shown, found, strict=True):
+            floor = row["floor_ms"]["measured"]
+            top.set_title(f"H {row['shape']['hidden']:,} · V {row['shape']['vocab']:,}")
+            panel(top, [time(name, one, floor) for name in names])
+            top.axvline(floor, color=ORANGE, lw=1.4, ls=(0, (3, 2)), zorder=3)
+            panel(bottom, [memory(name, one) for name in names])
+        grid[0, 0].set_ylabel("time, ms\n(times the floor)")
+        grid[1, 0].set_ylabel("memory beside\ndX and dW, MiB")
+
+
+# bench rollout
+
+
+def draw_rollout(rows: Rows, path: Path) -> None:
+    """Draw sampled tokens a second, a panel for each shape, a bar for each side, and behind a peer's bar by how much
+    ours is faster in neighbouring rounds. rows: of one run, at least one."""
+    panels: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["shape"], row["tokens"]), []).append(row)
+    names = ["ours", *dict.fromkeys(row["peer"] for row in rows if row["peer"] is not None)]
+    head = rows[0]
+    with _figure(
+        path,
+        1.3 + 2.6 * max(2, len(panels)),
+        1.7 + 0.42 * len(names),
+        BENCH,
+        PADS,
+        "Rollout: sampled tokens a second",
+        "Bars: medians; lines: p20 to p80; ratios: of neighbouring rounds, by wall seconds.\n"
+        f"{head['machine']}, {_threads(head)}; torch {head['torch']}, transformers {head['transformers']};"
+        f" commit {head['commit']}.",
+    ) as figure:
+        grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for axes, ((shape, tokens), shown) in zip(grid, panels.items(), strict=True):
+            found: dict[str, tuple[dict[str, float] | None, str]] = {"ours": (shown[0]["ours_tokens_per_s"], "")}
+            for row in shown:
+                if row["peer"] is not None:
+                    ratio = "" if row["ratio"] is None else f" (ours {row['ratio']['p50']:.2g}×)"
+                    found[row["peer"]] = (row["peer_tokens_per_s"], ratio)
+            bars: list[Bar | None] = []
+            for name in names:
+                values, behind = found.get(name, (None, ""))
+                if values is None:
+                    bars.append(None)
+                    continue
+                parts = [(values["p50"], BLUE if name == "ours" else PEER, None)]
+                bars.append(Bar(parts, f"{values['p50']:,.0f}{behind}", (values["p20"], values["p80"])))
+            axes.set_title(f"{shape}, {tokens} sampled")
+            longest = max(values["p80"] for values, _ in found.values() if values is not None)
+            _bars(axes, names, bars, longest, 1.7, 3)
+
+
+# bench step
+
+STEP_SIDES = {"shared": "ours", "unshared": "ours, prefixes\nunshared", "peer": "TRL"}
+
+
+def draw_step(rows: Rows, path: Path) -> None:
+    """Draw what a thousand tokens of a whole step take, a panel a shape, a bar a side: rollout and update, with tokens
+    a second behind. The last row of each shape is drawn; at least one row."""
+    panels = {row["shape"]: row for row in rows}
+    last = list(panels.values())[-1]
+    threads = ", ".join(f"{shape} {row['threads']}" for shape, row in panels.items())
+    with _figure(
+        path,
+        1.0 + 3.2 * max(2, len(panels)),
+        2.6,
+        BENCH,
+        PADS,
+        "A whole GRPO step: milliseconds a thousand tokens",
+        "Medians of steps in turn in one process. Tokens: of all trajectories, prompts and passages included.\n"
+        f"{last['machine']}; threads: {threads}; torch {last['torch']}, TRL {last['trl']}; commit {last['commit']}.",
+    ) as figure:
+        grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for axes, (shape, row) in zip(grid, panels.items(), strict=True):
+            scale = 1e6 / row["tokens"]  # from seconds of a step to ms a thousand tokens
+            bars: list[Bar | None] = []
+            for side in STEP_SIDES:
+                if row[side] is None:
+                    bars.append(None)
+                    continue
+                rollout, update = (scale * row[side][f"{part}_s"]["p50"] for part in ("rollout", "update"))
+                named = side == "shared"
+                text = f"{row[side]['tokens_per_s']['p50']:,.0f} tokens/s"
+                if side == "peer":
+                    text += f"\n(ours {row['ratio_step']:.2f}×)"
+                parts = [(rollout, LIGHT, "rollout" if named else None), (update, BLUE, "update" if named else None)]
+                bars.append(Bar(parts, text))
+            lengths = row["lengths"]
+            axes.set_title(f"{shape}: {lengths['questions']} x {lengths['group']} trajectories")
+            longest = scale * max(row[side]["step_s"]["p50"] for side in STEP_SIDES if row[side] is not None)
+            _bars(axes, list(STEP_SIDES.values()), bars, longest, 1.6, 3, height=0.66)
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="upper right", ncols=2, fontsize=8, frameon=False)
+
+
+# bench retrieval
+
+RECALL_TICKS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
+NEAREST = 0.005  # recall nearer to 1 is drawn as this
+
+
+def draw_retrieval(rows: Rows, wanted: float, path: Path) -> None:
+    """Draw recall against speed, a panel for each set of vectors. rows: of one run; those with a curve are drawn, at
+    least one.
+
+    A point is a value of the search parameter, measured in batches of 64. The ring marks the least one whose recall is
+    `wanted`. Grey lines are the exact searches, which took turns with it. Speed is on a logarithmic scale, and so is
+    recall, by what it leaves to 1.
+    """
+    shown = [row for row in rows if "curve" in row]
+
+    def set_of(row: Row) -> str:
+        return "{passages:,} × {dim}, {vectors}".format(**row["shape"])
+
+    def family(kind: str) -> str:  # lists of another number have the same colour
+        return "".join(letter for letter in kind if not letter.isdigit())
+
+    sets = list(dict.fromkeys(map(set_of, shown)))
+    kinds = list(dict.fromkeys(family(row["kind"]) for row in shown))
+    head = shown[0]
+    with _figure(
+        path,
+        0.6 + 3.6 * max(2, len(sets)),
+        4.3,
+        {**BENCH, "axes.grid.axis": "both"},
+        PADS,
+        "Search in batches of 64: recall against speed",
+        "Rings: the least nprobe or efSearch with recall .95, and how much faster than the line that is. Medians.\n"
+        f"{head['machine']}, {_threads(head)}; torch {head['torch']},"
+        f" faiss {head['faiss-cpu']}; commit {head['commit']}; load {head['load']:.1f}.",
+    ) as figure:
+        grid = figure.subplots(1, len(sets), squeeze=False)[0]
+        for axes, name in zip(grid, sets, strict=True):
+            own = [row for row in shown if set_of(row) == name]
+            for row in own:
+                _recall_curve(axes, row, PALETTE[kinds.index(family(row["kind"])) % len(PALETTE)])
+            _fastest_exact(axes, own)
+            axes.axvline(_recall_place(wanted), color=AXIS, lw=1.0, ls=(0, (3, 2)), zorder=1)
+            axes.set_yscale("log")
+            axes.set_xticks([_recall_place(tick) for tick in RECALL_TICKS], [f"{tick:g}" for tick in RECALL_TICKS])
+            axes.set_xlim(_recall_place(0.4), _recall_place(1) + 0.15)
+            low, high = axes.get_ylim()
+            axes.set_ylim(low / 1.5, high * 2)
+            axes.set_xlabel("recall at 5")
+            axes.set_title(name)
+            axes.legend(loc="upper right")
+        grid[0].set_ylabel("queries a second")
+
+
+def _recall_place(recall: float) -> float:
+    return -float(np.log10(max(1 - recall, NEAREST)))
+
+
+def _queries_per_s(row: Row, ms: float) -> float:
+    return 1e3 * float(row["curve"]["batch"]) / ms
+
+
+def _recall_curve(axes: Axes, row: Row, color: str) -> None:
+    points = row["curve"]["points"]
+    at = [(_recall_place(point["recall"]["5"]), _queries_per_s(row, point["ms"]["p50"])) for point in points]
+    axes.plot(*zip(*at, strict=True), color=color, lw=1.6, marker="o", ms=3.2, label=row["kind"])
+    for here, point in zip(at, points, strict=True):
+        if point["effort"] == row.get("chosen"):
+            axes.plot(*here, "o", ms=9, mfc="none", mec=color, mew=1.6)
+            text = f"{row['effort']} {point['effort']}\n{point['speedup']:.3g}× exact"
+            _note(axes, text, here, (7, 7), fontsize=8, color=DARK)
+
+
+def _fastest_exact(axes: Axes, rows: Rows) -> None:
+    """Draw the faster of torch and FAISS as a line."""
+    found = {
+        name: float(np.median([_queries_per_s(row, row["curve"]["exact_ms"][name]["p50"]) for row in rows]))
+        for name in rows[0]["curve"]["exact_ms"]
+    }
+    if not found:
+        return
+    fastest = max(found, key=lambda name: found[name])
+    axes.axhline(found[fastest], color="#6a717b", lw=1.4, zorder=2)
+    at = (0.02, found[fastest])
+    _note(axes, f"{fastest}, exact", at, (0, 3), xycoords=("axes fraction", "data"), fontsize=8, color=DARK)
+
+
+# study kl
+
+ESTIMATOR_COLORS = {"k1": GREY, "k2": BLUE, "k3": ORANGE, "k3_ratio": GREEN}
+SAMPLED = {"on policy": BLUE, "off policy": ORANGE}
+ERROR_FLOOR = 1e-17  # where an error of exactly 0 is drawn; float64 resolves 1e-16
+FINDINGS = {"zero": "zero in expectation", "forward": "exactly that of KL(ref ‖ π)"}
+TRAINED = (
+    ("kl_coefficient_largest", "Largest |dKL / d log π| of a token"),
+    ("kl_largest", "Largest KL of a token (nats)"),
+    ("grad_norm", "Gradient norm before clipping"),
+    ("em", "Exact match, sampled"),
+)
+
+
+def draw_kl_curves(curves: Sequence[Any], path: Path) -> None:
+    """Draw value and coefficient of every estimator over d, the vertical axes linear up to 1 and logarithmic beyond.
+    curves: `EstimatorCurve`s of studies/kl.py."""
+
+    def power(value: float, _: Any) -> str:  # 1, 10, 100, 1,000; beyond that powers of ten
+        if abs(value) < 10_000:
+            return f"{value:,.0f}".replace("-", "−")
+        return rf"{'−' if value < 0 else ''}$10^{{{round(np.log10(abs(value)))}}}$"
+
+    with _figure(path, 10.6, 4.4, {"axes.titlepad": 12}) as figure:
+        left, right = figure.subplots(1, 2)
+        for axes, what in ((left, "value_X"), (right, "coefficient_X")):
+            for curve in curves:
+                style: dict[str, Any] = {"lw": 2.0, "label": curve.name}
+                if curve.ratio != 1.0:
+                    style = {"lw": 0.8, "alpha": 0.6}
+                elif curve.name == "k3_ratio":
+                    # On policy it has k3's value and k2's coefficient: dashed, so that both are seen.
+                    style |= {"ls": (0, (4, 3)), "lw": 1.5, "zorder": 3}
+                axes.plot(curve.d_X, getattr(curve, what), color=ESTIMATOR_COLORS[curve.name], **style)
+            axes.set_yscale("symlog", linthresh=1.0)
+            axes.axhline(0, color=AXIS, lw=0.8, zorder=0)
+            axes.axvline(0, color=AXIS, lw=0.8, zorder=0)
+            axes.yaxis.set_major_formatter(FuncFormatter(power))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.set_xlabel(r"$d = \log \pi - \log \pi_{\mathrm{ref}}$ of a sampled token (nats)")
+            axes.set_xlim(float(curves[0].d_X[0]), float(curves[0].d_X[-1]))
+        left.set_ylabel("linear up to 1, logarithmic beyond", color=GREY_TEXT, fontsize=8.5)
+        left.set_title("Value (nats)")
+        right.set_title("Coefficient of its gradient, dKL / d log π")
+        handles = left.get_legend_handles_labels()[0]
+        handles.append(left.plot([], [], color=GREEN, lw=0.8, alpha=0.6, label="k3_ratio at r = ½ and 2")[0])
+        figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+        for name, offset in (("k2", (8, -10)), ("k3", (10, -2))):  # a dot at d = -10, with its number beside it
+            curve, color = next(curve for curve in curves if curve.name == name), ESTIMATOR_COLORS[name]
+            at = int((curve.d_X + 10).abs().argmin())
+            point = float(curve.d_X[at]), float(curve.coefficient_X[at])
+            right.plot(*point, "o", ms=5, color=color, zorder=4)
+            text = f"{name} at −10: {point[1]:,.0f}".replace(": -", ": −")
+            _note(right, text, point, offset, color=color, fontweight="bold", va="center", fontsize=None)
+
+
+def estimator_label(row: Row) -> str:
+    """Return a choice of estimators in words."""
+    return str(row["value"] if row["value"] == row["gradient"] else f"{row['value']}, {row['gradient']}'s gradient")
+
+
+def draw_kl_enumeration(rows: Rows, path: Path) -> None:
+    """Draw how far expected value and gradient are from those of KL(pi || ref): the median a dot, the range a bar."""
+    names = list(dict.fromkeys(map(estimator_label, rows)))
+    with _figure(path, 10.6, 3.7, {"axes.grid.axis": "x", "axes.titlepad": 12}) as figure:
+        panels = (("value_error", "Expected value"), ("reverse_error", "Expected gradient"))
+        for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+            axes.set_xscale("log")
+            axes.axvspan(ERROR_FLOOR / 3, 1e-13, color=GREEN, alpha=0.08, lw=0)
+            axes.text(ERROR_FLOOR, -0.62, "up to rounding", va="center", color=GREEN, fontsize=8.5)
+            for row in rows:
+                color = SAMPLED[row["sampled"]]
+                height = names.index(estimator_label(row)) + (-0.16 if row["sampled"] == "on policy" else 0.16)
+                low, middle, high = (max(row[key][part], ERROR_FLOOR) for part in ("smallest", "median", "largest"))
+                axes.plot([low, high], [height, height], color=color, lw=5, alpha=0.3)
+                axes.plot(middle, height, "o", ms=6, color=color)
+                if key == "reverse_error" and row["finding"] in FINDINGS:
+                    _note(axes, FINDINGS[row["finding"]], (low, height), (-8, 0), ha="right", va="center", color=color)
+            axes.set_xlim(ERROR_FLOOR / 3, 1e4)
+            axes.xaxis.set_major_locator(LogLocator(1000, numticks=8))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_title(f"{title}, relative error")
+            axes.set_xlabel("against KL(π ‖ ref), by enumeration in float64")
+            axes.set_yticks(range(len(names)), names)
+            axes.set_ylim(len(names) - 0.5, -0.95)
+        handles = [axes.plot([], [], "o", ms=6, color=color, label=name)[0] for name, color in SAMPLED.items()]
+        figure.legend(handles=handles, loc="outside upper right", ncols=2)
+
+
+def draw_kl_training(runs: Rows, records: Mapping[str, Rows], max_grad_norm: float, path: Path) -> None:
+    """Draw a row of panels for each learning rate, a line for each run; `records` are a run's steps, by its name.
+
+    Greedy exact match on held-out questions, before and after, are dots in the last panel.
+    """
+    rates = list(dict.fromkeys((run["rate"], run["lr"]) for run in runs))
+    style = {"axes.titlepad": 10, "axes.titlesize": 10}
+    with _figure(path, 13.4, 2.9 * len(rates) + 0.4, style) as figure:
+        grid = figure.subplots(len(rates), len(TRAINED), squeeze=False, sharex=True)
+        for across, (rate, lr) in zip(grid, rates, strict=True):
+            for axes, (key, _) in zip(across, TRAINED, strict=True):
+                for run in runs:
+                    if run["rate"] == rate:
+                        _kl_run(axes, run, records[run["name"]], key)
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+                if key == "em":
+                    axes.set_ylim(0, 1.04)
+                    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+                    continue
+                axes.set_yscale("log")
+                axes.yaxis.set_minor_locator(NullLocator())
+                if key == "grad_norm" and np.isfinite(max_grad_norm):
+                    axes.axhline(max_grad_norm, color=GREY, lw=1, ls=(0, (4, 3)))
+                    text, at = f"clipped above {max_grad_norm:g}", (0.02, max_grad_norm)
+                    _note(axes, text, at, (0, 3), xycoords=("axes fraction", "data"), color=GREY_TEXT)
+            across[0].set_ylabel(f"{rate}: learning rate {lr:g}", fontweight="bold", fontsize=10, labelpad=8)
+        for axes, column, (_, title) in zip(grid[-1], grid.T, TRAINED, strict=True):
+            column[0].set_title(title)
+            axes.set_xlabel("step")
+            limits = [one.get_ylim() for one in column]
+            for one in column:
+                one.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        handles = [
+            grid[0][0].plot([], [], color=ESTIMATOR_COLORS[name], lw=2, label=f"{name} (a line a seed)")[0]
+            for name in dict.fromkeys(run["estimator"] for run in runs)
+        ]
+        handles.append(grid[0][0].plot([], [], "o", color=GREY, ms=5, label="greedy, held-out questions")[0])
+        figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+
+
+def _kl_run(axes: Axes, run: Row, steps: Rows, key: str) -> None:
+    values = np.array([np.nan if step.get(key) is None else step[key] for step in steps], np.float64)
+    if key != "em":
+        values[values <= 0] = np.nan  # the first step stands at its reference, and 0 has no place on a log axis
+    color = ESTIMATOR_COLORS[run["estimator"]]
+    axes.plot([step["step"] for step in steps], values, color=color, lw=1.4, alpha=0.85)
+    if key == "em":
+        ends = [(0, run["em_before"]), (steps[-1]["step"] if steps else 0, run["em_after"])]
+        shown = [(step, em) for step, em in ends if em is not None]
+        axes.plot([step for step, _ in shown], [em for _, em in shown], "o", color=color, ms=5, clip_on=False, zorder=4)
+
+
+# study mask
+
+TREATMENT_COLORS = {"in_loss": RED, "zeroed": ORANGE, "masked": GREEN, "removed": PURPLE}
+DASHED = ("zeroed", "removed")  # each costs the same as another one, and would cover its line
+STEP_PARTS = (("forward", "forward", SKY), ("head", "head and loss", ORANGE), ("backward", "backward", BLUE))
+MOST_LABELS = 12  # parts of a model that are named on the axis
+
+
+def draw_mask(figures: Row, labels: Mapping[str, str], path: Path) -> None:
+    """Draw what each treatment costs and where its gradient points. figures: of mask.json. labels: treatments in
+    words."""
+    treatments = figures["treatments"]
+    with _figure(path, 10.4, 7.4, {}, {"w_pad": 0.12, "h_pad": 0.12}) as figure:
+        (step, gradient), (time, memory) = figure.subplots(2, 2)
+        _mask_step(step, treatments, labels)
+        _mask_gradient(gradient, treatments, labels)
+        _mask_sweep(time, figures["sweep"], "head_ms", labels)
+        time.set_title("Time of head and loss, ms")
+        _mask_sweep(memory, figures["sweep"], "head_at_once_mib", labels)
+        _mask_sweep(memory, figures["sweep"], "head_mib", labels, faint=True)
+        memory.set_title("Peak memory of head and loss, MiB")
+        text = "thin: logits in chunks, as Thresher makes them\nthick: the same rows with all logits at once"
+        memory.annotate(text, (0.03, 0.95), xycoords="axes fraction", va="top", fontsize=8.5, color=GREY_TEXT)
+        for axes in (step, gradient, time, memory):
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.01), ncols=6, borderaxespad=0.0)
+
+
+def _mask_step(axes: Axes, treatments: Row, labels: Mapping[str, str]) -> None:
+    """Draw a bar a treatment, put together from the parts of a step."""
+    names = list(labels)
+    left = [0.0] * len(names)
+    for key, label, color in STEP_PARTS:
+        values = [treatments[name][f"{key}_ms"] for name in names]
+        axes.barh(names, values, left=left, height=0.62, color=color, label=label)
+        left = [start + value for start, value in zip(left, values, strict=True)]
+    for number, name in enumerate(names):
+        at = (left[number], number)
+        _note(axes, f"{treatments[name]['step_ms']:,.0f}", at, (4, 0), va="center", color=GREY_TEXT)
+    said = [f"{labels[n]}\n{treatments[n]['tokens']:,} tokens, {treatments[n]['rows']:,} rows" for n in names]
+    axes.set_yticks(range(len(names)), said, fontsize=8.5)
+    axes.set_xlim(0, 1.1 * max(left))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.set_title("One step of the same batch, ms")
+
+
+def _mask_gradient(axes: Axes, treatments: Row, labels: Mapping[str, str]) -> None:
+    """Draw the cosine with the masked gradient, part by part; a dashed line is that of all parts together."""
+    parts = list(treatments["masked"]["gradient_parts"])
+    for name in ("zeroed", "removed", "in_loss"):
+        color, one = TREATMENT_COLORS[name], treatments[name]
+        cosines = [one["gradient_parts"][part]["cosine"] for part in parts]
+        axes.axvline(one["gradient"]["cosine"], color=color, lw=1.2, ls=(0, (4, 3)), alpha=0.7)
+        axes.plot(cosines, range(len(parts)), "o", ms=7, color=color, label=labels[name], clip_on=False)
+    every = -(-len(parts) // MOST_LABELS)
+    axes.set_yticks(range(0, len(parts), every), parts[::every], fontsize=8.5)
+    axes.set_ylim(len(parts) - 0.4, -0.6)
+    low = min(0.0, axes.dataLim.x0)
+    axes.set_xlim(low - 0.06 if low else 0.0, 1.02)
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    rows, retrieved = treatments["in_loss"]["rows"], treatments["in_loss"]["kinds"]["retrieved"]
+    axes.set_xlabel(
+        f"retrieved in the loss: {retrieved['rows'] / rows:.0%} of the rows, {retrieved['push']:.0%} of the push"
+    )
+    axes.set_title("Cosine with the masked gradient")
+
+
+def _mask_sweep(axes: Axes, sweep: Rows, key: str, labels: Mapping[str, str], faint: bool = False) -> None:
+    """Draw a line a treatment against the share of retrieved tokens."""
+    for name, label in labels.items():
+        second = name in DASHED
+        axes.plot(
+            [record["retrieved_share"] for record in sweep],
+            [record["treatments"][name][key] for record in sweep],
+            color=TREATMENT_COLORS[name],
+            ls=(0, (2.5, 2)) if second else "-",
+            lw=(1.2 if second else 1.0) if faint else (2.0 if second else 3.2),
+            alpha=0.8 if faint else 1.0,
+            marker=None if faint else "o",
+            ms=3.5 if second else 5.5,
+            label=None if faint else label,
+            zorder=3 if second else 2,
+        )
+    axes.set_ylim(0, 1.06 * axes.dataLim.y1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xticks([0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    axes.set_xlabel("retrieved share of the retrieved and sampled tokens")
+
+
+# study systems
+
+
+def draw_systems(rows: Rows, records: Mapping[str, Rows], claims: Mapping[str, tuple[str, str]], path: Path) -> None:
+    """Draw three panels in a row for each system: reward, exact match and its own claim on held-out questions over the
+    steps; the control in grey. `records`: metrics by a run's name; `claims`: (key, label) by system.
+
+    Every point is an evaluation of all held-out questions, greedy.
+    """
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    with _figure(path, 9.6, 2.3 * len(systems), {"axes.titlepad": 8}) as figure:
+        grid = figure.subplots(len(systems), 3, squeeze=False)
+        for line, system in zip(grid, systems, strict=True):
+            key, label = claims[system]
+            panels = (("reward", f"{system}: reward"), ("em", "exact match"), (key, label))
+            for axes, (name, title) in zip(line, panels, strict=True):
+                for row in rows:
+                    if row["system"] == system:
+                        _system_curve(axes, records[row["name"]], name, row["control"])
+                axes.set_title(title)
+            line[1].set_ylim(0, 1)
+        for axes in grid[-1]:
+            axes.set_xlabel("step")
+
+
+def _system_curve(axes: Axes, records: Rows, name: str, control: bool) -> None:
+    evaluations = [(record["step"], record["eval"]) for record in records if "eval" in record]
+    points = [(step, found.get(name, found["parts"].get(name))) for step, found in evaluations]
+    points = [(step, value) for step, value in points if value is not None]
+    if points:
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, color=GREY if control else BLUE, lw=1.6, marker="o", ms=2.5, alpha=0.9)

@@ -1,0 +1,555 @@
+"""`thresher bench retrieval`: the engine's indexes beside torch, numpy and FAISS, over 10^4 to 10^6 vectors and more.
+
+For every set of vectors: prove that the flat index and all peers find the same. Then for every kind: build it in a
+process of its own; follow its recall as the search parameter (nprobe, efSearch) rises, the exact searches taking turns
+with it; choose the least value whose recall at 5 is .95; and let that take turns with all peers in batches from 1 to
+512. Last, a server under 64 connections. If a flat index is not exact, the command ends with status 1.
+
+    recall      at k, against the exact answer, over 512 questions
+    ratio       a peer's time by ours, of neighbouring calls
+    speedup     the ratio of the faster of torch and FAISS, which search exactly
+
+The engine's own search is timed with all it does, the second scoring of rows in float64 included; encoding a question
+is not in it. A search counts as right if its rows have the scores, in float64, of the exact answer. The clock is read
+before each step, and stops the build; what a budget cuts off is reported.
+
+Axes: N vectors, Q queries, D dimension, K hits.
+"""
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from thresher.bench.harness import append_rows, check_files, facts, in_turn, ratios, spread
+from thresher.bench.retrieval_build import built
+from thresher.bench.retrieval_server import measure_service, unavailable
+from thresher.bench.retrieval_sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
+from thresher.common.files import show_bytes
+from thresher.common.machine import cpu_memory
+from thresher.retrieval.building.build import CODE_FACTORS, WHOLE_FACTORS
+from thresher.retrieval.encoders import Vectors
+from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
+from thresher.retrieval.indexes.exact import ExactRows, Found, Rows, RowScores, largest_row_norm
+from thresher.retrieval.indexes.faiss_library import faiss
+from thresher.retrieval.indexes.kinds import Kind, estimate, parse_kind
+
+K = 10
+PROOF = 64
+CELL_SECONDS = 8.0  # of timed rounds, within FEWEST and MOST
+FEWEST, MOST = 3, 50
+OUT_OF_TIME = "the budget was used up"
+FLAT = "flat"
+CPU = torch.device("cpu")
+WANTED, WANTED_K = 0.95, 5
+ENOUGH = 0.99
+CURVE_BATCH = 64
+SETTLE_SECONDS = 0.05
+RECALLS = (1, 5, 10)
+PARAMETERS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# What float32 may add to or take from a score of unit vectors, whatever the order of its sum.
+ROUNDING = 1e-5
+
+Search = Callable[[Vectors, int], Rows]
+
+
+# peers and the exact answer
+
+
+@dataclass(frozen=True, slots=True)
+class Searcher:
+    """A name, a version and the search."""
+
+    name: str
+    version: str
+    search: Search
+
+
+def exact_peers(vectors_ND: Vectors) -> list[Searcher]:
+    """Return torch, numpy and FAISS over `vectors_ND`, float32, which none of them copies.
+
+    Each gets queries [Q, D] and k and returns rows [Q, k], best first; all use the machine's threads (OMP_NUM_THREADS).
+    """
+    with warnings.catch_warnings():
+        # The file's map is read-only, and so is all that is done with it.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        tensor_ND = torch.from_numpy(vectors_ND)
+
+    def by_torch(query_QD: Vectors, k: int) -> Rows:
+        found: Rows = torch.topk(torch.from_numpy(query_QD) @ tensor_ND.T, k).indices.numpy()
+        return found
+
+    def by_numpy(query_QD: Vectors, k: int) -> Rows:
+        score_QN = query_QD @ vectors_ND.T
+        # Row by row, for all at once would hold indices of 8 bytes for every score.
+        best_QK = np.stack([np.argpartition(score_N, -k)[-k:] for score_N in score_QN])
+        order_QK = np.argsort(-np.take_along_axis(score_QN, best_QK, 1), axis=1)
+        return np.take_along_axis(best_QK, order_QK, 1)
+
+    def by_faiss(query_QD: Vectors, k: int) -> Rows:
+        found: Rows = faiss.knn(query_QD, vectors_ND, k, metric=faiss.METRIC_INNER_PRODUCT)[1]
+        return found
+
+    return [
+        Searcher("torch", torch.__version__, by_torch),
+        Searcher("numpy", np.__version__, by_numpy),
+        Searcher("FAISS", faiss.__version__, by_faiss),
+    ]
+
+
+def ours(top: Callable[[Vectors, int], list[Found]]) -> Search:
+    """Return a search of the engine as a contender: row -1 where it found fewer than k."""
+
+    def search(query_QD: Vectors, k: int) -> Rows:
+        row_QK = np.full((len(query_QD), k), -1, np.int64)
+        for row_K, found in zip(row_QK, top(query_QD, k), strict=True):
+            row_K[: len(found)] = [row for row, _ in found]
+        return row_QK
+
+    return search
+
+
+def bare(index: Any, name: str, value: int) -> Search:
+    """Return a search of FAISS's structure `index` without our rescoring, its parameter `name` set."""
+
+    def search(query_QD: Vectors, k: int) -> Rows:
+        faiss.ParameterSpace().set_index_parameter(index, name, value)
+        found: Rows = index.search(query_QD, k)[1]
+        return found
+
+    return search
+
+
+class ExactAnswers:
+    """The exact answers to `query_QD`: rows and float64 scores [Q, k], by the engine's flat search."""
+
+    def __init__(self, query_QD: Vectors, exact: Any, k: int) -> None:
+        self.query_QD, self.k = query_QD, k
+        self._exact: RowScores = exact
+        self._score_QK = np.array([[score for _, score in found] for found in exact.top(query_QD, k)])
+
+    def wrong(self, search: Search, count: int) -> str | None:
+        """Return in a few words why `search` is not exact on the first `count` queries; None if it is."""
+        row_QK = search(self.query_QD[:count], self.k)
+        for number, row_K in enumerate(row_QK):
+            if len(set(row_K.tolist())) < self.k or row_K.min() < 0:
+                return f"query {number} got {len(set(row_K.tolist()))} different rows instead of {self.k}"
+            error = np.abs(self._scores(number, row_K) - self._score_QK[number]).max()
+            if error > ROUNDING:
+                return f"query {number}: a score is off by {error:.1e}"
+        return None
+
+    def recall(self, row_QK: Rows, k: int) -> float:
+        """Return recall at k of rows [Q, >= k] found for the first Q queries: the share whose score is at least the
+        exact k-th, so that equal passages count for each other."""
+        good = 0
+        for number, row_K in enumerate(row_QK[:, :k]):
+            kth = self._score_QK[number, k - 1]
+            good += int((self._scores(number, row_K[row_K >= 0]) >= kth - ROUNDING / 100).sum())
+        return good / (k * len(row_QK))
+
+    def _scores(self, number: int, row_F: Rows) -> Vectors:
+        return self._exact.scores(self.query_QD[number], row_F)
+
+
+# recall against speed
+
+
+@dataclass(slots=True)
+class Point:
+    """A value of the search parameter: ms of every batch, rows found for all queries, and the recall by k as text."""
+
+    parameter: int
+    ms: list[float] = field(default_factory=list)
+    found: list[Rows] = field(default_factory=list)
+    recall: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RecallCurve:
+    """Points by rising parameter, and the ms of the exact searches that were measured among them, by name."""
+
+    points: Sequence[Point]
+    exact: dict[str, list[float]]
+
+    def chosen(self) -> Point | None:
+        """Return the point of the least parameter whose recall at 5 is at least .95; None if there is none."""
+        return next((point for point in self.points if _wanted(point) >= WANTED), None)
+
+    def best(self) -> float:
+        """Return the highest recall at 5."""
+        return max(map(_wanted, self.points), default=0.0)
+
+    def record(self) -> dict[str, Any]:
+        """Return the curve as a row keeps it; `speedup` over the faster of the exact searches."""
+        fastest = min((spread(ms)["p50"] for ms in self.exact.values()), default=float("nan"))
+        return {
+            "batch": CURVE_BATCH,
+            "exact_ms": {name: spread(ms) for name, ms in self.exact.items()},
+            "points": [
+                {
+                    "effort": point.parameter,
+                    "recall": point.recall,
+                    "ms": spread(point.ms),
+                    "speedup": fastest / spread(point.ms)["p50"],
+                }
+                for point in self.points
+            ],
+        }
+
+
+class Rotation:
+    """A search to be called again and again, each time for the next `size` of the queries."""
+
+    def __init__(self, search: Search, query_QD: Vectors, size: int, k: int) -> None:
+        self._search, self._query_QD, self._size, self._k = search, query_QD, size, k
+        self._next = 0
+
+    def __call__(self) -> Rows:
+        take = np.arange(self._next, self._next + self._size) % len(self._query_QD)
+        self._next += self._size
+        return self._search(self._query_QD[take], self._k)
+
+
+def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Sequence[Searcher], deadline: float) -> RecallCurve:
+    """Measure the curve of `search` over the queries of `truth`; `deadline` (time.monotonic) ends it early, with the
+    batches done so far.
+
+    All values take turns, batch of 64 by batch of 64, with the exact searches among them. The first batch goes up the
+    scale and finds where to stop, at a recall of .99. Recall is counted over all batches.
+    """
+    exact: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    points: list[Point] = []
+    done = 0
+    for start in range(0, len(truth.query_QD), CURVE_BATCH):
+        batch_QD = truth.query_QD[start : start + CURVE_BATCH]
+        if done and (time.monotonic() >= deadline or len(batch_QD) < CURVE_BATCH):
+            break
+        done += len(batch_QD)
+        for peer in peers:
+            exact[peer.name].append(_timed(peer.search, batch_QD, truth.k)[0])
+        if start:
+            for point in points:
+                _measure(search, point, batch_QD, truth.k)
+            continue
+        for parameter in _parameters(search, truth.k):
+            point = Point(parameter)
+            _measure(search, point, batch_QD, truth.k)
+            points.append(point)
+            recall = truth.recall(point.found[0], min(WANTED_K, truth.k))
+            if recall >= ENOUGH or time.monotonic() >= deadline:
+                break
+    for point in points:
+        row_QK = np.concatenate(point.found)
+        point.recall = {str(k): truth.recall(row_QK, k) for k in RECALLS if k <= truth.k}
+    return RecallCurve(points, exact)
+
+
+def _parameters(search: ApproximateSearch, k: int) -> list[int]:
+    least, most = search.span(k)
+    # All there is, where that is a step away.
+    return [value for value in PARAMETERS if least <= value < most] + ([most] if most < 2 * PARAMETERS[-1] else [])
+
+
+def _measure(search: ApproximateSearch, point: Point, batch_QD: Vectors, k: int) -> None:
+    search.value = point.parameter
+    ms, row_QK = _timed(ours(search.top), batch_QD, k)
+    point.ms.append(ms)
+    point.found.append(row_QK)
+
+
+def settle() -> None:
+    """Sleep before a search is timed: threads of the libraries that searched before go on waiting busily for some 25 ms
+    (OpenBLAS's, for 2^26 cycles), and the next search would pay for it."""
+    time.sleep(SETTLE_SECONDS)
+
+
+def _timed(search: Search, batch_QD: Vectors, k: int) -> tuple[float, Rows]:
+    settle()
+    started = time.perf_counter()
+    row_QK = search(batch_QD, k)
+    return 1e3 * (time.perf_counter() - started), row_QK
+
+
+def _wanted(point: Point) -> float:
+    return point.recall.get(str(WANTED_K), 0.0)
+
+
+# the command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalBench:
+    """Options. sizes: numbers of synthetic vectors; kinds: as `index build` reads them, without flat, which is
+    always measured; source: the real passages that come first; work: folder that keeps vectors and structures, a
+    temporary one for None; server_seconds: 0 for none; budget: seconds."""
+
+    sizes: Sequence[int] = (10_000, 100_000, 1_000_000)
+    dim: int = 768
+    kinds: Sequence[str] = ("ivf", "hnsw")
+    batches: Sequence[int] = (1, 8, 64, 512)
+    source: PassageSource | None = None
+    work: str | None = None
+    server_seconds: float = 10.0
+    budget: float = math.inf
+
+
+@dataclass(slots=True)
+class BenchRun:
+    """One run of the bench: where rows go, and until when."""
+
+    bench: RetrievalBench
+    head: dict[str, Any]
+    out: str | Path | None
+    deadline: float
+    rows: list[dict[str, Any]]
+    left_out: dict[str, str]
+
+    def late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.rows.append({**self.head, "load": os.getloadavg()[0], **row})
+        append_rows(self.out, self.rows[-1])
+
+
+def run_retrieval_bench(
+    bench: RetrievalBench, out: str | Path | None = None, plot: str | Path | None = None
+) -> list[dict[str, Any]]:
+    """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Returns the rows; `failure` says
+    if an exact search was wrong."""
+    check_files(out, plot)
+    head = {"bench": "retrieval", **facts(("faiss-cpu", "numpy"))}
+    run = BenchRun(bench, head, out, time.monotonic() + bench.budget, [], {})
+    with TemporaryDirectory() as scratch:
+        folder = Path(bench.work or scratch)
+        for name, make in _sets(bench, folder, run):
+            console.print(f"{name}: making vectors, where they are not there yet")
+            made = None if run.late() else make()
+            if made is None:
+                run.left_out[name] = OUT_OF_TIME
+            else:
+                measure_set(made, run)
+        if bench.server_seconds:
+            _measure_server(run, Path(scratch))
+    _show(run)
+    if run.left_out:
+        run.keep({"left_out": run.left_out})
+    if plot is not None and any("curve" in row for row in run.rows):
+        from thresher.bench.plots import draw_retrieval  # measuring needs no matplotlib
+
+        draw_retrieval(run.rows, WANTED, Path(plot))
+        console.print(f"drawn in {plot}")
+    return run.rows
+
+
+def read_source(corpus: str | None, encoder: str | None, passages: int, questions: str | None) -> PassageSource | None:
+    """Return the real passages that the command line names, None if it names none. UserError for half of it."""
+    if corpus is None and encoder is None and questions is None:
+        return None
+    if corpus is None or encoder is None:
+        raise UserError("real passages take --corpus and --encoder both; give the other one too, or neither")
+    return PassageSource(corpus=corpus, encoder=encoder, passages=passages, questions=questions)
+
+
+def failure(rows: Sequence[dict[str, Any]]) -> str | None:
+    """Return one sentence if the flat index was wrong anywhere; None if all is well."""
+    wrong = [f"{row['shape']['passages']} vectors: {row['wrong']['flat']}" for row in rows if row.get("wrong")]
+    return f"the flat index is not exact over {wrong[0]}" if wrong else None
+
+
+def _sets(bench: RetrievalBench, folder: Path, run: BenchRun) -> list[tuple[str, Callable[[], VectorSet | None]]]:
+    """Return (name, a call that makes it) of each set, the real one first."""
+    found: list[tuple[str, Callable[[], VectorSet | None]]] = []
+    if bench.source is not None:
+        source = bench.source
+        found.append((f"{source.passages:,} real passages", lambda: real_set(source, folder, run.deadline)))
+    for size in sorted(set(bench.sizes)):
+        name = f"{size:,} x {bench.dim} synthetic"
+        found.append((name, partial(synthetic_set, size, bench.dim, folder, run.deadline)))
+    return found
+
+
+def measure_set(made: VectorSet, run: BenchRun) -> None:
+    """Make every row of one set of vectors."""
+    rows, dim = made.vectors.rows, made.vectors.dim
+    kinds = [parse_kind(name, rows, dim) for name in (FLAT, *run.bench.kinds)]
+    vectors_ND = made.vectors.open()
+    exact = ExactRows(vectors_ND, largest_row_norm(vectors_ND))
+    truth = ExactAnswers(made.question_QD, exact, min(K, rows))
+    peers = exact_peers(vectors_ND)
+    wrong = {
+        peer.name: reason
+        for peer in (Searcher(FLAT, "", ours(exact.top)), *peers)
+        if (reason := truth.wrong(peer.search, PROOF)) is not None
+    }
+    if FLAT in wrong:
+        run.keep({"shape": made.shape, "wrong": wrong})
+        return
+    common = {"shape": made.shape, "near": made.near().round(4).tolist(), "proved": PROOF, "wrong_peers": wrong}
+    if made.made == "real":
+        common["near_synthetic"] = synthetic_near(made).round(4).tolist()
+    peers = [peer for peer in peers if peer.name not in wrong]
+    for kind in kinds:
+        name = f"{kind.name} over {rows:,} x {dim} {made.made}"
+        needed = estimate(kind, rows, dim)
+        # Beside the structure and the vectors themselves, a peer holds the scores of a whole batch.
+        memory = needed.ram_bytes + 4 * rows * (max(run.bench.batches) + (0 if kind.exact else dim))
+        if memory > cpu_memory()[0]:
+            run.left_out[name] = f"{show_bytes(memory)} of memory would be needed"
+        elif run.late():
+            run.left_out[name] = OUT_OF_TIME
+        else:
+            console.print(name)
+            row = measure_kind(kind, made, truth, exact, peers, run, name)
+            if row is not None:
+                run.keep({**common, "kind": kind.name, **row})
+
+
+def measure_kind(
+    kind: Kind,
+    made: VectorSet,
+    truth: ExactAnswers,
+    exact: ExactRows,
+    peers: Sequence[Searcher],
+    run: BenchRun,
+    name: str,
+) -> dict[str, Any] | None:
+    """Measure one kind; None if the budget did not suffice for any figure."""
+    if kind.exact:
+        found = {"recall": {str(k): 1.0 for k in (1, 5, 10)}}
+        return {**found, "batches": _batches(ours(exact.top), None, made.question_QD, truth.k, peers, run, name)}
+    folder = made.folder / kind.name.replace(",", "-")
+    structure = built(kind, made.vectors, folder, max(1.0, run.deadline - time.monotonic()))
+    if structure is None:
+        run.left_out[name] = f"{OUT_OF_TIME}, by building it"
+        return None
+    index = structure.read(kind, made.vectors)
+    scores = RowScores(made.vectors.take)
+    for factor in CODE_FACTORS if kind.estimates else WHOLE_FACTORS:
+        search = ApproximateSearch(candidates_of(kind, index), scores, made.vectors.rows, 1, factor)
+        curve = follow(search, truth, peers, run.deadline)
+        if (chosen := curve.chosen()) is not None or run.late():
+            break
+    row: dict[str, Any] = {
+        "build": {
+            "seconds": structure.seconds,
+            "resumed": structure.resumed,
+            "peak_mib": structure.peak_bytes / 2**20,
+            "peak_by_vectors": structure.peak_bytes / (4 * made.vectors.rows * made.vectors.dim),
+            "disk_mib": structure.disk_bytes / 2**20,
+        },
+        "effort": search.candidates.parameter,
+        "candidates": factor,
+        "curve": curve.record(),
+    }
+    if chosen is None:
+        run.left_out[name] = f"no search parameter reached the recall wanted, the best being {curve.best():.3f}"
+        return row
+    search.value = chosen.parameter
+    row |= {"chosen": chosen.parameter, "recall": chosen.recall}
+    structure_only = bare(index, search.candidates.parameter, chosen.parameter)
+    row["batches"] = _batches(ours(search.top), structure_only, made.question_QD, truth.k, peers, run, name)
+    return row
+
+
+def _batches(
+    search: Search,
+    structure_only: Search | None,
+    question_QD: Vectors,
+    k: int,
+    peers: Sequence[Searcher],
+    run: BenchRun,
+    name: str,
+) -> dict[str, Any]:
+    """Return {batch: figures}: ours, FAISS's structure alone (`structure_only`) and the peers, taking turns."""
+    found: dict[str, Any] = {}
+    before = 0.0
+    for size in sorted(batch for batch in set(run.bench.batches) if batch <= len(question_QD)):
+        if time.monotonic() + 8 * before * FEWEST >= run.deadline:
+            run.left_out[f"{name}, batches of {size}"] = OUT_OF_TIME
+            continue
+        searches = (
+            {"ours": search}
+            | ({"alone": structure_only} if structure_only else {})
+            | {peer.name: peer.search for peer in peers}
+        )
+        calls = [Rotation(each, question_QD, size, k) for each in searches.values()]
+        before = sum(1e-3 * times[0] + SETTLE_SECONDS for times in in_turn(calls, 1, CPU, settle))
+        rounds = min(max(int(CELL_SECONDS / before), FEWEST), MOST)
+        times = dict(zip(searches, in_turn(calls, rounds, CPU, settle), strict=True))
+        by_ours = {peer: ratios(times[peer], times["ours"]) for peer in times if peer != "ours"}
+        figures: dict[str, Any] = {
+            who: {"ms": spread(ms), "queries_per_s": 1e3 * size / spread(ms)["p50"]} for who, ms in times.items()
+        }
+        medians = {peer: figures[peer]["ms"]["p50"] for peer in ("torch", "FAISS") if peer in figures}
+        fastest = min(medians, key=medians.__getitem__, default="")
+        found[str(size)] = {
+            "rounds": rounds,
+            "ours": figures.pop("ours"),
+            "alone": figures.pop("alone", None),
+            "peers": figures,
+            "ratio": by_ours,
+            "speedup": {"over": fastest, **by_ours[fastest]} if fastest in by_ours else None,
+        }
+    return found
+
+
+def _measure_server(run: BenchRun, scratch: Path) -> None:
+    """Make one row for different queries, one for repeated ones."""
+    if reason := unavailable():
+        run.left_out["the server"] = reason
+        return
+    if time.monotonic() + 3 * run.bench.server_seconds >= run.deadline:
+        run.left_out["the server"] = OUT_OF_TIME
+        return
+    console.print("a server under 64 connections")
+    corpus = None if run.bench.source is None else run.bench.source.corpus
+    for figures in measure_service(corpus, scratch / "service", run.bench.server_seconds):
+        run.keep({"server": figures})
+
+
+def _show(run: BenchRun) -> None:
+    """Print one table of kinds, one line for each server row, and what was left out."""
+    lines = [_line(row) for row in run.rows if "batches" in row]
+    if lines:
+        table(
+            f"Search, batches of {CURVE_BATCH}: medians; speedup over the faster of torch and FAISS, both exact",
+            ("vectors", "kind", "parameter", "recall@5", "build s", "RAM / vectors", "ms", "queries/s", "speedup"),
+            lines,
+        )
+    for row in run.rows:
+        if "server" in row:
+            console.print(
+                "server, {queries} queries, {connections} connections: {requests_per_s:,.0f} answers a second, p50"
+                " {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms, {failed} failed".format(**row["server"])
+            )
+    for name, reason in run.left_out.items():
+        console.print(f"left out: {name}: {reason}")
+
+
+def _line(row: dict[str, Any]) -> tuple[Any, ...]:
+    shape, build = row["shape"], row.get("build", {})
+    cell = row["batches"].get(str(CURVE_BATCH))
+    return (
+        f"{shape['passages']:,} x {shape['dim']} {shape['vectors']}",
+        row["kind"],
+        row.get("chosen"),
+        f"{row['recall']['5']:.3f}",
+        build.get("seconds"),
+        build.get("peak_by_vectors"),
+        cell and cell["ours"]["ms"]["p50"],
+        cell and cell["ours"]["queries_per_s"],
+        cell and f"{cell['speedup']['p50']:.2f}",
+    )

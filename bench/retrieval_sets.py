@@ -1,0 +1,267 @@
+"""The vectors of `thresher bench retrieval`, in files that stay: synthetic ones, and real passages, encoded.
+
+A folder for each set, so that a second run makes nothing twice and may be killed at any time. Real passages are drawn
+from the corpus by a fixed seed, so that a set of any size is a fair sample of it.
+
+    synthetic-1000000x768/    vectors.npy, questions.npy, and a folder for each kind that was built over them
+    real-10000x384/           vectors.npy and the folders; source.json says of which corpus and encoder
+
+Axes: N passages, Q questions, B rows of a chunk, D dimension, R ranks.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object
+from thresher.retrieval.corpus import open_corpus
+from thresher.retrieval.encoders import Vectors
+from thresher.retrieval.indexes.exact import Rows
+from thresher.retrieval.indexes.faiss_library import faiss
+from thresher.retrieval.indexes.vector_file import VectorFile, sample_rows
+from thresher.retrieval.questions import read_queries
+
+QUESTIONS = 512
+# Rows that are made between two looks at the clock, and synthetic ones between two writes.
+ENCODED, WRITTEN = 256, 16_384
+SOURCE_FILE, VECTORS_FILE, QUESTIONS_FILE = "source.json", "vectors.npy", "questions.npy"
+SEED = 0
+CHUNK = 4096
+RANKS = (1, 5, 10, 100)
+PERCENTILES = (10, 50, 90)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Law:
+    """The constants of synthetic vectors.
+
+    words, shares: of the vocabularies, coarse to fine (shares of a vector's variance; the rest is its own). tied: how
+    often a fine word brings its coarse ones. zipf: exponent of their frequencies. mean: squared length of m. scale:
+    deviation of the logarithm of a passage's own scale. loose: by how much a question's noise is stronger. knee, power,
+    end: of the spectrum (1 + i / knee)^-power exp(-(i / end)^2).
+    """
+
+    words: tuple[int, ...] = (35, 250, 4100)
+    shares: tuple[float, ...] = (0.17, 0.09, 0.27)
+    tied: float = 0.48
+    zipf: float = 0.72
+    mean: float = 0.027
+    scale: float = 0.36
+    loose: float = 1.22
+    knee: float = 5.0
+    power: float = 0.83
+    end: float = 270.0
+
+    def deviations(self, dim: int) -> Vectors:
+        """Return the deviation of every coordinate of a word or noise, float32 [D]; their squares add up to 1."""
+        place_D = np.arange(dim)
+        variance_D = (1 + place_D / self.knee) ** -self.power * np.exp(-((place_D / self.end) ** 2))
+        deviation_D: Vectors = np.sqrt(variance_D / variance_D.sum()).astype(np.float32)
+        return deviation_D
+
+
+class SyntheticVectors:
+    """Passages and questions of `dim` dimensions, whose neighbours lie as far away as those of real ones.
+
+    All random vectors are equally far from each other, and no list or graph can do anything with that. Here a vector is
+    a sum of what it shares with others and what is its own,
+
+        passage     unit(m + word_1 + word_2 + word_3 + scale noise)
+        question    unit(m + the words of a passage + loose scale' noise')
+
+    with one word from each of three vocabularies, coarse to fine, some words far more frequent than others
+    (Zipf-Mandelbrot). A fine word brings its own coarse ones along with the probability `tied`, else they are drawn
+    freely, so that clusters nest and overlap and are of all sizes. Words and noise are Gaussian with one falling
+    spectrum; m is the mean that all embeddings of a model share; `scale` (log-normal) makes some passages odd.
+
+    The constants were fitted to all-MiniLM-L6-v2's vectors of 28,678 Wikipedia passages and HotpotQA's questions: to
+    the similarities of neighbours, and to the recall of lists by their number. docs/retrieval.md has the comparison.
+    Passage i is the same whatever else is drawn.
+    """
+
+    def __init__(self, dim: int, law: Law | None = None, seed: int = 0) -> None:
+        self.dim, self.law, self.seed = dim, law or Law(), seed
+        draw = np.random.default_rng([seed, 0])
+        self._deviation_D = self.law.deviations(dim)
+        self._mean_D = draw.standard_normal(dim, np.float32)
+        self._mean_D *= np.sqrt(self.law.mean) / np.linalg.norm(self._mean_D)
+        self._words = [
+            draw.standard_normal((count, dim), np.float32) * (self._deviation_D * np.float32(np.sqrt(share)))
+            for count, share in zip(self.law.words, self.law.shares, strict=True)
+        ]
+        self._own = float(np.sqrt(1 - sum(self.law.shares)))
+        # Mandelbrot's shift keeps the first words from being everywhere.
+        frequencies = [(np.arange(count) + 1 + count**0.3) ** -self.law.zipf for count in self.law.words]
+        self._until = [np.cumsum(each / each.sum()) for each in frequencies]
+        self._tied = [self._drawn(until_V, self.law.words[-1], draw) for until_V in self._until[:-1]]
+
+    def passages(self, rows: int) -> Iterator[Vectors]:
+        """Yield the first `rows` passages in chunks, float32 [B, D] of norm 1."""
+        for start in range(0, rows, CHUNK):
+            common_BD, noise_BD = self._chunk(start // CHUNK)
+            yield _unit(common_BD + noise_BD)[: rows - start]
+
+    def questions(self, count: int, rows: int) -> tuple[Vectors, Rows]:
+        """Return `count` questions about the first `rows` passages, float32 [Q, D] of norm 1, and their rows [Q]."""
+        draw = np.random.default_rng([self.seed, 2, rows])
+        gold_Q = np.sort(draw.integers(rows, size=count))
+        question_QD = np.empty((count, self.dim), np.float32)
+        for chunk in np.unique(gold_Q // CHUNK):
+            here = np.flatnonzero(gold_Q // CHUNK == chunk)
+            common_BD, _ = self._chunk(int(chunk))
+            other = np.float32(self.law.loose) * self._noise(len(here), draw)
+            question_QD[here] = _unit(common_BD[gold_Q[here] % CHUNK] + other)
+        order = draw.permutation(count)
+        return question_QD[order], gold_Q[order]
+
+    def _chunk(self, chunk: int) -> tuple[Vectors, Vectors]:
+        """Return what the passages of a chunk share with others, and their own noise, [B, D] each."""
+        draw = np.random.default_rng([self.seed, 1, chunk])
+        common_BD = np.repeat(self._mean_D[None], CHUNK, axis=0)
+        finest_B = self._drawn(self._until[-1], CHUNK, draw)
+        common_BD += self._words[-1][finest_B]
+        for word_VD, until_V, tied_V in zip(self._words, self._until, self._tied, strict=False):
+            free_B = self._drawn(until_V, CHUNK, draw)
+            common_BD += word_VD[np.where(draw.random(CHUNK) < self.law.tied, tied_V[finest_B], free_B)]
+        return common_BD, self._noise(CHUNK, draw)
+
+    def _drawn(self, until_V: npt.NDArray[np.float64], count: int, draw: np.random.Generator) -> Rows:
+        """Draw `count` words of a vocabulary, by frequency."""
+        word_B: Rows = np.minimum(np.searchsorted(until_V, draw.random(count)), len(until_V) - 1)
+        return word_B
+
+    def _noise(self, count: int, draw: np.random.Generator) -> Vectors:
+        noise_BD = draw.standard_normal((count, self.dim), np.float32) * self._deviation_D
+        # With this mean of the logarithm the mean of scale^2 is 1.
+        scale_B1 = np.exp(self.law.scale * draw.standard_normal((count, 1), np.float32) - self.law.scale**2)
+        noise_BD *= np.float32(self._own) * scale_B1
+        return noise_BD
+
+
+def neighbours(query_QD: Vectors, vectors_ND: Vectors, ranks: Sequence[int] = RANKS) -> npt.NDArray[np.float64]:
+    """Return the 10th, 50th and 90th percentile, over the queries, of each rank's neighbour's similarity, [R, 3]."""
+    score_QF, _ = faiss.knn(query_QD, vectors_ND, max(ranks), metric=faiss.METRIC_INNER_PRODUCT)
+    found: npt.NDArray[np.float64] = np.percentile(score_QF[:, np.array(ranks) - 1], PERCENTILES, axis=0).T
+    return found
+
+
+def _unit(rows_BD: Vectors) -> Vectors:
+    rows_BD /= np.linalg.norm(rows_BD, axis=1, keepdims=True)
+    return rows_BD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VectorSet:
+    """Vectors in a file, questions [Q, D] about them, and the folder for what is built over them. `made` is synthetic
+    or real."""
+
+    made: str
+    vectors: VectorFile
+    question_QD: Vectors
+    folder: Path
+
+    @property
+    def shape(self) -> dict[str, int | str]:
+        return {
+            "vectors": self.made,
+            "passages": self.vectors.rows,
+            "dim": self.vectors.dim,
+            "questions": len(self.question_QD),
+        }
+
+    def near(self) -> npt.NDArray[np.float64]:
+        """Return `neighbours` of up to 128 questions."""
+        return neighbours(self.question_QD[:128], self.vectors.open())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassageSource:
+    """A real set to be made: `passages` of the file `corpus`, under the model in the folder `encoder`. `questions`, a
+    file, are asked; without one, runs of words out of passages."""
+
+    corpus: str
+    encoder: str
+    passages: int
+    questions: str | None = None
+
+
+def synthetic_set(rows: int, dim: int, folder: Path, deadline: float) -> VectorSet | None:
+    """Make `rows` x `dim` synthetic vectors under `folder`; None if the clock (`time.monotonic`) passes `deadline`."""
+    world = SyntheticVectors(dim)
+    own = folder / f"synthetic-{rows}x{dim}"
+    own.mkdir(parents=True, exist_ok=True)
+    vectors = VectorFile(own / VECTORS_FILE, rows, dim)
+    if vectors.done() < rows:
+        vectors.remove()
+        for part_ND in _joined(world.passages(rows)):
+            if time.monotonic() >= deadline:
+                return None
+            vectors.append(part_ND)
+    asked = VectorFile(own / QUESTIONS_FILE, QUESTIONS, dim)
+    if asked.done() < QUESTIONS:
+        asked.remove()
+        asked.append(world.questions(QUESTIONS, rows)[0])
+    return VectorSet(made="synthetic", vectors=vectors, question_QD=np.array(asked.open()), folder=own)
+
+
+def _joined(chunks: Iterator[Vectors]) -> Iterator[Vectors]:
+    """Yield fewer and larger chunks, for each that is written waits for the disk."""
+    held: list[Vectors] = []
+    for chunk_BD in chunks:
+        held.append(chunk_BD)
+        if sum(map(len, held)) >= WRITTEN:
+            yield np.concatenate(held)
+            held = []
+    if held:
+        yield np.concatenate(held)
+
+
+def real_set(source: PassageSource, folder: Path, deadline: float) -> VectorSet | None:
+    """Encode the passages of `source`; None if the clock passes `deadline` before (another run goes on with it).
+    UserError as the corpus, the encoder and the questions raise it, and for a set that was begun with others."""
+    from thresher.retrieval.building.build import sample_queries
+    from thresher.retrieval.encoders.learned import load_encoder
+
+    encoder = load_encoder(source.encoder)
+    corpus = open_corpus(source.corpus, folder / "corpus")
+    rows = min(source.passages, len(corpus))
+    own = folder / f"real-{rows}x{encoder.dim}"
+    own.mkdir(parents=True, exist_ok=True)
+    _check_source(own, {"corpus": corpus.sha256, "encoder": encoder.fingerprint})
+    vectors = VectorFile(own / VECTORS_FILE, rows, encoder.dim)
+    chosen = np.random.default_rng(SEED).permutation(sample_rows(len(corpus), rows, SEED))
+    for start in range(vectors.done(), rows, ENCODED):
+        if time.monotonic() >= deadline:
+            return None
+        texts = [corpus[row].text for row in chosen[start : start + ENCODED].tolist()]
+        vectors.append(encoder.encode_passages(texts))
+    if source.questions is None:
+        question_QD = sample_queries(corpus, encoder, "text", vectors)
+    else:
+        asked = [query.question for query in read_queries(source.questions)][:QUESTIONS]
+        question_QD = encoder.encode_queries(asked)
+    return VectorSet(made="real", vectors=vectors, question_QD=question_QD, folder=own)
+
+
+def synthetic_near(real: VectorSet) -> npt.NDArray[np.float64]:
+    """Return `near` of synthetic vectors of the same number and width."""
+    world = SyntheticVectors(real.vectors.dim)
+    vectors_ND = np.concatenate(list(world.passages(real.vectors.rows)))
+    return neighbours(world.questions(128, real.vectors.rows)[0], vectors_ND)
+
+
+def _check_source(folder: Path, wanted: dict[str, str]) -> None:
+    path = folder / SOURCE_FILE
+    if not path.is_file():
+        atomic_write_text(path, json.dumps(wanted) + "\n")
+        return
+    begun = read_json_object(path)
+    for name, value in wanted.items():
+        if begun.get(name) != value:
+            raise UserError(f"{folder}: holds vectors of another {name}; give another --work, or remove the folder")

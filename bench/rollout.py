@@ -1,0 +1,405 @@
+"""`thresher bench rollout`: our rollout beside Hugging Face's, on the same model and lengths, in turn in one process.
+
+For every shape: make the model and the texts; hold the log-probs that our side recorded to a forward of our own over
+the finished sequences and to one of the peer's model; measure the machine's bare rates; then let the sides take turns.
+A row is one peer beside ours. A peer that cannot run gets its reason in place of figures. Rows are written as they are
+made.
+
+    ours_tokens_per_s    sampled tokens by wall seconds, and so the peer's
+    ratio, cpu_ratio     the peer's seconds by ours, of neighbouring rounds; wall, and CPU of all threads; p20, p50, p80
+    ratio_rollout        the median of `ratio`, a number under the name that `bench step` has for it
+    prefill_tokens       asked: contexts as a caller submits them that has but a function from contexts to tokens; ours
+                         and peer: what went through the model, sampled tokens that were fed back left out
+    floor_share          the floor by ours, by the peer's
+    host_share           of our rollout's time, what was not spent in forwards, sampling and searches
+
+The floor is the arithmetic at the rate of a bare matmul, or the memory traffic at the rate of a bare copy, whichever is
+longer, of an engine that computes nothing twice and keeps the whole batch together: a prompt once for its group, a
+passage once for its sample, every sampled token once; weights are read once for each token that a trajectory writes; of
+keys and values each sequence reads its own, a group the shared ones once. EviOmni's (q, P, r) is a part of the
+trajectory, and q a part of the prompt: only the evidence of (q, e) is fed anew. Norms, rotations, softmax and sampling
+are left out.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from thresher.bench.harness import (
+    ITEM,
+    Rates,
+    append_rows,
+    check_files,
+    facts,
+    measure_rates,
+    ratios,
+    resolve_device,
+    spread,
+)
+from thresher.bench.rollout_sides import HuggingFace, HuggingFaceSide, Work, Written, make_ours
+from thresher.bench.settings import ROLLOUT_SHAPES, RolloutSetting, RolloutShape, Sizes, make_rollout_setting
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
+from thresher.engine.threads import use_threads
+
+PEERS: dict[str, tuple[str, ...]] = {
+    "both": ("generate", "generate_batch"),
+    "hf": ("generate",),
+    "generate_batch": ("generate_batch",),
+    "none": (),
+}
+LARGEST_GAP = 1e-4  # nats, in float32
+PROVED = 8  # sequences of a shape's first round that are held to both models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBench:
+    """Options: names of ROLLOUT_SHAPES, a name of PEERS, in float32 on `device`. threads None: as torch has them.
+    budget: seconds for each name, after which no round begins; a round of every side is measured in any case."""
+
+    shapes: Sequence[str] = tuple(ROLLOUT_SHAPES)
+    peer: str = "both"
+    rounds: int = 5
+    threads: int | None = None
+    budget: float = 540.0
+    device: str = "cpu"
+
+
+class Side(Protocol):
+    """A side that can play a round."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self) -> Work: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One side's round."""
+
+    wall: float
+    cpu: float
+    work: Work
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of all sides, and the reasons of peers that have none."""
+
+    ours: list[Round] = field(default_factory=list)
+    peers: dict[str, list[Round]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def fail(self, peer: str, error: Exception) -> None:
+        text = " ".join(str(error).split()) or "no message"
+        self.failures[peer] = f"{type(error).__name__}: {text[:200]}"
+        self.peers.pop(peer, None)
+
+
+def timed(side: Side) -> Round:
+    """Time one round, and drop what it wrote."""
+    gc.collect()
+    wall, cpu = time.perf_counter(), time.process_time()
+    work = side.run()
+    seconds = time.perf_counter() - wall, time.process_time() - cpu
+    work.written.clear()
+    return Round(*seconds, work)
+
+
+def take_turns(ours: Side, peers: Sequence[Side], rounds: int, deadline: float, into: Rounds) -> None:
+    """Time up to `rounds` of each, at least one, as long as another fits before `deadline` (time.monotonic).
+
+    A peer that fails leaves with its reason, and the others go on; if ours fails, the bench ends.
+    """
+    into.peers.update({peer.name: [] for peer in peers})
+    longest = 0.0
+    for first in range(rounds):
+        started = time.monotonic()
+        if first and started + longest > deadline:
+            break
+        sides = [ours, *(peer for peer in peers if peer.name in into.peers)]
+        for place in range(len(sides)):
+            side = sides[(first + place) % len(sides)]
+            if side is ours:
+                into.ours.append(timed(side))
+                continue
+            try:
+                into.peers[side.name].append(timed(side))
+            except Exception as error:  # whatever a peer's library may raise
+                into.fail(side.name, error)
+        longest = max(longest, time.monotonic() - started)
+
+
+def run_rollout_bench(
+    bench: RolloutBench, out: str | Path | None = None, plot: str | Path | None = None
+) -> list[dict[str, Any]]:
+    """Prove, measure, append the rows to `out` as they are made, print a table, draw `plot`. Returns the rows."""
+    resolve_device(bench.device)
+    if PEERS[bench.peer] and find_spec("transformers") is None:
+        raise UserError(
+            f'--peer {bench.peer}: transformers is not installed; pip install "thresher[bench]" brings it, '
+            "and --peer none measures ours alone"
+        )
+    check_files(out, plot)
+    rows: list[dict[str, Any]] = []
+    with use_threads(bench.threads or torch.get_num_threads()):
+        for shape in [shape for name in bench.shapes for shape in ROLLOUT_SHAPES[name]]:
+            made = measure(bench, shape)
+            append_rows(out, *made)
+            rows += made
+    _show(rows)
+    if plot is not None:
+        from thresher.bench.plots import draw_rollout
+
+        draw_rollout(rows, Path(plot))
+    for path in filter(None, (out, plot)):
+        console.print(f"written to {path}")
+    return rows
+
+
+def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
+    """Measure one shape. Returns a row for each peer, or one alone."""
+    begun, budget = time.monotonic(), bench.budget / len(ROLLOUT_SHAPES[shape.name])
+    head = {"bench": "rollout", **facts(("transformers",))}
+    setting = make_rollout_setting(shape, torch.device(bench.device))
+    ours = make_ours(setting)
+    found = Rounds()
+    peers, model = _peers(setting, PEERS[bench.peer], found)
+    first = ours.run()  # warms up as well
+    gaps = prove(setting, first.written, None if model is None else model.logits)
+    console.print(
+        f"{shape.name}, {shape.sampled} tokens a sample: recorded log-probs agree with a forward of ours to "
+        f"{gaps['recomputed']:.1e} nats" + (f", with Hugging Face's model to {gaps['peer']:.1e}" if model else "")
+    )
+    ready: list[Any] = []
+    for peer in peers:
+        try:
+            peer.settle(begun + budget / 2)
+            ready.append(peer)
+        except Exception as error:  # whatever a peer's library may raise
+            found.fail(peer.name, error)
+    floor = floor_seconds(shape, measure_rates(torch.device(bench.device)))
+    take_turns(ours, ready, bench.rounds, begun + budget, found)
+    common = {
+        **head,
+        "shape": shape.name,
+        "tokens": shape.sampled,
+        **_ours(shape, ours, found.ours),
+        "logprob_gap": gaps,
+        "floor": floor,
+        "floor_share": {"ours": floor["seconds"] / spread([r.wall for r in found.ours])["p50"], "peer": None},
+        "lengths": shape.record(),
+    }
+    names = PEERS[bench.peer]
+    calls = {peer.name: peer.samples_a_call for peer in ready}
+    return [_beside(common, shape, name, found, calls.get(name)) for name in names] or [common | {"peer": None}]
+
+
+def _peers(setting: RolloutSetting, names: Sequence[str], found: Rounds) -> tuple[list[Any], Any]:
+    """Return Hugging Face's sides and its model; none if the model does not load, with the reason in `found`."""
+    if not names:
+        return [], None
+    try:
+        model = HuggingFace(setting)
+    except Exception as error:  # whatever a peer's library may raise
+        for name in names:
+            found.fail(name, error)
+        return [], None
+    return [HuggingFaceSide(setting, model, name) for name in names], model
+
+
+@torch.no_grad()
+def prove(setting: RolloutSetting, written: Sequence[Written], theirs: Any = None) -> dict[str, float]:
+    """Hold log-probs that were recorded while sampling to a forward over the finished sequences, ours and the peer's.
+
+    `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats; raises
+    RuntimeError if one exceeds LARGEST_GAP.
+    """
+    some = written[:: max(1, len(written) // PROVED)]
+    vocab = setting.tokenizer.vocab_size
+    gaps = {"recomputed": [gap_of(setting.policy.logits(torch.tensor(one.ids)), one, vocab) for one in some]}
+    if theirs is not None:
+        gaps["peer"] = [gap_of(theirs(one.ids), one, vocab) for one in some]
+    return check_gaps(gaps, LARGEST_GAP)
+
+
+def gap_of(logits_TV: torch.Tensor, one: Written, vocab: int) -> torch.Tensor:
+    """Return the largest difference between recorded log-probs and those of a forward over the whole sequence."""
+    at_R, ids_T = torch.tensor(one.positions), torch.tensor(one.ids)
+    logp_RV = logits_TV[at_R - 1, :vocab].float().log_softmax(-1).cpu()
+    return (logp_RV.gather(1, ids_T[at_R, None])[:, 0] - torch.tensor(one.logprobs)).abs().max()
+
+
+def check_gaps(gaps: dict[str, list[torch.Tensor]], limit: float) -> dict[str, float]:
+    """Return the largest gap of each model, in nats, NaN where one of them is; RuntimeError if one exceeds `limit`."""
+    found = {name: float(torch.stack(values).max()) for name, values in gaps.items()}
+    if not all(gap <= limit for gap in found.values()):
+        raise RuntimeError(f"log-probs differ by {found} nats, more than {limit}: nothing is timed that is wrong")
+    return found
+
+
+def _ours(shape: RolloutShape, ours: Side, rounds: Sequence[Round]) -> dict[str, Any]:
+    hosts = [r.work.host_share for r in rounds if r.work.host_share is not None]
+    last = rounds[-1].work
+    return {
+        "ours": ours.name,
+        "rounds": len(rounds),
+        "ours_tokens_per_s": spread([shape.tokens / r.wall for r in rounds]),
+        "ours_s": spread([r.wall for r in rounds]),
+        "ours_cpu_s": spread([r.cpu for r in rounds]),
+        "peer_tokens_per_s": None,
+        "peer_s": None,
+        "peer_cpu_s": None,
+        "ratio_rollout": None,
+        "ratio": None,
+        "cpu_ratio": None,
+        "prefill_tokens": {"asked": shape.asked, "ours": last.prefilled, "peer": None},
+        "tokens_a_forward": {"ours": shape.tokens / last.forwards if last.forwards else None, "peer": None},
+        "host_share": spread(hosts) if hosts else None,
+        "drafted": last.drafted,
+        "accepted": last.accepted,
+    }
+
+
+def _beside(
+    common: dict[str, Any], shape: RolloutShape, name: str, found: Rounds, samples_a_call: int | None
+) -> dict[str, Any]:
+    """Return the row of ours beside one peer."""
+    rounds = found.peers.get(name, [])
+    row = common | {"peer": name, "peer_failure": found.failures.get(name), "peer_samples_a_call": samples_a_call}
+    if not rounds:
+        return row
+    work = rounds[-1].work
+    assert work.forwards is not None
+    floor = common["floor"]["seconds"]
+    ratio = ratios([theirs.wall for theirs in rounds], [ours.wall for ours in found.ours])
+    return row | {
+        "peer_tokens_per_s": spread([shape.tokens / r.wall for r in rounds]),
+        "peer_s": spread([r.wall for r in rounds]),
+        "peer_cpu_s": spread([r.cpu for r in rounds]),
+        "ratio_rollout": ratio["p50"],
+        "ratio": ratio,
+        "cpu_ratio": ratios([theirs.cpu for theirs in rounds], [ours.cpu for ours in found.ours]),
+        "prefill_tokens": common["prefill_tokens"] | {"peer": work.prefilled},
+        "tokens_a_forward": common["tokens_a_forward"] | {"peer": shape.tokens / work.forwards},
+        "floor_share": common["floor_share"] | {"peer": floor / spread([r.wall for r in rounds])["p50"]},
+    }
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    def middle(values: dict[str, float] | None) -> str:
+        return "-" if values is None else f"{values['p50']:,.0f}"
+
+    def ratio(values: dict[str, float] | None) -> str:
+        return "-" if values is None else "{p50:.2f} ({p20:.2f} to {p80:.2f})".format(**values)
+
+    table(
+        "rollout, sampled tokens/s (medians), and the peer's seconds by ours (p20 to p80)",
+        ("", "ours", "peer", "ratio", "by CPU seconds", "ours, of floor"),
+        [
+            (
+                f"{row['shape']} {row['tokens']}" + (f", {row['peer']}" if row["peer"] else ""),
+                middle(row["ours_tokens_per_s"]),
+                row.get("peer_failure") or middle(row["peer_tokens_per_s"]),
+                ratio(row["ratio"]),
+                ratio(row["cpu_ratio"]),
+                f"{row['floor_share']['ours']:.0%}",
+            )
+            for row in rows
+        ],
+    )
+
+
+# the floor
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`tokens` fed one behind the other from position `start` on, in `copies` sequences; of what they attend to,
+    `shared` positions belong to `group` of them at a time. written: token by token."""
+
+    start: int
+    tokens: int
+    copies: int
+    shared: int = 0
+    group: int = 1
+    written: bool = False
+
+
+def stretches(shape: RolloutShape) -> list[Stretch]:
+    """Return all that has to be fed. The last token of a sequence need not be, for nothing follows it."""
+    found = [Stretch(0, shape.prompt, shape.questions)]
+    at = shape.prompt
+    for turn, tokens in enumerate(shape.turns):
+        last = turn + 1 == len(shape.turns)
+        found.append(Stretch(at, tokens - last, shape.samples, shape.prompt, shape.group, written=True))
+        at += tokens
+        if not last and shape.appended:
+            found.append(Stretch(at, shape.appended, shape.samples, shape.prompt, shape.group))
+            at += shape.appended
+    if shape.branches:
+        reason, evidence, answer = shape.turns
+        behind = shape.prompt + reason
+        found.append(Stretch(behind, answer - 1, shape.samples, shape.prompt, shape.group, written=True))
+        found.append(Stretch(shape.question, evidence, shape.samples, shape.question, shape.group))
+        behind = shape.question + evidence
+        found.append(Stretch(behind, answer - 1, shape.samples, shape.question, shape.group, written=True))
+    return found
+
+
+def floor_seconds(shape: RolloutShape, rates: Rates) -> dict[str, Any]:
+    """Return the floor in `seconds`, and its parts."""
+    flops, moved = operations(shape), bytes_moved(shape)
+    by = {"arithmetic": flops / rates.flops_per_s, "memory": moved / rates.bytes_per_s}
+    bound = max(by, key=lambda name: by[name])
+    return {
+        "seconds": by[bound],
+        "bound": bound,
+        "flops": flops,
+        "bytes": moved,
+        "flops_per_s": rates.flops_per_s,
+        "bytes_per_s": rates.bytes_per_s,
+    }
+
+
+def operations(shape: RolloutShape) -> int:
+    """Count multiplications and additions: weights, attention, and the head for each sampled token."""
+    sizes = shape.sizes
+    total = 2 * shape.tokens * sizes.hidden_size * sizes.vocab_size
+    for stretch in stretches(shape):
+        fed = stretch.tokens * stretch.copies
+        total += 2 * _layer_weights(sizes) * sizes.num_hidden_layers * fed
+        total += 4 * sizes.hidden_size * sizes.num_hidden_layers * stretch.copies * _attended(stretch)
+    return total
+
+
+def bytes_moved(shape: RolloutShape) -> int:
+    """Count the weights for every step of a trajectory, and keys and values: written once, read by every new token."""
+    sizes = shape.sizes
+    weights = _layer_weights(sizes) * sizes.num_hidden_layers + sizes.hidden_size * sizes.vocab_size
+    total = ITEM * weights * sum(shape.turns)
+    head = sizes.hidden_size // sizes.num_attention_heads
+    token = ITEM * 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * head
+    for stretch in stretches(shape):
+        total += token * stretch.tokens * stretch.copies
+        if stretch.written:
+            shared = stretch.shared * stretch.tokens
+            total += token * (stretch.copies * (_attended(stretch) - shared) + stretch.copies // stretch.group * shared)
+    return total
+
+
+def _layer_weights(sizes: Sizes) -> int:
+    kv = sizes.hidden_size // sizes.num_attention_heads * sizes.num_key_value_heads
+    return sizes.hidden_size * (2 * sizes.hidden_size + 2 * kv + 3 * sizes.intermediate_size)
+
+
+def _attended(stretch: Stretch) -> int:
+    """Sum the positions that the stretch's tokens attend to, themselves included: start + 1, start + 2, .."""
+    return stretch.tokens * stretch.start + stretch.tokens * (stretch.tokens + 1) // 2

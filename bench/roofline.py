@@ -1,0 +1,173 @@
+"""`thresher bench roofline`: the least that a decode step and an update take on GPUs that are not here; predictions.
+
+Everything printed is arithmetic from data sheets and aims (engine/planning/time.py). No GPU is asked, and none was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from thresher.bench.harness import append_rows, check_files, facts
+from thresher.common.console import console
+from thresher.common.errors import UserError
+from thresher.engine.planning import time as floors
+from thresher.engine.planning.memory import trained_weights
+from thresher.engine.planning.time import CHIPS, GB, Chip, DecodeShape, UpdateShape
+from thresher.policy.config import ModelConfig, read_config
+
+SHARED, OWN, GROUP = 1200, 300, 8  # positions in common, positions of a sequence's own, sequences of a group
+
+
+def _qwen2_5(
+    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool
+) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=tied,
+        eos_token_ids=(),
+    )
+
+
+# The sizes of the Qwen2.5 models, as their published config.json files give them.
+MODELS = {
+    "0.5B": _qwen2_5(24, 896, 14, 2, 4864, 151_936, True),
+    "1.5B": _qwen2_5(28, 1536, 12, 2, 8960, 151_936, True),
+    "3B": _qwen2_5(36, 2048, 16, 2, 11_008, 151_936, True),
+    "7B": _qwen2_5(28, 3584, 28, 4, 18_944, 152_064, False),
+}
+
+
+def check_batch(batch: int) -> None:
+    """Raise UserError for a number of sequences that groups do not divide."""
+    if batch % GROUP:
+        raise UserError(f"--batch {batch}: expected a multiple of {GROUP}, for one shape has groups of {GROUP}")
+
+
+def run_roofline(
+    chips: Sequence[str], models: Sequence[str], batch: int, out: str | Path | None
+) -> list[dict[str, Any]]:
+    """Print both tables for these chips and models (a name of `MODELS` or a model folder), append rows to `out`.
+    Returns the rows."""
+    configs = {name: _config(name) for name in models}
+    check_batch(batch)
+    check_files(out, None)
+    rows = [
+        row
+        for chip in (CHIPS[name] for name in chips)
+        for name, config in configs.items()
+        for row in (*_decode_rows(chip, name, config, batch), _update_row(chip, name, config, batch))
+    ]
+    console.print("predictions from data sheets and aims; nothing here was measured")
+    console.print(f"a decode step, batch {batch}, bfloat16: its floor, the share predicted of it, in tokens/s")
+    _show(
+        ("chip", "model", "context", "GB", "ms", "tokens/s", "share", "predicted"),
+        [_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"],
+    )
+    console.print(f"an update of {batch} x 1,500 tokens, 300 of them sampled: ms per 1,000 tokens")
+    _show(
+        ("chip", "model", "states, GB", "floor, ms", "predicted, ms", "MFU"),
+        [_update_cells(row) for row in rows if row["kind"] == "update"],
+    )
+    console.print("states: of full fine-tuning, without activations; !: more than the chip's memory")
+    if out is not None:
+        head = facts()
+        append_rows(out, *({"bench": "roofline", **head, **row} for row in rows))
+        console.print(f"appended to {out}")
+    return rows
+
+
+def _config(name: str) -> ModelConfig:
+    if name in MODELS:
+        return MODELS[name]
+    if not Path(name).is_dir():
+        raise UserError(f"--model {name}: expected one of {', '.join(MODELS)}, or a model folder with config.json")
+    return read_config(name)
+
+
+def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list[dict[str, Any]]:
+    rows = []
+    shapes = (DecodeShape(batch=batch), DecodeShape(batch=batch, group=GROUP, shared=SHARED, own=OWN))
+    for shape in shapes:
+        costs = floors.decode_costs(config, shape)
+        seconds, share = floors.floor_s(costs, chip), floors.decode_share(config, shape)
+        memory = floors.decode_bytes(config, shape)
+        rows.append(
+            {
+                "kind": "decode",
+                "chip": chip.name,
+                "model": name,
+                "shape": asdict(shape),
+                "parts": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
+                "floor_seconds": seconds,
+                "floor_tokens_per_s": batch / seconds,
+                "predicted_share": share,
+                "predicted_tokens_per_s": share * batch / seconds,
+                "memory_gb": memory / GB,
+                "fits": memory < chip.memory,
+            }
+        )
+    return rows
+
+
+def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[str, Any]:
+    shape = UpdateShape(trajectories=batch)
+    costs = floors.update_costs(config, shape)
+    states = floors.state_bytes(config)
+    return {
+        "kind": "update",
+        "chip": chip.name,
+        "model": name,
+        "shape": asdict(shape),
+        "weights": trained_weights(config),
+        "parts_of_a_token": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
+        "floor_seconds_per_1000_tokens": 1000 * floors.floor_s(costs, chip),
+        "predicted_seconds_per_1000_tokens": 1000 * floors.predicted_update_s(costs, chip),
+        "predicted_mfu": floors.predicted_mfu(costs, chip),
+        "states_gb": states / GB,
+        "states_fit": states < chip.memory,
+    }
+
+
+def _decode_cells(row: dict[str, Any], shape: dict[str, int]) -> tuple[str, ...]:
+    return (
+        row["chip"],
+        row["model"],
+        f"{shape['shared']:,}/{shape['group']} + {shape['own']}" if shape["shared"] else f"{shape['own']:,}",
+        f"{row['memory_gb']:.0f}" + ("" if row["fits"] else " !"),
+        f"{1000 * row['floor_seconds']:.2f}",
+        f"{row['floor_tokens_per_s'] / 1000:.1f}k",
+        f"{row['predicted_share']:.0%}",
+        f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
+    )
+
+
+def _update_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["chip"],
+        row["model"],
+        f"{row['states_gb']:.0f}" + ("" if row["states_fit"] else " !"),
+        f"{1000 * row['floor_seconds_per_1000_tokens']:.1f}",
+        f"{1000 * row['predicted_seconds_per_1000_tokens']:.1f}",
+        f"{row['predicted_mfu']:.0%}",
+    )
+
+
+def _show(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for number, name in enumerate(columns):
+        drawn.add_column(name, justify="left" if number < 2 else "right", overflow="fold", no_wrap=number > 1)
+    for row in rows:
+        drawn.add_row(*row)
+    console.print(drawn)

@@ -1,0 +1,349 @@
+"""Shapes and texts of `thresher bench rollout` and `thresher bench step`: one model and texts of exact lengths.
+
+Nothing here knows which side runs. Texts are words of an invented world's facts, filled up with full stops. The
+vocabulary is trained on the same facts and has exactly as many tokens as the model has columns, so that all sides draw
+from the same distribution. The model's config has no end of text, so that every sample has its full length. Real texts
+and trained weights would change neither side's arithmetic.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from thresher.bench.decode import UNDRAWN, random_policy
+from thresher.bench.roofline import MODELS
+from thresher.engine.world.facts import Size, invent, passages
+from thresher.engine.world.random_model import END_OF_TEXT
+from thresher.policy.config import config_from_dict
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+CONTEXT, ROPE_THETA = 4096, 10_000.0
+WORLD = Size(warmup_worlds=0, people=800, places=600, works=800, pieces=400)  # enough words for every vocabulary
+FILL = "."
+TRAINED = 1200  # tokens of a vocabulary that come from text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A Qwen2 by its sizes. Its random weights are small enough that the float32 angles of transformers' rotation, the
+    largest difference between two right implementations at position 1,000, stay below the proof's bound."""
+
+    num_hidden_layers: int = 4
+    hidden_size: int = 256
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    intermediate_size: int = 768
+    vocab_size: int = 1200
+    initializer_range: float = 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutShape:
+    """Lengths in tokens. A prompt is `question` and `passages`; `turns` are written one after the other, `appended`
+    tokens of passage between them. With `branches` there are three turns, EviOmni's reason, evidence and answer, and
+    two more answers, in contexts that hide a part: (q, P, r) and (q, e)."""
+
+    name: str
+    sizes: Sizes
+    questions: int
+    group: int
+    question: int
+    turns: tuple[int, ...]
+    passages: int = 0
+    appended: int = 0
+    branches: bool = False
+    seed: int = 0
+
+    @property
+    def prompt(self) -> int:
+        return self.question + self.passages
+
+    @property
+    def samples(self) -> int:
+        return self.questions * self.group
+
+    @property
+    def sampled(self) -> int:
+        """Return the tokens written for one sample, those of its branches included."""
+        return sum(self.turns) + (2 * self.turns[-1] if self.branches else 0)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens written in a round."""
+        return self.samples * self.sampled
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the whole trajectory."""
+        return self.prompt + sum(self.turns) + self.appended * (len(self.turns) - 1)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Return the lengths of the contexts submitted for one sample, the prompt first: one a turn, one a branch."""
+        if self.branches:
+            reason, evidence, _ = self.turns
+            hidden = (self.prompt + reason, self.question + evidence)
+            return (self.prompt, self.prompt + reason + evidence, *hidden)
+        return tuple(
+            accumulate(self.turns[:-1], lambda length, turn: length + turn + self.appended, initial=self.prompt)
+        )
+
+    @property
+    def asked(self) -> int:
+        """Return the tokens of context submitted in a round."""
+        return self.samples * sum(self.contexts)
+
+    def record(self) -> dict[str, Any]:
+        """Return the lengths as a row keeps them."""
+        return {
+            "questions": self.questions,
+            "group": self.group,
+            "prompt": self.prompt,
+            "turns": list(self.turns),
+            "appended": self.appended,
+            "layers": self.sizes.num_hidden_layers,
+            "hidden": self.sizes.hidden_size,
+            "vocab": self.sizes.vocab_size,
+        }
+
+
+_DEMO = Sizes(num_hidden_layers=2, hidden_size=96, intermediate_size=192, vocab_size=768, initializer_range=0.08)
+_RAG = Sizes()
+
+# demo: the demo's model, short prompts. rag: a prompt full of passages, for a short answer and for a reasoned one.
+# search: a passage is appended behind the first and the second turn.
+ROLLOUT_SHAPES: dict[str, tuple[RolloutShape, ...]] = {
+    "demo": (RolloutShape(name="demo", sizes=_DEMO, questions=16, group=8, question=40, turns=(64,)),),
+    "rag": tuple(
+        RolloutShape(name="rag", sizes=_RAG, questions=asked, group=8, question=40, passages=660, turns=(tokens,))
+        for tokens, asked in ((48, 8), (200, 4))
+    ),
+    "search": (
+        RolloutShape(name="search", sizes=_RAG, questions=8, group=5, question=150, turns=(40, 40, 40), appended=250),
+    ),
+    "branches": (
+        RolloutShape(
+            name="branches",
+            sizes=_RAG,
+            questions=4,
+            group=8,
+            question=120,
+            passages=700,
+            turns=(200, 60, 16),
+            branches=True,
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """One GRPO step. model: a name of roofline.MODELS in bfloat16, for CUDA; None: `lengths.sizes` in float32. lora:
+    rank of adapters, which then are all that is trained.
+
+    TRL's GRPOTrainer has no retrieval between turns. In `search` it gets a prompt that is as long as ours with all its
+    passages, and samples as many tokens in one turn: the same tokens a trajectory, sampled and given.
+    """
+
+    lengths: RolloutShape
+    model: str | None = None
+    lora: int | None = None
+    beta: float = 0.02
+    lr: float = 1e-5
+
+    @property
+    def name(self) -> str:
+        return self.lengths.name
+
+    @property
+    def peer_prompt(self) -> int:
+        """Return the tokens of the prompt of a peer of one turn: all that is given in a trajectory."""
+        return self.lengths.longest - sum(self.lengths.turns)
+
+    @property
+    def peer_completion(self) -> int:
+        return sum(self.lengths.turns)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step's trajectories, prompts and passages included, each counted for every sample."""
+        return self.lengths.samples * self.lengths.longest
+
+    def record(self) -> dict[str, Any]:
+        """Return the lengths as a row keeps them."""
+        return self.lengths.record() | {"model": self.model, "lora": self.lora, "beta": self.beta, "lr": self.lr}
+
+
+def _gpu(name: str, model: str, lora: int | None = None) -> StepShape:
+    lengths = RolloutShape(name=name, sizes=Sizes(), questions=8, group=8, question=1000, turns=(256,))
+    return StepShape(lengths=lengths, model=model, lora=lora)
+
+
+_STEP_RAG = RolloutShape(name="rag", sizes=Sizes(vocab_size=20_000), questions=4, group=8, question=700, turns=(200,))
+_SEARCH = RolloutShape(
+    name="search", sizes=Sizes(), questions=4, group=5, question=150, turns=(100, 100, 100), appended=275
+)
+
+STEP_SHAPES: dict[str, StepShape] = {
+    "demo": StepShape(lengths=replace(ROLLOUT_SHAPES["demo"][0], question=56)),
+    "rag": StepShape(lengths=_STEP_RAG),
+    "search": StepShape(lengths=_SEARCH),
+    "0.5B": _gpu("0.5B", "0.5B"),
+    "1.5B": _gpu("1.5B", "1.5B"),
+    "7B-lora": _gpu("7B-lora", "7B", lora=16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSetting:
+    """The model, and for every question its text, that of its passages, and one to append behind each turn but the
+    last."""
+
+    shape: RolloutShape
+    tokenizer: Tokenizer
+    policy: Policy
+    questions: list[str]
+    passages: list[str]
+    appended: list[list[str]]
+
+    def question_ids(self) -> list[list[int]]:
+        return [self.tokenizer.encode(text) for text in self.questions]
+
+    def prompts(self) -> list[list[int]]:
+        """Return question and passages as ids."""
+        encode = self.tokenizer.encode
+        return [encode(text) + encode(given) for text, given in zip(self.questions, self.passages, strict=True)]
+
+
+def make_rollout_setting(
+    shape: RolloutShape, device: torch.device | None = None, policy: Policy | None = None, vocab: int | None = None
+) -> RolloutSetting:
+    """Make model and texts, a function of the shape, its seed included; the model in float32 on the device.
+
+    policy: a model that was made already. vocab: tokens of the tokenizer, where they are not `sizes.vocab_size`.
+    """
+    facts = invented_facts(shape.seed)
+    tokenizer = make_tokenizer(facts, vocab or shape.sizes.vocab_size)
+    if policy is None:
+        config = json.loads((files("thresher.recipes") / "demo" / "config.json").read_text(encoding="utf-8"))
+        config |= asdict(shape.sizes) | {"max_position_embeddings": CONTEXT, "rope_theta": ROPE_THETA}
+        config = config_from_dict(config, "the bench's config").replace(eos_token_ids=())
+        policy = init_policy(config, shape.seed).to(device or "cpu").requires_grad_(False)
+    rng = random.Random(shape.seed)
+
+    def text(tokens: int) -> str:
+        return text_of(tokens, facts, tokenizer, rng)
+
+    return RolloutSetting(
+        shape,
+        tokenizer,
+        policy,
+        [text(shape.question) for _ in range(shape.questions)],
+        [text(shape.passages) for _ in range(shape.questions)],
+        [[text(shape.appended) for _ in shape.turns[1:]] for _ in range(shape.questions)],
+    )
+
+
+def invented_facts(seed: int) -> list[str]:
+    """Return sentences, enough for a vocabulary of `TRAINED` tokens."""
+    return [passage.text for passage in passages([invent(WORLD, seed).train], seed)]
+
+
+def make_tokenizer(facts: Sequence[str], vocab: int) -> Tokenizer:
+    """Train a tokenizer of exactly `vocab` tokens. From `TRAINED` on they come from no text: no text is encoded into
+    them, and each decodes to its number, so that a large head has a tokenizer of its size."""
+    tokenizer = train_bpe(facts, min(vocab, TRAINED), [END_OF_TEXT])
+    if tokenizer.vocab_size != min(vocab, TRAINED):
+        raise RuntimeError(f"the invented text gives {tokenizer.vocab_size} tokens, not {vocab}")
+    if vocab <= TRAINED:
+        return tokenizer
+    with TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        file = Path(folder) / "tokenizer.json"
+        data = json.loads(file.read_text(encoding="utf-8"))
+        (end,) = data["added_tokens"]
+        data["model"]["vocab"] |= {f"#{number}": number for number in range(end["id"], vocab - 1)}
+        end["id"] = vocab - 1  # added tokens come last
+        file.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+        return load_tokenizer(folder)
+
+
+def text_of(tokens: int, facts: Sequence[str], tokenizer: Tokenizer, rng: random.Random) -> str:
+    """Make a text of exactly so many tokens from facts that `rng` draws: as many words as fit, and `FILL`."""
+    text, rest = "", tokens
+    for word in " ".join(rng.sample(facts, 1 + tokens // 4)).split():
+        longer = f"{text} {word}".strip()
+        left = tokens - len(tokenizer.encode(longer))
+        if left < 0:
+            break
+        text, rest = longer, left
+    text += FILL * rest
+    if len(tokenizer.encode(text)) != tokens:
+        raise RuntimeError(f"a text of {tokens} tokens could not be made")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """The clock of one step: wall seconds, and CPU seconds of all of the process's threads."""
+
+    rollout: float
+    total: float
+    rollout_cpu: float = 0.0
+    total_cpu: float = 0.0
+
+    @property
+    def update(self) -> float:
+        return self.total - self.rollout
+
+    @property
+    def update_cpu(self) -> float:
+        return self.total_cpu - self.rollout_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class StepSetting:
+    """Model and texts of our side of a step, and prompts for a peer of one turn, which hold as many tokens as ours and
+    its passages together."""
+
+    shape: StepShape
+    rollout: RolloutSetting
+    peer_prompts: list[str]
+
+    @property
+    def device(self) -> torch.device:
+        return self.rollout.policy.device
+
+    def peer_ids(self) -> list[list[int]]:
+        return [self.rollout.tokenizer.encode(text) for text in self.peer_prompts]
+
+
+def make_step_setting(shape: StepShape, device: torch.device | None = None) -> StepSetting:
+    """Make model and texts of a step, a function of the shape, its seed included."""
+    lengths, device = shape.lengths, device or torch.device("cpu")
+    if shape.model is None:
+        rollout = make_rollout_setting(lengths, device)
+    else:
+        config = MODELS[shape.model]
+        policy = random_policy(config, device, torch.bfloat16)
+        rollout = make_rollout_setting(lengths, device, policy, config.vocab_size - UNDRAWN)
+    if shape.peer_prompt == lengths.prompt:
+        prompts = rollout.questions
+    else:
+        rng, facts = random.Random(lengths.seed), invented_facts(lengths.seed)
+        prompts = [text_of(shape.peer_prompt, facts, rollout.tokenizer, rng) for _ in range(lengths.questions)]
+    return StepSetting(shape, rollout, prompts)
+
+
+def reward_of(ids: Sequence[int]) -> float:
+    """Return the share of odd ids: cheap, and different enough within a group to give every sample an advantage."""
+    return sum(token % 2 for token in ids) / len(ids)

@@ -1,0 +1,356 @@
+"""`thresher bench step`: a whole GRPO step of ours, prefixes shared and unshared, beside one of TRL's GRPOTrainer.
+
+All sides get the same model (random weights), prompts, group, number of tokens given and sampled, reward, beta,
+learning rate and optimiser; settings.py has them. Their steps alternate in one process. Before anything is timed,
+log-probs that were recorded while sampling must agree with a forward over the whole sequences, and with the peer's.
+
+    rollout    sampling all completions (TRL: `_generate`, see step_trl.py)
+    update     the rest of the step: rewards, advantages, reference log-probs, forward, backward, clip, optimiser
+    tokens     of a step's trajectories, prompts and passages included, each counted for every sample of its group: what
+               is processed is less where prefixes are shared, but what is trained is the same
+    ratio_*    TRL's seconds by ours (prefixes shared), of neighbouring steps; above 1 ours is faster
+    shared_gain    seconds of our update without shared prefixes by those with
+
+Axes: T packed tokens.
+"""
+
+import copy
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thresher.bench.harness import append_rows, check_files, facts, ratios, resolve_device, spread, wait
+from thresher.bench.rollout import check_gaps, gap_of
+from thresher.bench.rollout_sides import RolloutSide, Written
+from thresher.bench.settings import STEP_SHAPES, Seconds, StepSetting, StepShape, make_step_setting, reward_of
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
+from thresher.common.machine import checkout
+from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
+from thresher.engine.optim.master_weights import MasterWeights
+from thresher.engine.packing import TrainSequence, advantages, build_train_sequences, pack
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.threads import threads_for, use_threads
+from thresher.engine.training.update import Updater
+from thresher.kernels import token_logprobs
+from thresher.policy.lora import add_lora
+from thresher.policy.model import Policy
+
+WARMUP = 1  # rounds before the clock counts
+PROVED = 8  # sequences that are held to both models
+LARGEST_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats
+SIDES = ("shared", "unshared", "peer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBench:
+    """Options: a name of STEP_SHAPES. threads None: as a run of this model takes (engine/threads.py). budget: seconds,
+    after which no round begins; one is measured in any case."""
+
+    shape: str = "demo"
+    peer: str = "trl"
+    steps: int = 5
+    threads: int | None = None
+    device: str = "cpu"
+    budget: float = 480.0
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of all sides on the clock, and the parts of our rollouts' time."""
+
+    shared: list[Seconds] = field(default_factory=list)
+    unshared: list[Seconds] = field(default_factory=list)
+    peer: list[Seconds] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    asked: int = 0
+    computed: int = 0
+
+
+class Ours:
+    """A policy with the engine's own rollout and two updaters; one of them shares prefixes.
+
+    Each step samples its own trajectories, and all train the same weights, one after the other. A reward of ids stands
+    in for a system's. parts: seconds of decoding, prefill and the host in the last rollout. asked, computed: tokens of
+    the last update, as if nothing were shared and as they went through the model.
+    """
+
+    def __init__(self, setting: StepSetting) -> None:
+        self.setting = setting
+        shape, policy = setting.shape, copy.deepcopy(setting.rollout.policy)
+        weights, reference = _trained(policy, shape.lora)
+        self.side = RolloutSide(replace(setting.rollout, policy=policy))
+        self.grpo = GrpoSection(beta=shape.beta, kl_value="k3_ratio")  # TRL's default is the same estimator
+        self.updaters = {
+            share: Updater(
+                weights=weights,
+                reference=reference,
+                optim=OptimSection(lr=shape.lr, share_prefix=share),
+                grpo=self.grpo,
+                vocab_size=setting.rollout.tokenizer.vocab_size,
+                total_steps=1,
+            )
+            for share in (True, False)
+        }
+        self.updaters[False].optimizer = self.updaters[True].optimizer  # one set of moments
+        self.steps = self.asked = self.computed = 0
+        self.parts: dict[str, float] = {}
+
+    @property
+    def policy(self) -> Policy:
+        return self.updaters[True].policy
+
+    def sample(self) -> list[Trajectory]:
+        """Return the trajectories of a step, each with its full length."""
+        return self.side.sample()
+
+    def step(self, share_prefix: bool) -> Seconds:
+        """Time one GRPO step."""
+        wait(self.setting.device)
+        wall, cpu = time.perf_counter(), time.process_time()
+        trajectories = self.sample()
+        wait(self.setting.device)
+        sampled, sampled_cpu = time.perf_counter(), time.process_time()
+        rewards = [reward_of([t.ids()[p] for p in t.policy_positions()]) for t in trajectories]
+        advantage = advantages(rewards, [trajectory.group for trajectory in trajectories], self.grpo)
+        items = build_train_sequences(trajectories, advantage, self.grpo)
+        stats = self.updaters[share_prefix].update(items, self.steps, 1.0)
+        wait(self.setting.device)
+        seconds = Seconds(sampled - wall, time.perf_counter() - wall, sampled_cpu - cpu, time.process_time() - cpu)
+        self.steps += 1
+        clock = self.side.rollout.clock
+        self.parts = {"decode": clock.decode, "prefill": clock.prefill, "search": clock.search, "host": clock.rest}
+        self.asked, self.computed = sum(len(item.ids) - 1 for item in items), stats.computed_tokens
+        return seconds
+
+
+def _trained(policy: Policy, lora: int | None) -> tuple[MasterWeights, Policy]:
+    """Return (the trained weights, the reference); `policy` is made trainable in place."""
+    if lora is not None:
+        section = LoraSection(rank=lora)
+        add_lora(policy, rank=lora, alpha=section.alpha, targets=section.targets, seed=section.seed)
+        return MasterWeights(policy), policy  # the reference is the policy with its adapters off
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    policy.requires_grad_(True)
+    master = None if policy.dtype == torch.float32 else copy.deepcopy(policy).float().requires_grad_(True)
+    return MasterWeights(policy, master), reference
+
+
+def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | Path | None = None) -> dict[str, Any]:
+    """Prove, time, print a table, append a row to `out`, draw what `out` holds; returns the row.
+
+    `out` None: bench/results/step-cpu.jsonl of the checkout, step-gpu.jsonl on CUDA, nothing where there is none. peer
+    "trl" falls back to "none", and says so, where TRL cannot be had.
+    """
+    resolve_device(bench.device)
+    shape, root = STEP_SHAPES[bench.shape], checkout()
+    if shape.model is not None and bench.device != "cuda":
+        raise UserError(f"--shape {bench.shape}: its model is for a GPU; give --device cuda")
+    if out is None and root is not None:
+        out = root / "bench" / "results" / f"step-{'cpu' if bench.device == 'cpu' else 'gpu'}.jsonl"
+    check_files(out, plot)
+    begun = time.monotonic()
+    setting = make_step_setting(shape, torch.device(bench.device))
+    with use_threads(bench.threads or threads_for("auto", setting.rollout.policy.config)):
+        ours = Ours(setting)
+        gaps, steps = _measure(bench, ours, _peer(bench.peer, shape), begun + bench.budget)
+        row = make_row(ours, steps, gaps, facts(("trl", "transformers")))
+    show(row)
+    append_rows(out, row)
+    if plot is not None:
+        from thresher.bench.plots import draw_step
+
+        draw_step([row] if out is None else read_rows(out), Path(plot))
+    for path in filter(None, (out, plot)):
+        console.print(f"written to {path}", soft_wrap=True)
+    return row
+
+
+def _peer(peer: str, shape: StepShape) -> str:
+    """Return the peer to measure; print a sentence if the one that was asked for cannot be."""
+    if peer == "trl" and not all(map(find_spec, ("trl", "datasets"))):
+        console.print('TRL is not installed, so ours is measured alone; pip install "thresher[bench]" brings it.')
+        return "none"
+    if peer == "trl" and shape.lora is not None:
+        console.print("TRL's adapters are another library's (peft), so ours is measured alone.")
+        return "none"
+    return peer
+
+
+def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[dict[str, float], Steps]:
+    steps, longest, last = Steps(), 0.0, time.monotonic()
+
+    def our_round(theirs: Seconds | None) -> bool:
+        """Time both of ours behind a step of the peer's; return False to end the run."""
+        nonlocal longest, last
+        order = (True, False) if len(steps.shared) % 2 == 0 else (False, True)
+        for share in order:
+            (steps.shared if share else steps.unshared).append(ours.step(share))
+            if share:
+                steps.parts.append(ours.parts)
+                steps.asked, steps.computed = ours.asked, ours.computed
+        if theirs is not None:
+            steps.peer.append(theirs)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+        done = len(steps.shared) - WARMUP
+        return done < 1 or (done < bench.steps and now + longest <= deadline)
+
+    if peer == "trl":
+        from thresher.bench.step_trl import Theirs
+
+        with tempfile.TemporaryDirectory() as scratch:
+            theirs = Theirs(ours.setting, Path(scratch), WARMUP + bench.steps)
+            gaps = prove(ours, theirs.logits)
+            _say(gaps)
+            last = time.monotonic()
+            theirs.run(our_round)
+    else:
+        gaps = prove(ours)
+        _say(gaps)
+        last = time.monotonic()
+        while our_round(None):
+            pass
+    for warm in (steps.shared, steps.unshared, steps.peer, steps.parts):
+        del warm[:WARMUP]
+    return gaps, steps
+
+
+def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None) -> dict[str, float]:
+    """Hold log-probs that were recorded while sampling to a forward over the whole sequences, and to the peer's.
+
+    `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats; raises
+    RuntimeError if one exceeds LARGEST_GAP of the dtype.
+    """
+    trajectories = ours.sample()
+    vocab = ours.setting.rollout.tokenizer.vocab_size
+    items = [
+        TrainSequence(
+            ids=t.ids(), positions=t.policy_positions(), old_logprobs=t.policy_logprobs(), advantage=0.0, weight=1.0
+        )
+        for t in trajectories[:: max(1, len(trajectories) // PROVED)]
+    ]
+    policy = ours.policy
+    found: dict[str, list[torch.Tensor]] = {"recomputed": []}
+    with torch.no_grad():
+        for batch in pack(items, 4096, policy.device, ours.updaters[True].attention):
+            hidden_TH = policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)[batch.rows_R]
+            logprobs_R, _ = token_logprobs(hidden_TH, policy.head_VH, batch.targets_R, vocab_size=vocab)
+            found["recomputed"].append((logprobs_R - batch.old_logprobs_R).abs().max().cpu())
+        if theirs is not None:
+            written = [Written(item.ids, item.positions, item.old_logprobs) for item in items]
+            found["peer"] = [gap_of(theirs(one.ids), one, vocab) for one in written]
+    return check_gaps(found, LARGEST_GAP[policy.dtype])
+
+
+def _say(gaps: dict[str, float]) -> None:
+    said = f"sampled log-probs agree with a forward over whole sequences to {gaps['recomputed']:.1e} nats"
+    console.print(said + (f", with TRL's model to {gaps['peer']:.1e}" if "peer" in gaps else ""), soft_wrap=True)
+
+
+def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's row. Its ratios are the medians of neighbouring steps' wall seconds; `ratio` and `cpu_ratio` have
+    their spread, None without a peer."""
+    setting, sides = ours.setting, {"shared": steps.shared, "unshared": steps.unshared, "peer": steps.peer}
+    shape, config = setting.shape, setting.rollout.policy.config
+    wall = {part: _ratio(steps.peer, steps.shared, part) for part in ("total", "update", "rollout")}
+    gain, cpu_gain = (_ratio(steps.unshared, steps.shared, part) for part in ("update", "update_cpu"))
+    assert gain is not None
+    return {
+        "bench": "step",
+        **head,
+        "device": setting.device.type,
+        "shape": shape.name,
+        "steps": len(steps.shared),
+        "tokens": shape.tokens,
+        "sampled_tokens": shape.lengths.tokens,
+        "asked_tokens": steps.asked,
+        "computed_tokens": steps.computed,
+        "ratio_step": _median(wall["total"]),
+        "ratio_update": _median(wall["update"]),
+        "ratio_rollout": _median(wall["rollout"]),
+        "shared_gain": gain["p50"],
+        **{name: _figures(shape.tokens, found) if found else None for name, found in sides.items()},
+        "rollout_parts_s": {part: spread([one[part] for one in steps.parts]) for part in steps.parts[0]},
+        "ratio": wall,
+        "cpu_ratio": {part: _ratio(steps.peer, steps.shared, f"{part}_cpu") for part in wall},
+        "shared_gains": {"wall": gain, "cpu": cpu_gain},
+        "logprob_gap": gaps,
+        "lengths": shape.record()
+        | {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "vocab": setting.rollout.tokenizer.vocab_size,
+            "parameters": setting.rollout.policy.parameter_count(),
+            "peer_prompt": shape.peer_prompt,
+            "peer_completion": shape.peer_completion,
+        },
+    }
+
+
+def _ratio(theirs: Sequence[Seconds], ours: Sequence[Seconds], part: str) -> dict[str, float] | None:
+    if not theirs:
+        return None
+    return ratios([getattr(step, part) for step in theirs], [getattr(step, part) for step in ours])
+
+
+def _median(values: dict[str, float] | None) -> float | None:
+    return None if values is None else values["p50"]
+
+
+def _figures(tokens: int, steps: Sequence[Seconds]) -> dict[str, Any]:
+    names = {"step": "total", "rollout": "rollout", "update": "update"}
+    return {
+        "tokens_per_s": spread([tokens / step.total for step in steps]),
+        "tokens_per_cpu_s": spread([tokens / step.total_cpu for step in steps]),
+        **{f"{name}_s": spread([getattr(step, part) for step in steps]) for name, part in names.items()},
+        **{f"{name}_cpu_s": spread([getattr(step, f"{part}_cpu") for step in steps]) for name, part in names.items()},
+    }
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Return a file's rows of this bench in their present form."""
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row.get("bench") == "step" and isinstance(row["shape"], str)]
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print the table: a line a figure, a column a side."""
+    named = {
+        "tokens_per_s": ("step, tokens/s", "total"),
+        "step_s": ("step, seconds", None),
+        "rollout_s": ("rollout, seconds", "rollout"),
+        "update_s": ("update, seconds", "update"),
+        "step_cpu_s": ("step, CPU seconds", None),
+    }
+
+    def cell(values: dict[str, Any] | None, key: str | None) -> str:
+        if values is None or key is None or values[key] is None:
+            return "-"
+        spreads = (values[key][p] for p in ("p20", "p50", "p80"))
+        p20, p50, p80 = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in spreads)
+        return f"{p50} ({p20} to {p80})"
+
+    lengths = row["lengths"]
+    console.print(
+        f"shared prefixes: an update computes {row['computed_tokens']:,} of {row['asked_tokens']:,} tokens, "
+        f"{row['shared_gain']:.2f} times as fast as unshared",
+        soft_wrap=True,
+    )
+    table(
+        f"one GRPO step, {row['shape']}: {lengths['questions']} questions x {lengths['group']} samples, "
+        f"{row['tokens']:,} tokens, {row['sampled_tokens']:,} of them sampled; {row['threads']} "
+        f"thread{'s' if row['threads'] > 1 else ''}; median (p20 to p80) of {row['steps']} steps",
+        ("", "ours", "ours, unshared", "TRL", "TRL by ours"),
+        [
+            (name, *(cell(row[side], key) for side in SIDES), cell(row["ratio"], part))
+            for key, (name, part) in named.items()
+        ],
+    )

@@ -1,0 +1,382 @@
+"""`thresher study kl`: the choice of a KL estimator, from one token to a training run.
+
+1. Curves of the estimators' values and gradients: at log-ratio -10, k3's coefficient is 22,025, k2's 10.
+2. Expected values and gradients by enumeration, without sampling: which estimators are exact, and of what.
+3. Training: the demo's small policy, warmed up once, then GRPO with k2 and with k3 from that start, with the same
+   questions and noise, at a mild and at a hot learning rate. Two runs of a pair differ in `grpo.kl_value` alone.
+
+    start/       world, index and warm-up of `thresher demo`, unless --start names a folder that has them
+    runs/        mild-k2-seed0/ ..
+    curves.png, enumeration.json, enumeration.png, training.png
+    pairs.jsonl  each step of each run; kl.json: each run, and the settings
+
+The policy is pushed off its reference by the learning rate alone, which is kept constant; batch, beta and clipping are
+the demo's. Read the largest coefficients with their signs in mind: one of k3's above 1 belongs to a token that the
+policy made less likely, since for one made likelier it stays below 1; k2's grows alike on both sides. Two seeds of a
+small model give no verdict on which estimator trains better.
+
+Axes: V outcomes, X points of a curve (docs/notation.md).
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thresher.bench.plots import draw_kl_curves, draw_kl_enumeration, draw_kl_training, estimator_label
+from thresher.bench.studies.runs import StudyRun, check_folder, check_out, run_stages, train_all, write_json
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.jsonl import write_jsonl
+from thresher.engine.assemble import read_run_recipe
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.store.run_folder import read_metrics
+from thresher.engine.world import stages as demo
+from thresher.kernels import grpo_loss
+from thresher.kernels.objective import ESTIMATORS, kl_coefficient, kl_values
+
+REACH = 12.0  # of the curves, in nats to either side: a probability of 6e-6 where the reference has 1
+POINTS = 481
+# (value, gradient). The last puts an exact value beside an exact gradient, on policy, without a ratio.
+CHOICES = (("k1", "k1"), ("k2", "k2"), ("k3", "k3"), ("k3_ratio", "k3_ratio"), ("k3", "k2"))
+DRAWS, OUTCOMES, SPREAD = 100, 7, 1.5  # random policies, and the standard deviation of their logits
+EXACT = 1e-10
+# The demo's own learning rate, and twice that. At four times it neither estimator learns anything.
+RATES = {"mild": 1e-3, "hot": 2e-3}
+TRAINED = ("k2", "k3")
+START_SEED = 0
+# Of all runs. A constant rate goes on pushing to the last step; greedy exact match is measured before and after.
+SETTINGS = ("optim.schedule=constant", "run.save_every=10", "run.keep_checkpoints=1", "run.keep_trajectories=0")
+LOGGED = ("kl_largest", "kl_coefficient_largest", "grad_norm", "em", "reward", "capped", "kl_k1", "entropy")
+LAST = 5  # sampled exact match at the end is the mean of so many steps
+
+
+# curves and enumeration
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorCurve:
+    """Value and coefficient c = dKL/dlogp of one token over d = log pi - log pi_ref (kernels/objective.py).
+
+    All are [X] float64, in nats (d, value) or without unit (coefficient).
+    """
+
+    name: str
+    ratio: float  # pi / pi_old, which only k3_ratio uses
+    d_X: Tensor
+    value_X: Tensor
+    coefficient_X: Tensor
+
+
+def curve(name: str, ratio: float = 1.0, points: Sequence[float] | None = None) -> EstimatorCurve:
+    """Return an estimator's curve at the given values of d, by default from -REACH to REACH."""
+    grid_X = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
+    d_X = grid_X if points is None else torch.tensor(points, dtype=torch.float64)
+    ratio_X = torch.full_like(d_X, ratio)
+    return EstimatorCurve(name, ratio, d_X, kl_values(d_X, ratio_X)[name], kl_coefficient(name, d_X, ratio_X))
+
+
+def curves() -> list[EstimatorCurve]:
+    """Return every estimator's curve on policy, and k3_ratio's where pi is half or twice pi_old too."""
+    return [*(curve(name) for name in ESTIMATORS), *(curve("k3_ratio", ratio) for ratio in (0.5, 2.0))]
+
+
+def expectation(name: str, gradient: str, logits_V: Tensor, old_V: Tensor, ref_V: Tensor) -> tuple[float, Tensor]:
+    """Return (expected value, expected gradient [V]) of an estimator in the loss, over samples of `old_V`.
+
+    logits_V: of pi, float64. old_V, ref_V: probabilities, float64. Every outcome y is one row of the product's own
+    loss, of weight pi_old(y); with hidden states of one 1, the head's only column is z; advantages are 0, beta is 1:
+
+        sum_y pi_old(y) KL_y            against  KL(pi || ref) = sum_y pi(y) (log pi(y) - log ref(y))
+        sum_y pi_old(y) c_y dlog pi(y)  against  its gradient by autograd, and that of KL(ref || pi)
+    """
+    head_VH = logits_V.detach()[:, None].clone().requires_grad_(True)
+    outcomes = len(logits_V)
+    result = grpo_loss(
+        logits_V.new_ones(outcomes, 1),
+        head_VH,
+        torch.arange(outcomes),
+        old_V.log(),
+        torch.zeros_like(old_V),
+        old_V,
+        ref_logprobs_T=ref_V.log(),
+        kl_value=name,
+        kl_gradient=gradient,
+        beta=1.0,
+    )
+    result.loss.backward()
+    assert head_VH.grad is not None
+    return float(result.loss.detach()), head_VH.grad[:, 0]
+
+
+def exact(logits_V: Tensor, ref_V: Tensor) -> dict[str, tuple[float, Tensor]]:
+    """Return (value, gradient [V] in pi's logits) of "reverse" KL(pi || ref) and "forward" KL(ref || pi)."""
+    result = {}
+    for direction in ("reverse", "forward"):
+        z_V = logits_V.detach().clone().requires_grad_(True)
+        logp_V, log_ref_V = torch.log_softmax(z_V, 0), ref_V.log()
+        terms_V = logp_V.exp() * (logp_V - log_ref_V) if direction == "reverse" else ref_V * (log_ref_V - logp_V)
+        terms_V.sum().backward()
+        assert z_V.grad is not None
+        result[direction] = (float(terms_V.detach().sum()), z_V.grad)
+    return result
+
+
+def enumerate_all(draws: int = DRAWS, seed: int = 0) -> list[dict[str, Any]]:
+    """Return a row for each sampling distribution and choice of estimators, over `draws` random (pi, pi_old, pi_ref).
+
+    "value_error": |expected value - KL| / KL; "reverse_error", "forward_error": distance of the expected gradient
+    from that of KL(pi || ref), KL(ref || pi), as a share of its length; "length": of the expected gradient, as a
+    share of the reverse KL's; "cosine" with the reverse KL's gradient, null if there is no gradient. Each is
+    {"smallest", "median", "largest"} over the draws. "finding": what the gradient therefore is:
+    "exact", "zero", "forward" (exact for KL(ref || pi)) or "biased".
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (draws, 3, OUTCOMES)
+    logits = torch.randn(shape, generator=generator, dtype=torch.float64) * SPREAD
+    rows = []
+    for policy in ("on policy", "off policy"):
+        for value, gradient in CHOICES:
+            errors = [
+                _errors(value, gradient, pi_V, pi_V if policy == "on policy" else old_V, ref_V)
+                for pi_V, old_V, ref_V in logits
+            ]
+            measured = {key: _over_draws([error[key] for error in errors]) for key in errors[0]}
+            rows.append(
+                {"sampled": policy, "value": value, "gradient": gradient, **measured, "finding": _finding(measured)}
+            )
+    return rows
+
+
+def _errors(value: str, gradient: str, pi_V: Tensor, old_V: Tensor, ref_V: Tensor) -> dict[str, float | None]:
+    """Return the errors of one draw, all three given as logits."""
+    ref_V = torch.softmax(ref_V, 0)
+    expected, expected_V = expectation(value, gradient, pi_V, torch.softmax(old_V, 0), ref_V)
+    kl = exact(pi_V, ref_V)
+    reverse, reverse_V = kl["reverse"]
+    forward_V = kl["forward"][1]
+    length = float(expected_V.norm() / reverse_V.norm())
+    return {
+        "value_error": abs(expected - reverse) / reverse,
+        "reverse_error": float((expected_V - reverse_V).norm() / reverse_V.norm()),
+        "forward_error": float((expected_V - forward_V).norm() / forward_V.norm()),
+        "length": length,
+        "cosine": float(torch.cosine_similarity(expected_V, reverse_V, 0)) if length > EXACT else None,
+    }
+
+
+def _over_draws(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    return {"smallest": min(known), "median": median(known), "largest": max(known)} if known else None
+
+
+def _finding(measured: Mapping[str, dict[str, float] | None]) -> str:
+    def vanishes(key: str) -> bool:
+        entry = measured[key]
+        return entry is not None and entry["largest"] < EXACT
+
+    if vanishes("length"):
+        return "zero"
+    if vanishes("reverse_error"):
+        return "exact"
+    return "forward" if vanishes("forward_error") else "biased"
+
+
+# training runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlRun(StudyRun):
+    """One training run: a name of RATES, and one of TRAINED."""
+
+    rate: str
+    estimator: str
+
+
+def run_study(
+    out: Path, start: str | None, steps: int, seeds: Sequence[int], run_command: Callable[[list[str]], None]
+) -> None:
+    """Write the whole study into the folder `out`; `run_command` runs a command of the demo from its arguments."""
+    check_out(out)
+    seeds = sorted(set(seeds))
+    world = out / "start" if start is None else Path(start)
+    cases = make_cases(out, world, steps, seeds)
+    for case in cases:  # what does not fit is refused before anything is computed
+        check_steps(case)
+        check_folder(case)
+    if start is not None:
+        check_start(world)
+    rates = " and ".join(f"{lr:g}" for lr in RATES.values())
+    console.console.print(
+        f"study kl: curves, enumeration, then {len(cases)} runs of {steps} steps from {world} (k2 and k3, learning "
+        f"rate {rates}, seed {' and '.join(map(str, seeds))}), into {out}"
+    )
+    started = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    draw_kl_curves(curves(), out / "curves.png")
+    rows = enumerate_all()
+    write_json(out / "enumeration.json", {"policies": DRAWS, "outcomes": OUTCOMES, "dtype": "float64", "rows": rows})
+    draw_kl_enumeration(rows, out / "enumeration.png")
+    print_enumeration(rows)
+    if start is None:
+        stages = demo.stages(world, START_SEED, [])
+        run_stages((stage for stage in stages if stage[0] not in ("train", "report")), run_command)
+
+    def say(record: Mapping[str, Any]) -> str:
+        return f"EM {record['em']:.2f}  largest coefficient {record.get('kl_coefficient_largest', 0.0):,.1f}"
+
+    stopped = train_all(cases, "study kl", say, may_diverge=True)
+    records = {case.name: steps_of(case) for case in cases}
+    runs = [summary_of(case, records[case.name], stopped.get(case.name)) for case in cases]
+    write_jsonl(
+        out / "pairs.jsonl",
+        (
+            {"rate": case.rate, "estimator": case.estimator, "seed": case.seed, **record}
+            for case in cases
+            for record in records[case.name]
+        ),
+    )
+    recipe = cases[0].recipe
+    draw_kl_training(runs, records, recipe.optim.max_grad_norm, out / "training.png")
+    settings = {
+        "start": str(world),
+        "steps": steps,
+        "seeds": seeds,
+        "beta": recipe.grpo.beta,
+        "max_grad_norm": recipe.optim.max_grad_norm,
+        "schedule": recipe.optim.schedule,
+        "questions_per_step": recipe.rollout.questions_per_step,
+        "group_size": recipe.rollout.group_size,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    write_json(out / "kl.json", {"settings": settings, "runs": runs})
+    print_runs(runs, steps)
+    console.console.print(f"{time.perf_counter() - started:.0f} s in all. Pictures and figures are in {out}")
+
+
+def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list[KlRun]:
+    """Return every run, in the order in which they are trained: pairs side by side, seed by seed."""
+    cases = []
+    for seed, rate, estimator in itertools.product(seeds, RATES, TRAINED):
+        overrides = [
+            *SETTINGS,
+            f"run.steps={steps}",
+            f"run.eval_every={steps}",
+            f"optim.lr={RATES[rate]}",
+            f"grpo.kl_value={estimator}",
+        ]
+        typed = next(stage for stage in demo.stages(world, seed, overrides) if stage[0] == "train")
+        assigned = [value for flag, value in itertools.pairwise(typed) if flag == "--set"]
+        folder = out / "runs" / f"{rate}-{estimator}-seed{seed}"
+        recipe = read_run_recipe(typed[1], assigned)  # train RECIPE --set .. --set .. --out ..
+        name = f"{rate} {estimator} seed {seed}"
+        cases.append(KlRun(name=name, rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
+    return cases
+
+
+def check_steps(case: KlRun) -> None:
+    """Raise UserError if the run's folder has another number of steps."""
+    path = case.folder / "recipe.toml"
+    if path.exists() and (steps := load_recipe(path).run.steps) != case.recipe.run.steps:
+        raise UserError(f"{case.folder}: the run there has {steps} steps; give so many, or another --out")
+
+
+def check_start(world: Path) -> None:
+    """Raise UserError unless the folder has what the training stage of `thresher demo` reads."""
+    for name in ("data/train.jsonl", "data/test.jsonl", "index", "warmup"):
+        if not (world / name).exists():
+            raise UserError(
+                f"{world / name}: no such file or folder; give --start a folder that `thresher demo` wrote, or leave "
+                "it out, and the study makes its own"
+            )
+
+
+def steps_of(case: KlRun) -> list[dict[str, Any]]:
+    """Return the LOGGED figures of every step of a run."""
+    records = read_metrics(case.folder)
+    return [{key: record.get(key) for key in ("step", *LOGGED)} for record in records if "eval" not in record]
+
+
+def summary_of(case: KlRun, steps: Sequence[Mapping[str, Any]], stopped: str | None) -> dict[str, Any]:
+    """Return a run in one record: the largest of what can explode, and exact match as it came."""
+
+    def known(key: str) -> list[float]:
+        return [step[key] for step in steps if step[key] is not None]
+
+    greedy = [record["eval"]["em"] for record in read_metrics(case.folder) if "eval" in record]
+    return {
+        "name": case.name,
+        "rate": case.rate,
+        "lr": case.recipe.optim.lr,
+        "estimator": case.estimator,
+        "seed": case.seed,
+        "steps": len(steps),
+        **{key: max(known(key), default=None) for key in ("kl_largest", "kl_coefficient_largest", "grad_norm")},
+        "grad_norm_median": median(known("grad_norm")) if known("grad_norm") else None,
+        "capped": sum(known("capped")),
+        "em_before": greedy[0],
+        "em_after": greedy[-1] if len(greedy) > 1 else None,
+        "em_sampled": mean(known("em")[-LAST:]) if steps else None,
+        "stopped": stopped,
+    }
+
+
+def print_enumeration(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print medians over the policies, and the finding about the gradient on all of them."""
+    words = {"exact": "exact", "zero": "zero", "forward": "KL(ref||pi)'s", "biased": "biased"}
+    console.table(
+        f"Expectation against KL(pi||ref), enumerated: relative error, median of {DRAWS} policies",
+        ("estimator", "policy", "value", "gradient", "cosine", "gradient is"),
+        [
+            (
+                estimator_label(row),
+                row["sampled"].removesuffix(" policy"),
+                f"{row['value_error']['median']:.1e}",
+                f"{row['reverse_error']['median']:.1e}",
+                "-" if row["cosine"] is None else f"{row['cosine']['median']:.2f}",
+                words[row["finding"]],
+            )
+            for row in rows
+        ],
+    )
+
+
+def print_runs(runs: Sequence[Mapping[str, Any]], steps: int) -> None:
+    """Print a line for each learning rate and estimator: the mean over seeds, and the range below it."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(f"{run['rate']} {run['estimator']}", []).append(run)
+    keys = ("kl_largest", "kl_coefficient_largest", "grad_norm", "em_after", "em_sampled")
+    rates = ", ".join(f"{rate} {lr:g}" for rate, lr in RATES.items())
+    console.table(
+        f"GRPO, {steps} steps, learning rate {rates}: largest of a run; EM; mean and range of seeds",
+        ("", "token KL", "|dKL/dlogp|", "grad norm", "EM greedy", "EM sampled"),
+        [(name, *(_mean_and_range([run[key] for run in group]) for key in keys)) for name, group in groups.items()],
+    )
+    capped = sum(run["capped"] for run in runs)
+    console.console.print(
+        f"EM before, greedy: {runs[0]['em_before']:.3f}. Tokens whose exponent was capped: {capped:,}."
+    )
+    for run in runs:
+        if run["stopped"]:
+            console.console.print(f"{run['name']} stopped: {run['stopped']}", markup=False)
+
+
+def _mean_and_range(values: Sequence[float | None]) -> str:
+    """Return the mean, and the range on a line below if the values differ."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    low, high = _rounded(min(known)), _rounded(max(known))
+    return _rounded(mean(known)) + ("" if low == high else f"\n{low}–{high}")
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

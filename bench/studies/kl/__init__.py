@@ -1,1 +1,0 @@
-"""`thresher study kl`: KL estimators from one token to a training run."""

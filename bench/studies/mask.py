@@ -1,0 +1,723 @@
+"""`thresher study mask`: what masking of retrieved tokens costs, and what it does to the gradient.
+
+One batch of trajectories, four treatments: time, memory and gradient of each; then the same with the passages cut short
+or repeated, for the cost against the share of retrieved tokens. Prints a table and its findings in words, writes
+mask.json and mask.png. There is no training under each treatment: that takes runs, not a batch.
+
+    in the loss   every retrieved token is a target too, with its trajectory's advantage and an old log-prob that a
+                  forward had to make, for it was not sampled: training without a mask
+    zeroed        the same rows go through the head, and the result of the retrieved ones is multiplied away: the usual
+                  way to mask a loss
+    masked        rows that predict a retrieved token never reach the head: what Thresher does
+    removed       the retrieved tokens are cut out of the input and the rest is prefilled afresh, positions closed up:
+                  a hard mask
+
+All four go through the product's own packing, forward and loss kernel. The kernel drops a row of weight 0 before the
+head; "zeroed" therefore gives the retrieved rows `FAINT` of their weight: all of the work is done, and what it adds to
+the gradient is below float32's rounding. A row keeps one weight under every treatment (1/(N |y|) where the recipe says
+so, |y| being the sampled tokens), so that the gradient "in the loss" minus that of "masked" is the retrieved rows' own.
+Old log-probs are the policy's own under the same treatment: every ratio is 1 and nothing is clipped.
+
+Axes: T packed tokens, R rows at the head, H hidden.
+"""
+
+import json
+import math
+import platform
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thresher.bench.harness import MIB, in_turn, peak_bytes, wait
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, staged_folder
+from thresher.common.jsonl import iter_jsonl
+from thresher.common.records import read_records
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sections import GrpoSection, RetrievalSection
+from thresher.engine.episode import Prompt, read_template
+from thresher.engine.packing import Batch, TrainSequence, advantages, build_train_sequences, pack
+from thresher.engine.protocol.prompts import Renderer
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.store.checkpoint import latest_checkpoint
+from thresher.engine.store.run_folder import RunFolder, step_of
+from thresher.engine.world.facts import Size
+from thresher.engine.world.files import invent_files
+from thresher.engine.world.random_model import initialise
+from thresher.engine.world.stages import DEMO
+from thresher.kernels import grpo_loss, token_logprobs
+from thresher.kernels.objective import LossResult
+from thresher.policy.model import Policy, load_policy
+from thresher.policy.tokenizer import load_tokenizer
+from thresher.rewards.transcript import Source
+
+GROUP = 8  # scripted trajectories whose advantages are made together, as the demo's samples of a question are
+VOCABULARY = 800  # tokens of the scripted batch's tokenizer, as in the demo
+TREATMENTS = {"in_loss": "in the loss", "zeroed": "zeroed", "masked": "masked", "removed": "removed"}
+FAINT = 1e-10  # of a row's weight: below half a unit in the last place of float32 (6e-8), far above its denormals
+SHARES = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the tokens that were retrieved or sampled: retrieved ones
+SWEEP_TRAJECTORIES, SWEEP_REPEATS = 16, 15
+PER_ROW = ("targets_R", "old_logprobs_R", "advantages_R", "weights_R")  # of a batch
+
+Gradient = dict[str, Tensor]
+Record = dict[str, Any]
+
+
+# the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A policy and its trajectories. advantages[n] belongs to trajectories[n], which has policy tokens.
+
+    The log-probs that were recorded when the trajectories were sampled are not in a run folder: every treatment
+    computes its own.
+    """
+
+    name: str  # where it comes from, in words
+    policy: Policy  # float32
+    vocab_size: int  # the tokenizer's: columns of the head that exist
+    trajectories: list[Trajectory]
+    advantages: list[float]
+    grpo: GrpoSection
+    temperature: float
+    micro_batch_tokens: int
+
+    def count(self, source: Source) -> int:
+        return sum(trajectory.count(source) for trajectory in self.trajectories)
+
+    @property
+    def retrieved_share(self) -> float:
+        """Return the share of retrieved tokens among those that were retrieved or sampled."""
+        retrieved = self.count(Source.RETRIEVED)
+        return retrieved / (retrieved + self.count(Source.POLICY))
+
+
+def scripted(seed: int, limit: int, device: str) -> Subject:
+    """Make `limit` transcripts of the demo's world on a model of the demo's shape with random weights, every second one
+    called right; a function of the seed. Rows, times and memory are those of a real step of that size."""
+    recipe = load_recipe(DEMO / "recipe.toml")
+    passage_format = recipe.need(RetrievalSection).passage_format
+    with tempfile.TemporaryDirectory() as scratch:
+        data, model = Path(scratch) / "data", Path(scratch) / "model"
+        invent_files(data, seed, replace(Size(), warmup_worlds=1, transcripts=limit), passage_format)
+        train_on = [data / f"{name}.jsonl" for name in ("corpus", "train", "warmup")]
+        initialise(DEMO / "config.json", model, train_on=train_on, vocab_size=VOCABULARY, seed=seed)
+        records = [record for _, record in iter_jsonl(data / "warmup.jsonl")]
+        tokenizer = load_tokenizer(model)
+        policy = load_policy(model, torch.float32, device)
+    renderer = Renderer(
+        tokenizer=tokenizer, tags=(), k=1, chat=False, max_passage_tokens=1, passage_format=passage_format
+    )
+    template = read_template(DEMO / "prompt.txt")
+    trajectories = []
+    for number, record in enumerate(records):
+        segments = [Segment(Source.PROMPT, renderer.prompt(Prompt(template, record["question"])))]
+        segments += [Segment(Source(part["source"]), tokenizer.encode(part["text"])) for part in record["segments"]]
+        trajectories.append(Trajectory(record["id"], number // GROUP, number % GROUP, segments))
+    rewards = [float(number % 2) for number in range(len(trajectories))]
+    return Subject(
+        name="scripted transcripts, a model of the demo's shape with random weights",
+        policy=policy.requires_grad_(True),
+        vocab_size=tokenizer.vocab_size,
+        trajectories=trajectories,
+        advantages=advantages(rewards, [trajectory.group for trajectory in trajectories], recipe.grpo),
+        **_settings(recipe),
+    )
+
+
+def stored(folder: str | Path, limit: int, device: str) -> Subject:
+    """Read at most `limit` trajectories of the last step that a run kept, groups with a signal first, and its weights.
+
+    folder: of `thresher train`, or of `thresher demo`, which holds one. UserError if it lacks what is needed.
+    """
+    path = Path(folder)
+    if not (path / "recipe.toml").is_file() and (path / "grpo" / "recipe.toml").is_file():
+        path /= "grpo"
+    run = RunFolder.existing(path)
+    recipe = load_recipe(run.recipe_file)
+    checkpoint = latest_checkpoint(run.checkpoints)
+    if checkpoint is None:
+        raise UserError(f"{run.checkpoints}: holds no checkpoint; let the run reach its first, or name another run")
+    kept = {step: file for file in run.trajectories.glob("*.jsonl") if (step := step_of(file.stem)) is not None}
+    if not kept:
+        raise UserError(f"{run.trajectories}: holds no trajectories; train with run.keep_trajectories=1")
+    step = max(kept)
+    policy = load_policy(checkpoint.path, torch.float32, device)
+    vocab_size = load_tokenizer(checkpoint.path).vocab_size
+    pairs = _signal_first(_read(kept[step], vocab_size))[:limit]
+    if not any(value for _, value in pairs):
+        raise UserError(f"{kept[step]}: no trajectory has an advantage, so there is no gradient; name another run")
+    if not any(trajectory.count(Source.RETRIEVED) for trajectory, _ in pairs):
+        raise UserError(f"{kept[step]}: nothing in it was retrieved, so there is nothing to mask; name another run")
+    return Subject(
+        name=f"step {step} of {path}, weights of step {checkpoint.step}",
+        policy=policy.requires_grad_(True),
+        vocab_size=vocab_size,
+        trajectories=[trajectory for trajectory, _ in pairs],
+        advantages=[value for _, value in pairs],
+        **_settings(recipe),
+    )
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    # A trajectory without an advantage stays in, so that trajectories and items are one list.
+    return {
+        "grpo": replace(recipe.grpo, drop_zero_advantage=False),
+        "temperature": recipe.rollout.temperature,
+        "micro_batch_tokens": recipe.optim.micro_batch_tokens,
+    }
+
+
+def _read(file: Path, vocab_size: int) -> list[tuple[Trajectory, float]]:
+    """Read trajectories with their advantages. UserError names the line of one that is malformed."""
+    pairs = []
+    for number, record in read_records(file):
+        try:
+            segments = [Segment(Source(part["source"]), list(map(int, part["ids"]))) for part in record["segments"]]
+            trajectory = Trajectory(str(record["id"]), int(record["group"]), int(record["sample"]), segments)
+            advantage = float(record["advantage"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{file}:{number}: expected a trajectory as training writes it, with segments of source and ids and "
+                f"an advantage, but {error!r}"
+            ) from error
+        outside = [token for token in trajectory.ids() if not 0 <= token < vocab_size]
+        rows = without_retrieved(trajectory).policy_positions()
+        if outside or not rows or rows[0] == 0 or not math.isfinite(advantage):
+            raise UserError(
+                f"{file}:{number}: expected ids below {vocab_size}, policy tokens behind a prompt, and a finite "
+                "advantage; name the run folder that the trajectories belong to"
+            )
+        pairs.append((trajectory, advantage))
+    return pairs
+
+
+def _signal_first(pairs: Sequence[tuple[Trajectory, float]]) -> list[tuple[Trajectory, float]]:
+    """Return groups whose rewards differ before those that agree; a group stays together."""
+    groups: dict[int, list[tuple[Trajectory, float]]] = defaultdict(list)
+    for trajectory, value in pairs:
+        groups[trajectory.group].append((trajectory, value))
+    ordered = sorted(groups.values(), key=lambda group: not any(value for _, value in group))
+    return [pair for group in ordered for pair in group]
+
+
+def without_retrieved(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with its retrieved segments cut out, so that what follows moves up."""
+    return replace(trajectory, segments=[part for part in trajectory.segments if part.source is not Source.RETRIEVED])
+
+
+def retrieved_rows(trajectory: Trajectory) -> list[int]:
+    """Return positions of the retrieved tokens; position 0 is never one, for nothing predicts it."""
+    rows: list[int] = []
+    at = 0
+    for segment in trajectory.segments:
+        if segment.source is Source.RETRIEVED:
+            rows.extend(range(max(at, 1), at + len(segment.ids)))
+        at += len(segment.ids)
+    return rows
+
+
+def stretched(trajectories: Sequence[Trajectory], share: float) -> list[Trajectory]:
+    """Return the trajectories with retrieved segments cut short, or repeated, until `share` of the tokens that were
+    retrieved or sampled are retrieved ones (up to rounding). A trajectory that retrieved nothing stays as it is."""
+    retrieved = sum(trajectory.count(Source.RETRIEVED) for trajectory in trajectories)
+    sampled = sum(trajectory.count(Source.POLICY) for trajectory in trajectories)
+    factor = share / (1 - share) * sampled / retrieved
+
+    def resized(segment: Segment) -> Segment:
+        if segment.source is not Source.RETRIEVED:
+            return segment
+        return replace(segment, ids=list(islice(cycle(segment.ids), round(factor * len(segment.ids)))))
+
+    return [replace(trajectory, segments=list(map(resized, trajectory.segments))) for trajectory in trajectories]
+
+
+# the treatments
+
+
+@dataclass(frozen=True, slots=True)
+class Treated:
+    """A treatment's items, the batches that they are packed into, and for each batch [R] bool: True for rows whose
+    targets the policy sampled."""
+
+    items: list[TrainSequence]
+    batches: list[Batch]
+    sampled: list[Tensor]
+
+    @property
+    def rows(self) -> int:
+        return sum(len(batch.rows_R) for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch.tokens for batch in self.batches)
+
+    def weighted(self, *, retrieved: float, sampled: float = 1.0) -> "Treated":
+        """Return the same with the weights of both kinds of rows multiplied; a factor of 0 drops them."""
+        batches = [
+            replace(batch, weights_R=batch.weights_R * torch.where(sampled_R, sampled, retrieved))
+            for batch, sampled_R in zip(self.batches, self.sampled, strict=True)
+        ]
+        return replace(self, batches=batches)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Milliseconds of each part, one entry a step."""
+
+    forward: list[float] = field(default_factory=list)
+    head: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+    @property
+    def step(self) -> list[float]:
+        return [sum(parts) for parts in zip(self.forward, self.head, self.backward, strict=True)]
+
+    def medians(self) -> dict[str, float]:
+        parts = ("forward", "head", "backward", "step")
+        return {f"{name}_ms": median(getattr(self, name)) for name in parts}
+
+
+def treat(name: str, subject: Subject) -> Treated:
+    """Pack the subject's trajectories under one treatment, with the policy's own log-probs as the old ones."""
+    trajectories = subject.trajectories
+    if name == "removed":
+        trajectories = [without_retrieved(trajectory) for trajectory in trajectories]
+    items = build_train_sequences(trajectories, subject.advantages, subject.grpo)
+    sampled = [set(item.positions) for item in items]
+    if name in ("in_loss", "zeroed"):
+        items = [
+            replace(item, positions=sorted(item.positions + retrieved_rows(trajectory)))
+            for item, trajectory in zip(items, trajectories, strict=True)
+        ]
+    device = subject.policy.device
+    batches = []
+    for batch in pack(items, subject.micro_batch_tokens, device):
+        with torch.no_grad():
+            old_R, _ = token_logprobs(
+                hidden_states(subject.policy, batch).index_select(0, batch.rows_R),
+                subject.policy.head_VH,
+                batch.targets_R,
+                temperature=subject.temperature,
+                vocab_size=subject.vocab_size,
+            )
+        batches.append(replace(batch, old_logprobs_R=old_R))
+    flags = [[row in sampled[n] for n in batch.items for row in items[n].positions] for batch in batches]
+    treated = Treated(items, batches, [torch.tensor(flags_R, device=device) for flags_R in flags])
+    return treated.weighted(retrieved=FAINT) if name == "zeroed" else treated
+
+
+def hidden_states(policy: Policy, batch: Batch) -> Tensor:
+    return policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+
+
+def head_loss(subject: Subject, rows_RH: Tensor, batch: Batch, chunk_rows: int | None = None) -> LossResult:
+    """Compute the loss of some rows; the head's gradient goes into its buffer, as in training."""
+    head_VH, grpo = subject.policy.head_VH, subject.grpo
+    return grpo_loss(
+        rows_RH,
+        head_VH,
+        batch.targets_R,
+        batch.old_logprobs_R,
+        batch.advantages_R,
+        batch.weights_R,
+        temperature=subject.temperature,
+        clip_low=grpo.clip_low,
+        clip_high=grpo.clip_high,
+        dual_clip=grpo.dual_clip,
+        vocab_size=subject.vocab_size,
+        chunk_rows=chunk_rows,
+        lm_head_grad_VH=head_VH.grad,
+    )
+
+
+def clear(policy: Policy) -> None:
+    """Remove the gradients, and make zeros for the head's, which the loss adds to."""
+    policy.zero_grad(set_to_none=True)
+    policy.head_VH.grad = torch.zeros_like(policy.head_VH)
+
+
+def run_step(subject: Subject, batches: Iterable[Batch], clock: StepClock | None = None) -> list[LossResult]:
+    """Run forward, head with loss, and backward of all batches; leave the gradients on the policy."""
+    policy = subject.policy
+    clear(policy)
+    spent, results = [0.0, 0.0, 0.0], []
+    for batch in batches:
+        marks = [_now(policy.device)]
+        hidden_TH = hidden_states(policy, batch)
+        marks.append(_now(policy.device))
+        rows_RH = hidden_TH.index_select(0, batch.rows_R)
+        result = head_loss(subject, rows_RH, batch)
+        marks.append(_now(policy.device))
+        rows_RH.backward(result.hidden_grad_TH)
+        marks.append(_now(policy.device))
+        spent = [total + 1e3 * (end - start) for total, (start, end) in zip(spent, pairwise(marks), strict=True)]
+        results.append(result)
+    if clock is not None:
+        for times, value in zip((clock.forward, clock.head, clock.backward), spent, strict=True):
+            times.append(value)
+    return results
+
+
+def _now(device: torch.device) -> float:
+    wait(device)
+    return time.perf_counter()
+
+
+def timed(
+    subject: Subject, treated: Mapping[str, Treated], repeats: int, tick: Callable[[], None] = lambda: None
+) -> dict[str, StepClock]:
+    """Time `repeats` steps of each treatment, in turn, after one that does not count."""
+    clocks = {name: StepClock() for name in treated}
+    calls = [partial(run_step, subject, treated[name].batches, clock) for name, clock in clocks.items()]
+    in_turn(calls, 1 + repeats, subject.policy.device, tick)
+    for clock in clocks.values():
+        for times in (clock.forward, clock.head, clock.backward):
+            del times[0]
+    return clocks
+
+
+def timed_heads(
+    subject: Subject, treated: Mapping[str, Treated], repeats: int, tick: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Return median milliseconds of head and loss alone, from hidden states that are made once."""
+
+    def run(calls: Sequence[Callable[[], None]]) -> None:
+        for call in calls:
+            call()
+
+    calls = [partial(run, [head_call(subject, batch, None) for batch in one.batches]) for one in treated.values()]
+    clear(subject.policy)
+    times = in_turn(calls, 1 + repeats, subject.policy.device, tick)
+    return {name: median(spent[1:]) for name, spent in zip(treated, times, strict=True)}
+
+
+def head_call(subject: Subject, batch: Batch, chunk_rows: int | None) -> Callable[[], None]:
+    """Return a call for head and loss of one batch alone: the gather of its rows, and both gradients."""
+    with torch.no_grad():
+        hidden_TH = hidden_states(subject.policy, batch)
+
+    def call() -> None:
+        head_loss(subject, hidden_TH.index_select(0, batch.rows_R).requires_grad_(), batch, chunk_rows)
+
+    return call
+
+
+def head_peak(subject: Subject, treated: Treated, at_once: bool) -> int:
+    """Return the peak bytes of head and loss alone, over the batches. at_once: all logits of a batch in one chunk."""
+    clear(subject.policy)
+    return max(
+        peak_bytes(head_call(subject, batch, len(batch.rows_R) if at_once else None), subject.policy.device)
+        for batch in treated.batches
+    )
+
+
+def step_peak(subject: Subject, treated: Treated) -> int:
+    """Return the peak bytes of a step; gradients of an earlier one are freed before."""
+    subject.policy.zero_grad(set_to_none=True)
+    return peak_bytes(partial(run_step, subject, treated.batches), subject.policy.device)
+
+
+# the study
+
+
+def run_study(out: Path, run: str | None, seed: int, repeats: int, limit: int, device: str) -> None:
+    """Write the study. `run`: a run folder, None for the scripted batch; `out`: a folder that must not exist yet."""
+    if out.exists():
+        raise UserError(f"{out}: exists already; choose another folder with --out")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, but torch sees no CUDA device; leave it out")
+    started = time.perf_counter()
+    subject = scripted(seed, limit, device) if run is None else stored(run, limit, device)
+    console.console.print(
+        f"study mask: {len(subject.trajectories)} trajectories with {subject.count(Source.RETRIEVED):,} retrieved and "
+        f"{subject.count(Source.POLICY):,} sampled tokens; {subject.name}",
+        soft_wrap=True,
+    )
+    steps = len(TREATMENTS) * (repeats + 1 + len(SHARES) * (SWEEP_REPEATS + 1))
+    with console.progress_line("steps", steps) as line:
+        done = 0
+
+        def tick() -> None:
+            nonlocal done
+            done += 1
+            line.to(done, "")
+
+        figures = {
+            "batch": describe(subject),
+            "machine": machine(device),
+            "repeats": repeats,
+            **measure(subject, repeats, tick),
+            "sweep": sweep(subject, tick),
+        }
+    figures["seconds"] = time.perf_counter() - started
+    from thresher.bench.plots import draw_mask  # matplotlib takes a second that a mistake need not wait
+
+    with staged_folder(out) as staged:
+        atomic_write_text(staged / "mask.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
+        draw_mask(figures, TREATMENTS, staged / "mask.png")
+    show(figures)
+    console.console.print(f"{figures['seconds']:.0f} s. Look at {out / 'mask.png'}", soft_wrap=True)
+
+
+def describe(subject: Subject) -> Record:
+    config = subject.policy.config
+    return {
+        "from": subject.name,
+        "trajectories": len(subject.trajectories),
+        "tokens": {str(source): subject.count(source) for source in Source},
+        "retrieved_share": subject.retrieved_share,
+        "parameters": subject.policy.parameter_count(),
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": subject.vocab_size,
+        "aggregation": subject.grpo.aggregation,
+        "temperature": subject.temperature,
+    }
+
+
+def machine(device: str) -> Record:
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    return {"device": device, "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
+    """Return all figures of the batch as it is: cost and gradient of each treatment, and the checks beside them."""
+    treated = {name: treat(name, subject) for name in TREATMENTS}
+    clocks = timed(subject, treated, repeats, tick)
+    results = {name: run_step(subject, treated[name].batches) for name in TREATMENTS}
+    gradients = {name: gradient(subject, treated[name].batches) for name in TREATMENTS}
+    base = gradients["masked"]
+    treatments = {
+        name: {
+            "tokens": one.tokens,
+            "rows": one.rows,
+            **clocks[name].medians(),
+            "times_ms": {part: getattr(clocks[name], part) for part in ("forward", "head", "backward")},
+            "head_mib": head_peak(subject, one, at_once=False) / MIB,
+            "head_at_once_mib": head_peak(subject, one, at_once=True) / MIB,
+            "step_mib": step_peak(subject, one) / MIB,
+            "gradient": compare(gradients[name], base),
+            "gradient_parts": compare_parts(gradients[name], base),
+            "kinds": row_figures(one, results[name]),
+        }
+        for name, one in treated.items()
+    }
+    alone = gradient(subject, treated["in_loss"].weighted(retrieved=1.0, sampled=0.0).batches)
+    return {
+        "treatments": treatments,
+        "retrieved_alone": compare(alone, base),
+        "removal": removal(treated["masked"], treated["removed"], subject.grpo.clip_low, subject.grpo.clip_high),
+        "poison_changes_nothing": poison_changes_nothing(subject, treated["in_loss"]),
+    }
+
+
+def gradient(subject: Subject, batches: Sequence[Batch]) -> Gradient:
+    """Compute the gradient of every parameter, as float64 copies."""
+    run_step(subject, batches)
+    return {
+        name: torch.zeros_like(value, dtype=torch.float64) if value.grad is None else value.grad.double()
+        for name, value in subject.policy.named_parameters()
+    }
+
+
+def part_of(name: str) -> str:
+    """Return a parameter's part of the model: "embedding, head", "layer 0 attention" or "layer 0 mlp"."""
+    if not name.startswith("layers."):
+        return "embedding, head"
+    _, layer, weight = name.split(".")
+    return f"layer {layer} {'mlp' if weight in ('post_norm', 'gate_up_weight', 'down_weight') else 'attention'}"
+
+
+def compare(one: Gradient, base: Gradient) -> dict[str, float]:
+    """Return the norm of a gradient; beside another one: cosine, and the norms of it and of the difference relative to
+    the other's (0 if either is 0)."""
+    norm, of_base = (sum(float(value.square().sum()) for value in side.values()) ** 0.5 for side in (one, base))
+    dot = sum(float((one[name] * base[name]).sum()) for name in one)
+    difference = sum(float((one[name] - base[name]).square().sum()) for name in one) ** 0.5
+    known = norm > 0 and of_base > 0
+    return {
+        "norm": norm,
+        "cosine": dot / (norm * of_base) if known else 0.0,
+        "relative_norm": norm / of_base if known else 0.0,
+        "difference": difference / of_base if known else 0.0,
+    }
+
+
+def compare_parts(one: Gradient, base: Gradient) -> dict[str, dict[str, float]]:
+    """Compare each part of the model, in the order of the forward."""
+    parts: dict[str, list[str]] = {}
+    for name in one:
+        parts.setdefault(part_of(name), []).append(name)
+    return {
+        part: compare({name: one[name] for name in names}, {name: base[name] for name in names})
+        for part, names in parts.items()
+    }
+
+
+def row_figures(treated: Treated, results: Sequence[LossResult]) -> dict[str, dict[str, float]]:
+    """Return of sampled and of retrieved rows: the number, mean log-prob and entropy, and the share of the push, the
+    sum of the norms of the rows' gradients at the head's input."""
+    sampled_R = torch.cat(treated.sampled)
+    logprobs_R = torch.cat([result.logprobs for result in results]).double()
+    entropy_R = torch.cat([result.entropy for result in results]).double()
+    grads = [result.hidden_grad_TH for result in results if result.hidden_grad_TH is not None]
+    push_R = torch.cat(grads).double().norm(dim=1)
+    return {
+        kind: {
+            "rows": int(chosen_R.sum()),
+            "logprob": float(logprobs_R[chosen_R].mean()),
+            "entropy": float(entropy_R[chosen_R].mean()),
+            "push": float(push_R[chosen_R].sum() / push_R.sum()),
+        }
+        for kind, chosen_R in (("sampled", sampled_R), ("retrieved", ~sampled_R))
+        if chosen_R.any()
+    }
+
+
+def removal(masked: Treated, removed: Treated, low: float, high: float) -> dict[str, float]:
+    """Return how removal moves the log-probs of sampled tokens: their mean distance from those in full context, and the
+    share whose ratio to these lies outside [1 - low, 1 + high], the clip range."""
+    gap_R = _by_item(removed) - _by_item(masked)
+    outside_R = (gap_R.exp() < 1 - low) | (gap_R.exp() > 1 + high)
+    return {"logprob_gap": float(gap_R.abs().mean()), "outside_clip": float(outside_R.double().mean())}
+
+
+def _by_item(treated: Treated) -> Tensor:
+    """Return all rows' log-probs in the order of the items, for every treatment packs them in an order of its own."""
+    found: dict[int, Tensor] = {}
+    for batch in treated.batches:
+        counts = [len(treated.items[n].positions) for n in batch.items]
+        found |= zip(batch.items, batch.old_logprobs_R.split(counts), strict=True)
+    return torch.cat([found[n] for n in sorted(found)]).double()
+
+
+def poison_changes_nothing(subject: Subject, in_loss: Treated) -> bool:
+    """Return True if loss and gradients keep their bits when the retrieved rows are there at weight 0, and all else of
+    them is poisoned: hidden states, old log-probs and advantages NaN, targets outside the vocabulary."""
+    policy = subject.policy
+    for batch, sampled_R in zip(in_loss.batches, in_loss.sampled, strict=True):
+        with torch.no_grad():
+            rows_RH = hidden_states(policy, batch).index_select(0, batch.rows_R)
+        nan = float("nan")
+        poisoned = replace(
+            batch,
+            targets_R=batch.targets_R.where(sampled_R, -1),
+            old_logprobs_R=batch.old_logprobs_R.where(sampled_R, nan),
+            advantages_R=batch.advantages_R.where(sampled_R, nan),
+            weights_R=batch.weights_R.where(sampled_R, 0.0),
+        )
+        present = replace(batch, **{name: getattr(batch, name)[sampled_R] for name in PER_ROW})
+        found = []
+        for rows, part in ((rows_RH.where(sampled_R[:, None], nan), poisoned), (rows_RH[sampled_R], present)):
+            clear(policy)
+            result = head_loss(subject, rows.requires_grad_(), part)
+            assert result.hidden_grad_TH is not None and policy.head_VH.grad is not None
+            found.append((result.loss, result.hidden_grad_TH, policy.head_VH.grad))
+        (loss, hidden_RH, head_VH), (other_loss, other_RH, other_VH) = found
+        same = torch.equal(loss, other_loss) and torch.equal(head_VH, other_VH)
+        if not same or not torch.equal(hidden_RH[sampled_R], other_RH) or bool(hidden_RH[~sampled_R].any()):
+            return False
+    return True
+
+
+def sweep(subject: Subject, tick: Callable[[], None]) -> list[Record]:
+    """Measure the head against the share of retrieved tokens, on a part of the batch: some that did retrieve."""
+    order = sorted(range(len(subject.trajectories)), key=lambda n: not subject.trajectories[n].count(Source.RETRIEVED))
+    chosen = order[:SWEEP_TRAJECTORIES]
+    trajectories = [subject.trajectories[n] for n in chosen]
+    records = []
+    for share in SHARES:
+        part = replace(
+            subject,
+            trajectories=stretched(trajectories, share),
+            advantages=[subject.advantages[n] for n in chosen],
+        )
+        treated = {name: treat(name, part) for name in TREATMENTS}
+        times = timed_heads(part, treated, SWEEP_REPEATS, tick)
+        records.append(
+            {
+                "retrieved_share": part.retrieved_share,
+                "treatments": {
+                    name: {
+                        "tokens": one.tokens,
+                        "rows": one.rows,
+                        "head_ms": times[name],
+                        "head_mib": head_peak(part, one, at_once=False) / MIB,
+                        "head_at_once_mib": head_peak(part, one, at_once=True) / MIB,
+                    }
+                    for name, one in treated.items()
+                },
+            }
+        )
+    return records
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    """Print the table, a column a treatment, and the findings in words."""
+    treatments, where = figures["treatments"], figures["machine"]
+    rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        ("tokens in the forward", lambda one: f"{one['tokens']:,}"),
+        ("rows at the head", lambda one: f"{one['rows']:,}"),
+        ("forward, ms", lambda one: f"{one['forward_ms']:.1f}"),
+        ("head and loss, ms", lambda one: f"{one['head_ms']:.1f}"),
+        ("backward, ms", lambda one: f"{one['backward_ms']:.1f}"),
+        ("the step, ms", lambda one: f"{one['step_ms']:.1f}"),
+        ("head and loss, peak MiB", lambda one: f"{one['head_mib']:.1f}"),
+        ("the same, all logits at once", lambda one: f"{one['head_at_once_mib']:.1f}"),
+        ("the step, peak MiB", lambda one: f"{one['step_mib']:.1f}"),
+        ("norm of the gradient", lambda one: f"{one['gradient']['norm']:.3g}"),
+        ("cosine with masked", lambda one: f"{one['gradient']['cosine']:.3f}"),
+        ("difference, in masked's norms", lambda one: f"{one['gradient']['difference']:.2g}"),
+        ("push of retrieved rows", lambda one: _kind(one, "retrieved", "push", ".0%")),
+        ("log-prob, sampled tokens", lambda one: _kind(one, "sampled", "logprob", ".2f")),
+        ("log-prob, retrieved tokens", lambda one: _kind(one, "retrieved", "logprob", ".2f")),
+        ("entropy, sampled tokens", lambda one: _kind(one, "sampled", "entropy", ".2f")),
+        ("entropy, retrieved tokens", lambda one: _kind(one, "retrieved", "entropy", ".2f")),
+    ]
+    console.table(
+        f"one batch, four treatments; median of {figures['repeats']} on {where['device']}, {where['threads']} threads",
+        ("", *TREATMENTS.values()),
+        [(label, *(text(treatments[name]) for name in TREATMENTS)) for label, text in rows],
+    )
+    for text in findings(figures):
+        console.console.print(f"- {text}", soft_wrap=True)
+
+
+def _kind(one: Mapping[str, Any], kind: str, key: str, form: str) -> str:
+    """Return a figure of one kind of rows; a dash if the treatment has none of them at the head."""
+    return format(one["kinds"][kind][key], form) if kind in one["kinds"] else "-"
+
+
+def findings(figures: Mapping[str, Any]) -> list[str]:
+    """Return the comparison in sentences, each with its figures."""
+    treatments, alone, moved = figures["treatments"], figures["retrieved_alone"], figures["removal"]
+    in_loss, zeroed, masked, removed = (treatments[name] for name in TREATMENTS)
+    retrieved = in_loss["kinds"]["retrieved"]
+    return [
+        f"In the loss: retrieved rows are {retrieved['rows'] / in_loss['rows']:.0%} of the rows and "
+        f"{retrieved['push']:.0%} of the push at the head (norms of the rows' gradients, summed); their gradient alone "
+        f"is {alone['relative_norm']:.2g} times as long as the masked one, with which the sum has cosine "
+        f"{in_loss['gradient']['cosine']:.2f}.",
+        f"Zeroed: masked's gradient (relative difference {zeroed['gradient']['difference']:.0e}) for "
+        f"{zeroed['head_ms'] / masked['head_ms']:.1f} times the head's time and, where all logits are made at once, "
+        f"{zeroed['head_at_once_mib'] / masked['head_at_once_mib']:.1f} times its memory.",
+        f"Removed: {removed['tokens'] / masked['tokens']:.0%} of the tokens and "
+        f"{removed['step_ms'] / masked['step_ms']:.0%} of the step's time, but another gradient (cosine "
+        f"{removed['gradient']['cosine']:.2f}): without their context the sampled tokens' log-probs move by "
+        f"{moved['logprob_gap']:.2g} on average, {moved['outside_clip']:.0%} of them out of the clip range.",
+        "Masked rows poisoned with NaN: loss and gradient "
+        + ("keep every bit." if figures["poison_changes_nothing"] else "CHANGED, which is a fault."),
+    ]

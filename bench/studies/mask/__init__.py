@@ -1,1 +1,0 @@
-"""`thresher study mask`: what masking of retrieved tokens costs, and what it does to the gradient."""

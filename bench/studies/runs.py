@@ -1,0 +1,89 @@
+"""The training runs of a study: ordinary run folders. What is finished is not done again; a killed run goes on."""
+
+import json
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
+from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.store.run_folder import to_be_resumed
+from thresher.engine.training.step import Diverged
+from thresher.engine.training.train import Progress, train
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRun:
+    """One training run. Runs of a study differ in `seed` and in what a subclass adds."""
+
+    name: str
+    seed: int
+    folder: Path
+    recipe: Recipe
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError if a file has the name of the study's folder."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: a file of that name is in the way; choose another folder with --out")
+
+
+def check_folder(case: StudyRun) -> None:
+    """Raise UserError if the run's folder was made by a study with other settings."""
+    path = case.folder / "recipe.toml"
+    if path.exists() and (differences := load_recipe(path).differences(case.recipe)):
+        raise UserError(
+            f"{case.folder}: the run there belongs to a study with other settings ({differences[0]}); give those, or "
+            "another --out"
+        )
+
+
+def run_stages(stages: Iterable[Sequence[str]], run_command: Callable[[list[str]], None]) -> None:
+    """Run the commands, each given by its words, whose --out does not exist; resume one that was killed."""
+    for typed in stages:
+        into = Path(typed[typed.index("--out") + 1])
+        if into.exists():
+            continue
+        words = [*typed, *(["--resume"] if to_be_resumed(typed[0], into) else [])]
+        console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+        run_command(words)
+
+
+def train_all(
+    cases: Sequence[StudyRun],
+    title: str,
+    say: Callable[[Mapping[str, Any]], str],
+    allow_keys: Collection[str] = (),
+    may_diverge: bool = False,
+) -> dict[str, str]:
+    """Train what is not trained yet; `say` puts a step's record into words for the progress line.
+
+    Returns, if runs `may_diverge`, why a run stopped early, by its name: numbers that were not finite.
+    """
+    stopped: dict[str, str] = {}
+    before = 0
+    with console.progress_line(title, sum(case.recipe.run.steps for case in cases)) as line:
+        for case in cases:
+
+            def watch(progress: Progress, case: StudyRun = case, before: int = before) -> None:
+                if "eval" not in progress.record:
+                    line.to(before + progress.step, f"{case.name}  {say(progress.record)}")
+
+            try:
+                if not (case.folder / "summary.json").exists():
+                    train(case.recipe, case.folder, case.folder.exists(), watch, allow_keys=allow_keys)
+            except Diverged as error:
+                if not may_diverge:
+                    raise
+                stopped[case.name] = str(error)
+            before += case.recipe.run.steps
+            line.to(before, f"{case.name}  finished")
+    return stopped
+
+
+def write_json(path: Path, value: Any) -> None:
+    atomic_write_text(path, json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,177 @@
+"""`thresher study systems`: does every system learn? From one base a seed, ARENA from its own, beside a control.
+
+    world/   the world once; once a seed base0, base1 .. and numbered0 ..   engine/world/stages.py
+    runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
+    curves.png, table.md, systems.json
+
+The base knows the form of all protocols and hardly what to look for (engine/world/files.py). ARENA's
+goes on from there: it names passages by their numbers, which the shared one cannot. The control of a system is the same
+run with its rewards shuffled within each group: they carry no signal. One recipe (recipes/world) serves all systems, so
+that two curves differ by the protocol and its reward, and ARENA's base; a preset fills what that recipe leaves open.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from thresher.bench.studies.runs import StudyRun, check_folder, check_out, run_stages, train_all, write_json
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
+from thresher.engine.assemble import read_run_recipe
+from thresher.engine.store.run_folder import RunFolder, read_metrics
+from thresher.engine.world.files import GIVEN, SEARCHING, template
+from thresher.engine.world.stages import (
+    JUDGED,
+    NUMBERED,
+    RECIPE,
+    base_folder,
+    world_paths,
+    world_questions,
+    world_stages,
+)
+
+SYSTEMS = (*SEARCHING, *GIVEN)
+# The measure of a system's own claim, beside reward and EM: a key of the evaluation's record, and its name.
+CLAIMS = {
+    "search_r1": ("searches", "searches"),
+    "eval_rar": ("recall_evaluation", "gold in evaluate"),
+    "evinote": ("entailment", "entailment"),
+    "eviomni": ("compression", "compression"),
+    "arena": ("relevance", "relevance"),
+    "naive_grpo": ("format", "format"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemRun(StudyRun):
+    """One training run of a system, or of its control."""
+
+    system: str
+    control: bool
+
+
+def run_study(
+    out: Path,
+    systems: Sequence[str],
+    seeds: Sequence[int],
+    controls: Sequence[int],
+    overrides: Sequence[str],
+    run_command: Callable[[list[str]], None],
+    allow_keys: Collection[str] = (),
+) -> None:
+    """Write the whole study into the folder `out`. `controls`: seeds that get a control; `overrides`: of the recipe;
+    `run_command` runs a command from its arguments, for the shared world; `allow_keys` as `train` has them."""
+    check_out(out)
+    if unknown := [name for name in systems if name not in SYSTEMS]:
+        raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(SYSTEMS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    world = out / "world"
+    seeds = sorted(set(seeds))
+    for seed in seeds:
+        make_world(world, seed, systems, run_command)
+    cases = make_cases(out, systems, seeds, set(controls), overrides)
+    for case in cases:
+        check_folder(case)
+    console.console.print(f"study systems: {len(cases)} runs from the bases in {world}, into {out}")
+    started = time.perf_counter()
+    train_all(cases, "study systems", lambda one: f"reward {one['reward']:.3f}  EM {one['em']:.3f}", allow_keys)
+    from thresher.bench.plots import draw_systems  # matplotlib takes a second
+
+    records = {case.name: read_metrics(case.folder) for case in cases}
+    rows = [summary_of(case, records[case.name]) for case in cases]
+    draw_systems(rows, records, CLAIMS, out / "curves.png")
+    text = markdown(rows)
+    atomic_write_text(out / "table.md", text)
+    found = {"recipe": cases[0].recipe.to_dict(), "runs": rows, "seconds": time.perf_counter() - started}
+    write_json(out / "systems.json", found)
+    console.console.print(text, markup=False)
+
+
+def make_world(world: Path, seed: int, systems: Collection[str], run_command: Callable[[list[str]], None]) -> None:
+    judged = any(system in JUDGED for system in systems)
+    bases = dict.fromkeys(map(base_of, systems))
+    stages = dict.fromkeys(tuple(words) for base in bases for words in world_stages(world, seed, judged, base))
+    run_stages(stages, run_command)
+
+
+def base_of(system: str) -> str:
+    return "numbered" if system in NUMBERED else "shared"
+
+
+def make_cases(
+    out: Path, systems: Sequence[str], seeds: Sequence[int], controls: set[int], overrides: Sequence[str]
+) -> list[SystemRun]:
+    cases = []
+    for system in systems:
+        prompt = out / "world" / f"{system}.txt"
+        atomic_write_text(prompt, template(system))
+        for seed in seeds:
+            for control in (False, True) if seed in controls else (False,):
+                recipe = read_run_recipe(
+                    RECIPE,
+                    [
+                        f"model.path={base_folder(out / 'world', base_of(system), seed)}",
+                        *world_paths(out / "world", system, base_of(system)),
+                        # The curves are of the held-out questions: no checkpoint is chosen by them.
+                        f"data.dev={world_questions(out / 'world', system, 'test')}",
+                        f"system.name={system}",
+                        f"system.template={prompt}",
+                        f"run.seed={seed}",
+                        *(["grpo.shuffle_rewards=true"] if control else []),
+                        *overrides,
+                    ],
+                )
+                folder = out / "runs" / f"{system}{'-control' if control else ''}-seed{seed}"
+                name = f"{system}{' control' if control else ''} seed {seed}"
+                one = SystemRun(name=name, system=system, seed=seed, control=control, folder=folder, recipe=recipe)
+                cases.append(one)
+    return cases
+
+
+def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a run in one record: its first and last evaluation on the held-out questions, greedy."""
+    evals = [record["eval"] for record in records if "eval" in record]
+    key, _ = CLAIMS[case.system]
+    row: dict[str, Any] = {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
+    for name in ("reward", "em", "f1", key):
+        row[f"{name}_before"], row[f"{name}_after"] = measure(evals[0], name), measure(evals[-1], name)
+    row["seconds"] = (RunFolder(case.folder).summary() or {})["seconds"]
+    return row
+
+
+def measure(evaluation: Mapping[str, Any], name: str) -> float | None:
+    """Return a measure of an evaluation, or else a part of its system's reward."""
+    value: float | None = evaluation.get(name, evaluation["parts"].get(name))
+    return value
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table: a line for each system and its control, means over seeds, with the seeds' own EM."""
+    lines = [
+        "| system | seeds | reward | EM | EM of each seed | its own claim | seconds a run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for system in dict.fromkeys(row["system"] for row in rows):
+        for control in (False, True):
+            group = [row for row in rows if row["system"] == system and row["control"] == control]
+            if group:
+                key, claim = CLAIMS[system]
+                each = ", ".join(f"{row['em_after']:.3f}" for row in group)
+                name = f"{system}, shuffled rewards" if control else system
+                lines.append(
+                    f"| {name} | {len(group)} | {_change(group, 'reward')} | "
+                    f"{_change(group, 'em')} | {each} | {claim} {_change(group, key)} | "
+                    f"{mean(row['seconds'] for row in group):.0f} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def _change(group: Sequence[Mapping[str, Any]], key: str) -> str:
+    before, after = ([row[f"{key}_{when}"] for row in group] for when in ("before", "after"))
+    if any(value is None for value in (*before, *after)):
+        return "-"
+    return f"{mean(before):.3f} → {mean(after):.3f}"

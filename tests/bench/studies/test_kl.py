@@ -1,0 +1,212 @@
+"""`thresher study kl`: what it says about the estimators, held against mathematics; and a study of a tiny world."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.bench.studies import kl, runs
+from thresher.bench.studies.kl import CHOICES, curve, curves, enumerate_all, exact, expectation
+from thresher.cli import main as cli
+from thresher.engine.store.run_folder import read_metrics
+from thresher.engine.training.train import Progress, train
+from thresher.policy.model import Policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+
+EXACT = 1e-10
+# pi, pi_old and pi_ref: ordinary ones; a pi far below its reference in one outcome; an outcome that pi_old never draws.
+POLICIES = [
+    *torch.randn(5, 3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64).mul(2).unbind(0),
+    torch.tensor([[-12.0, 1.0, 0.0], [0.0, 0.5, 1.0], [2.0, 0.0, 1.0]], dtype=torch.float64),
+    torch.tensor([[0.0, 1.0, 2.0], [-30.0, 0.5, 0.5], [1.0, 1.0, -3.0]], dtype=torch.float64),
+]
+
+
+def far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("policies", POLICIES, ids=range(len(POLICIES)))
+def test_which_estimators_are_exact_and_of_what(policies: torch.Tensor) -> None:
+    z = policies[0]
+    pi, old, ref = torch.softmax(policies, 1)
+    truth = exact(z, ref)
+    (reverse, reverse_V), (forward, forward_V) = truth["reverse"], truth["forward"]
+    gap = pi.log() - ref.log()
+    assert reverse == pytest.approx(float((pi * gap).sum())) and far(reverse_V, pi * (gap - reverse)) < EXACT
+    assert forward == pytest.approx(float(-(ref * gap).sum())) and far(forward_V, pi - ref) < EXACT
+
+    on = {choice: expectation(*choice, z, pi, ref) for choice in CHOICES}
+    off = {choice: expectation(*choice, z, old, ref) for choice in CHOICES}
+    for name in ("k2", "k3_ratio"):
+        assert far(on[name, name][1], reverse_V) < EXACT
+    assert far(on["k3", "k2"][1], reverse_V) < EXACT
+    assert on["k1", "k1"][1].norm() < EXACT
+    assert far(on["k3", "k3"][1], forward_V) < EXACT < 1e-2 < far(on["k3", "k3"][1], reverse_V)
+    for choice in CHOICES:
+        difference = abs(on[choice][0] / reverse - 1)
+        assert difference > 1e4 * EXACT if choice[0] == "k2" else difference < EXACT
+
+    assert far(off["k3_ratio", "k3_ratio"][1], reverse_V) < EXACT
+    assert off["k3_ratio", "k3_ratio"][0] == pytest.approx(reverse, rel=EXACT)
+    assert far(off["k1", "k1"][1], old - pi) < EXACT  # k1 pulls towards the old policy, wherever the reference is
+    for choice in (("k2", "k2"), ("k3", "k3"), ("k3", "k2")):
+        assert min(far(off[choice][1], reverse_V), far(off[choice][1], forward_V)) > 1e-2
+
+
+def test_the_table_says_so_too() -> None:
+    rows = enumerate_all(draws=6, seed=3)
+    findings = {(row["sampled"], row["value"], row["gradient"]): row["finding"] for row in rows}
+    assert findings == {
+        ("on policy", "k1", "k1"): "zero",
+        ("on policy", "k2", "k2"): "exact",
+        ("on policy", "k3", "k3"): "forward",
+        ("on policy", "k3_ratio", "k3_ratio"): "exact",
+        ("on policy", "k3", "k2"): "exact",
+        ("off policy", "k1", "k1"): "biased",
+        ("off policy", "k2", "k2"): "biased",
+        ("off policy", "k3", "k3"): "biased",
+        ("off policy", "k3_ratio", "k3_ratio"): "exact",
+        ("off policy", "k3", "k2"): "biased",
+    }
+    for row in rows:
+        assert (row["cosine"] is None) == (row["finding"] == "zero")
+        error = row["reverse_error"]
+        assert error["smallest"] <= error["median"] <= error["largest"]  # bound: their order
+        if row["finding"] == "exact":
+            assert row["cosine"]["smallest"] == pytest.approx(1)
+
+
+def test_curves() -> None:
+    k3, k2 = curve("k3", points=[-10.0, 0.0, 10.0]), curve("k2", points=[-10.0, 0.0, 10.0])
+    assert k3.value_X.tolist() == pytest.approx([math.exp(10) - 11, 0, math.exp(-10) + 9])
+    assert k3.value_X[0].item() == pytest.approx(22_015.5, abs=0.05) and k2.value_X[0] == 50
+    assert k3.coefficient_X.tolist() == pytest.approx([1 - math.exp(10), 0, 1 - math.exp(-10)])
+    assert k2.coefficient_X.tolist() == [-10, 0, 10]
+    assert curve("k3_ratio", 2.0, [-10.0]).coefficient_X.tolist() == [-20]
+    drawn = curves()
+    assert [(line.name, line.ratio) for line in drawn[:4]] == [("k1", 1), ("k2", 1), ("k3", 1), ("k3_ratio", 1)]
+    for line in drawn:
+        assert line.d_X[0] == -12 and line.d_X[-1] == 12 and -10 in line.d_X
+        assert torch.isfinite(line.value_X).all() and torch.isfinite(line.coefficient_X).all()
+
+
+STEPS = 3
+NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
+
+
+@pytest.fixture
+def world(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_policy: Policy,
+    tiny_tokenizer: Tokenizer,
+    tiny_index_folder: Path,
+    tiny_questions: list[Question],
+) -> Path:
+    """A start in the layout of the demo's folder, and a study cut down to it, with a learning rate that breaks a run.
+
+    Half of the names are right, whatever the question, so that rewards differ within a group.
+    """
+    folder = tmp_path / "world"
+    (folder / "data").mkdir(parents=True)
+    for name, part in (("train", tiny_questions[4:]), ("test", tiny_questions[:4])):
+        records = [{"id": q.id, "question": q.question, "golden_answers": NAMES[::2]} for q in part]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    shutil.copytree(tiny_index_folder, folder / "index")
+    tiny_policy.save(folder / "warmup")
+    tiny_tokenizer.save(folder / "warmup")
+    (folder / "prompt.txt").write_text("<search> or <answer>: {question}\n")  # what the tiny policy was taught on
+    small = {"group_size": 4, "questions_per_step": 4, "max_turns": 2, "max_turn_tokens": 32, "max_num_seqs": 16}
+    overrides = [f"rollout.{key}={value}" for key, value in small.items()]
+    monkeypatch.setattr(kl, "SETTINGS", (*kl.SETTINGS, *overrides, f"system.template={folder / 'prompt.txt'}"))
+    monkeypatch.setattr(kl, "enumerate_all", partial(enumerate_all, draws=2))
+    monkeypatch.setattr(kl, "RATES", {"mild": 1e-3, "wild": 1e12})  # weights of 1e12 make products that are no float32
+    return folder
+
+
+def dying(name: str) -> Callable[..., dict[str, Any]]:
+    """`train`, interrupted after the first step of the run `name`."""
+
+    def run(recipe: Any, out: Path, resume: bool, watch: Callable[[Progress], None], **_: Any) -> dict[str, Any]:
+        def look(progress: Progress) -> None:
+            watch(progress)
+            if out.name == name and "eval" not in progress.record:
+                raise KeyboardInterrupt
+
+        return train(recipe, out, resume, look)
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_study_that_is_interrupted_goes_on(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "study"
+    command = ["study", "kl", "--out", str(out), "--start", str(world), "--steps", str(STEPS), "--seeds", "4"]
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "train", dying("mild-k3-seed4"))
+        assert cli.run(command) == 130
+    finished, broken = (out / "runs" / name / "metrics.jsonl" for name in ("mild-k2-seed4", "mild-k3-seed4"))
+    before = finished.read_bytes()  # with its seconds, which no second run would repeat
+    assert len(read_metrics(broken)) == 2 and not (out / "kl.json").exists()
+
+    assert cli.run(command) == 0
+    assert finished.read_bytes() == before
+    table = json.loads((out / "kl.json").read_text())
+    lines = [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
+    assert table["settings"]["steps"] == STEPS and table["settings"]["seeds"] == [4]
+    assert [run["name"] for run in table["runs"]] == [
+        f"{rate} {name} seed 4" for rate in ("mild", "wild") for name in ("k2", "k3")
+    ]
+    for run in table["runs"]:
+        own = [line for line in lines if (line["rate"], line["estimator"]) == (run["rate"], run["estimator"])]
+        assert [line["step"] for line in own] == list(range(1, run["steps"] + 1))
+        assert run["kl_coefficient_largest"] == max(line["kl_coefficient_largest"] for line in own)
+        assert own[0]["kl_largest"] == 0 and own[0]["grad_norm"] > 0
+        if run["rate"] == "mild":
+            assert run["steps"] == STEPS and run["stopped"] is None
+            assert run["kl_largest"] > 0 and run["em_before"] is not None and run["em_after"] is not None
+        else:  # a rate that breaks the run is a result, reported with its step
+            assert run["steps"] < STEPS and "not finite" in run["stopped"] and run["em_after"] is None
+    k2, k3 = ([line for line in lines if (line["rate"], line["estimator"]) == ("mild", name)] for name in ("k2", "k3"))
+    # The same start, questions and noise: the first step differs in nothing, for there the KL is 0.
+    assert {**k2[0], "estimator": "k3"} == k3[0] and k2[1]["kl_largest"] != k3[1]["kl_largest"]
+    for name in ("curves.png", "enumeration.png", "training.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "KL(ref||pi)'s" in said and "wild k3 seed 4 stopped: step 2" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (["--steps", "5"], "has 1 steps"),
+        (["--start", "elsewhere"], "other settings (model.path is"),
+        (["--out", "world/prompt.txt"], "in the way"),
+        (["--out", "new", "--start", "elsewhere"], "elsewhere/data/train.jsonl: no such file"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: list[str],
+    wrong: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = kl.make_cases(Path("old"), world, 1, [0])[0]
+    case.folder.mkdir(parents=True)
+    case.recipe.write(case.folder / "recipe.toml")
+    assert cli.run(["study", "kl", "--out", "old", "--start", str(world), "--steps", "1", *change]) == 2
+    assert wrong in capsys.readouterr().err
+    assert not Path("new").exists() and sorted(path.name for path in Path("old").iterdir()) == ["runs"]

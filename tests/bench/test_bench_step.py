@@ -1,0 +1,180 @@
+"""`thresher bench step` at small sizes: that it runs, what it refuses, and what its rows say. Not its figures."""
+
+import json
+import time
+from dataclasses import replace
+from itertools import accumulate, cycle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.bench import step as step_module
+from thresher.bench.roofline import MODELS
+from thresher.bench.settings import STEP_SHAPES, Sizes, StepShape, make_step_setting
+from thresher.bench.step import LARGEST_GAP, Ours, StepBench, prove, read_rows, run_step_bench
+from thresher.cli.commands.bench.step import SHAPES as NAMED
+from thresher.cli.main import run
+from thresher.common.errors import UserError
+from thresher.common.machine import checkout
+from thresher.rewards.transcript import Source
+
+TINY = Sizes(num_hidden_layers=1, hidden_size=32, intermediate_size=48, vocab_size=600, initializer_range=0.08)
+FLOAT = torch.float32
+CONTRACT = ("shape", "threads", "ratio_step", "ratio_update", "ratio_rollout", "shared_gain")
+
+
+def small(name: str, **lengths: Any) -> StepShape:
+    shape = STEP_SHAPES[name]
+    return replace(shape, lengths=replace(shape.lengths, sizes=TINY, questions=2, group=3, **lengths))
+
+
+SMALL = {
+    "demo": small("demo", question=24, turns=(9,)),
+    "search": small("search", question=20, turns=(5, 5, 5), appended=7),
+}
+
+
+@pytest.fixture
+def at_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, shape in SMALL.items():
+        monkeypatch.setitem(STEP_SHAPES, name, shape)
+
+
+@pytest.fixture
+def fixed_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps last 8 s, 3 of them in the rollout, and 16 s, 6 of them there, in turns; half of it on the CPU."""
+    passing = {
+        "perf_counter": (1.0, 3.0, 5.0, 1.0, 6.0, 10.0),
+        "process_time": (0.5, 1.5, 2.5, 0.5, 3.0, 5.0),
+    }
+    clocks = {name: accumulate(cycle(seconds)).__next__ for name, seconds in passing.items()}
+    monkeypatch.setattr(step_module, "time", SimpleNamespace(**clocks, monotonic=time.monotonic))
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.fast_cases(1)
+def test_a_step_alone_from_the_command_line(at_small_sizes: None, fixed_times: None, tmp_path: Path, name: str) -> None:
+    """Regression: the bench made a Renderer that refuses its own passage format, so `make bench` measured nothing."""
+    out, plot = tmp_path / "new" / "step.jsonl", tmp_path / "step.png"
+    command = ["bench", "step", "--shape", name, "--peer", "none", "--steps", "2", "--threads", "1", "--out", str(out)]
+    assert run([*command, "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    shape = SMALL[name]
+    assert (row["bench"], row["shape"], row["steps"], row["threads"]) == ("step", name, 2, 1)
+    assert row["tokens"] == 6 * shape.lengths.longest and row["sampled_tokens"] == 6 * shape.peer_completion
+    assert row["asked_tokens"] == row["tokens"] - 6, "the last token of a trajectory predicts nothing"
+    assert 0 < row["computed_tokens"] <= row["asked_tokens"]
+    assert set(CONTRACT) <= row.keys()
+    assert [row[f"ratio_{part}"] for part in ("step", "update", "rollout")] == [None] * 3 and row["peer"] is None
+    assert 0 <= row["logprob_gap"]["recomputed"] <= LARGEST_GAP[FLOAT] and row["logprob_gap"].keys() == {"recomputed"}
+    for side in ("shared", "unshared"):  # each has one step of 8 s and one of 16
+        found = row[side]
+        for figures in found.values():
+            assert 0 < figures["p20"] < figures["p50"] < figures["p80"]
+        medians = {name: figures["p50"] for name, figures in found.items()}
+        rate, seconds = row["tokens"] * (1 / 8 + 1 / 16) / 2, {"step": 12.0, "rollout": 4.5, "update": 7.5}
+        of_wall = {"tokens_per_s": rate} | {f"{part}_s": value for part, value in seconds.items()}
+        of_cpu = {"tokens_per_cpu_s": 2 * rate} | {f"{part}_cpu_s": value / 2 for part, value in seconds.items()}
+        assert medians == pytest.approx(of_wall | of_cpu)
+    assert row["shared_gain"] == pytest.approx((5 / 10 + 10 / 5) / 2), "of neighbouring steps"
+
+
+def test_rows_are_appended_and_the_picture_draws_the_files_last_of_each_shape(
+    at_small_sizes: None, tmp_path: Path
+) -> None:
+    out = tmp_path / "step.jsonl"
+    out.write_text('{"bench": "step", "shape": {"questions": 16}}\n', encoding="utf-8")  # a row as it once was
+    for name in SMALL:
+        run_step_bench(StepBench(shape=name, peer="none", steps=1), out)
+    assert [row["shape"] for row in read_rows(out)] == list(SMALL)
+
+
+def test_the_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: Path) -> None:
+    assert run_step_bench(StepBench(peer="none", steps=50, budget=0.0), tmp_path / "rows.jsonl")["steps"] == 1
+
+
+def test_a_search_step_trains_on_what_was_sampled_and_not_on_what_was_found() -> None:
+    shape = SMALL["search"]
+    ours = Ours(make_step_setting(shape))
+    for trajectory in ours.sample():
+        sources = [segment.source for segment in trajectory.segments]
+        assert sources == [Source.PROMPT, *[Source.POLICY, Source.RETRIEVED] * 2, Source.POLICY]
+        assert len(trajectory.ids()) == shape.lengths.longest == 20 + 3 * 5 + 2 * 7
+        assert len(trajectory.policy_positions()) == shape.peer_completion == 15
+    before = {name: value.clone() for name, value in ours.policy.named_parameters()}
+    for share in (True, False):
+        seconds = ours.step(share)
+        assert 0 < seconds.rollout < seconds.total and seconds.update_cpu > 0  # bound: it is a part
+    assert any(not torch.equal(value, before[name]) for name, value in ours.policy.named_parameters())
+
+
+def test_a_peer_of_one_turn_gets_as_many_tokens() -> None:
+    setting = make_step_setting(SMALL["search"])
+    assert [len(ids) for ids in setting.peer_ids()] == [20 + 2 * 7] * 2
+    setting = make_step_setting(SMALL["demo"])
+    assert setting.peer_ids() == setting.rollout.prompts() and {len(ids) for ids in setting.peer_ids()} == {24}
+
+
+def test_a_wrong_model_is_not_timed() -> None:
+    ours = Ours(make_step_setting(SMALL["demo"]))
+    gaps = prove(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
+    assert gaps.keys() == {"recomputed", "peer"} and max(gaps.values()) <= LARGEST_GAP[FLOAT]
+    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
+        prove(ours, lambda ids: 1.01 * ours.policy.logits(torch.tensor(ids)))
+    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):  # NaN is above every bound
+        prove(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
+
+
+def test_the_shapes_are_those_that_were_asked_for_and_that_the_command_names() -> None:
+    assert tuple(STEP_SHAPES) == NAMED
+    demo, rag, search = (STEP_SHAPES[name].lengths for name in ("demo", "rag", "search"))
+    assert (demo.questions, demo.group, demo.prompt, demo.turns) == (16, 8, 56, (64,))
+    assert (rag.questions, rag.group, rag.prompt, rag.turns, rag.sizes.vocab_size) == (4, 8, 700, (200,), 20_000)
+    assert (search.questions, search.group, search.prompt, search.longest) == (4, 5, 150, 1000)
+    assert all(shape.model in MODELS for shape in STEP_SHAPES.values() if shape.model is not None)
+
+
+def test_a_vocabulary_without_a_text_decodes_every_id_and_encodes_none_of_the_rest() -> None:
+    shape = replace(SMALL["demo"], lengths=replace(SMALL["demo"].lengths, sizes=replace(TINY, vocab_size=3000)))
+    setting = make_step_setting(shape)
+    tokenizer = setting.rollout.tokenizer
+    assert tokenizer.vocab_size == setting.rollout.policy.config.vocab_size == 3000
+    assert tokenizer.decode([2998]) == "#2998" and max(tokenizer.encode("#2999 #1200")) < 1200
+
+
+def test_a_gpus_shape_on_a_cpu_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--shape 0\.5B: its model is for a GPU; give --device cuda"):
+        run_step_bench(StepBench(shape="0.5B"))
+
+
+def test_without_trl_ours_is_measured_alone(
+    at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_module, "find_spec", lambda name: None)
+    row = run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")
+    assert (
+        row["peer"] is None
+        and 'TRL is not installed, so ours is measured alone; pip install "thresher[bench]"' in capsys.readouterr().out
+    )
+
+
+def test_beside_trl(at_small_sizes: None, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    row = run_step_bench(StepBench(shape="search", steps=2), tmp_path / "rows.jsonl")
+    assert row["logprob_gap"]["peer"] <= LARGEST_GAP[FLOAT]
+    assert row["ratio_step"] > 0 and row["ratio_update"] > 0 and row["ratio_rollout"] > 0
+    assert isinstance(row["trl"], str) and row["peer"]["update_s"]["p50"] > 0 and row["steps"] == 2
+
+
+def test_make_appends_where_the_command_does() -> None:
+    root = checkout()
+    if root is None:
+        pytest.skip("there is no checkout")
+    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    assert "--out bench/results/step-cpu.jsonl --plot docs/step.png" in makefile
+    assert (root / "bench" / "results" / "step-cpu.jsonl").is_file()

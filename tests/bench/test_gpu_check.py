@@ -1,0 +1,181 @@
+"""The runner of `make gpu-check` with parts that need no GPU: what fails or hangs costs its own part alone."""
+
+import ast
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.bench import gpu_check as module
+from thresher.bench.gpu_check import (
+    LOSS_TARGETS,
+    RACED,
+    CheckPart,
+    TableLine,
+    decode_lines,
+    failure,
+    loss_lines,
+    missing,
+    parts,
+    rollout_lines,
+    run_gpu_check,
+    step_lines,
+)
+from thresher.cli.commands.bench.gpu_check import PARTS
+from thresher.cli.main import run as cli
+from thresher.common.errors import UserError
+from thresher.kernels.registry import triton_modules
+
+ROW = """
+import json, sys, time
+with open(sys.argv[1], "a") as file:
+    for value in (1, 2):
+        file.write(json.dumps({"value": value}) + "\\n")
+    file.write('{"val')
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def python(text: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", text, *arguments)
+
+
+def values(rows: Any) -> list[TableLine]:
+    return [TableLine(f"value {row['value']}", "measured") for row in rows]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(module, "gpu", lambda: "NVIDIA Invented 9000, 80 GiB, driver 1, CUDA 13")
+    monkeypatch.setattr(module, "checkout", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_each_part_ends_on_its_own_and_what_it_measured_is_kept(
+    on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = (
+        CheckPart(name="fine", command=python("pass"), seconds=60),
+        CheckPart(name="wrong", command=python("raise SystemExit(3)"), seconds=60),
+        CheckPart(name="hangs", command=python(ROW, "{out}", "60"), seconds=5, rows="hangs", lines=values),
+        CheckPart(name="absent", command=("no-such-program",), seconds=60, needs="no-such-program"),
+        CheckPart(name="last", command=python(ROW, "{out}", "0"), seconds=60, rows="last", lines=values),
+    )
+    monkeypatch.setattr(module, "parts", lambda root: played)
+    started = time.monotonic()
+    outcomes = run_gpu_check(on_a_gpu / "results", 300)
+    assert time.monotonic() - started < 50
+    assert [outcome.how for outcome in outcomes] == ["passed", "failed", "cut off", "left out", "passed"]
+    assert failure(outcomes) == "wrong failed (3); hangs cut off (after its 5 s)"
+    assert [line.what for line in outcomes[2].lines] == ["value 1", "value 2"], "a half line is no row"
+    said = capsys.readouterr().out
+    assert "absent: left out (no-such-program is not installed)" in said and "gpu-check on NVIDIA Invented 9000" in said
+    written = (on_a_gpu / "results" / "check-nvidia-invented-9000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["part"] for line in written] == [part.name for part in played]
+
+
+def test_a_budget_that_is_used_up_begins_nothing(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "parts", lambda root: (CheckPart(name="late", command=("false",), seconds=60),))
+    (outcome,) = run_gpu_check(on_a_gpu, 1.0)
+    assert outcome.how == "left out" and failure([outcome]) is None
+
+
+def test_it_wants_a_gpu_and_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "gpu", lambda: None)
+    monkeypatch.setattr(module, "checkout", lambda: tmp_path)
+    with pytest.raises(UserError, match="torch sees no CUDA device"):
+        run_gpu_check(tmp_path, 60)
+    monkeypatch.setattr(module, "checkout", lambda: None)
+    with pytest.raises(UserError, match="run it from a checkout"):
+        run_gpu_check(tmp_path, 60)
+
+
+def test_the_parts_fit_into_eight_minutes_and_are_those_that_the_command_names(tmp_path: Path) -> None:
+    found = parts(tmp_path)
+    assert [part.name for part in found] == list(PARTS)
+    assert sum(part.seconds for part in found) <= 450 and not missing(found[0])
+    assert not any("shared/data" in argument or "http" in argument for part in found for argument in part.command)
+
+
+def test_racecheck_sees_every_file_of_kernels() -> None:
+    """By tests that are there, and that are one case each."""
+    root = Path(__file__).parents[1] / "kernels"
+    files = set()
+    for name in RACED:
+        path, _, function = name.partition("::")
+        (found,) = [node for node in ast.parse((root / path).read_text()).body if getattr(node, "name", "") == function]
+        assert isinstance(found, ast.FunctionDef) and not found.decorator_list, name
+        files.add(path.rpartition("/")[2].removeprefix("test_").removesuffix(".py"))
+    of_the_loss = {
+        "head_triton",
+        "reduce_triton",
+        "persistent_triton",
+    }  # the last: once it was timed
+    assert files | of_the_loss == {module.rpartition(".")[2] for module in triton_modules()}
+
+
+@pytest.mark.parametrize(
+    "part", [part for part in parts(Path()) if "thresher.cli" in part.command], ids=lambda p: p.name
+)
+def test_its_commands_are_commands(
+    part: CheckPart, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is no GPU they get as far as finding that out."""
+    if torch.cuda.is_available():
+        pytest.skip("it would run")
+    arguments = [argument for argument in part.command[3:] if argument not in ("--out", "{out}")]
+    assert cli(arguments) == 2
+    assert "--device cuda: torch" in capsys.readouterr().err
+
+
+def test_lines_of_rows() -> None:
+    spread = {"p20": 1.0, "p50": 1.5, "p80": 2.0}
+    loss = {
+        "shape": {"hidden": 1536},
+        "ours": {"thresher": {"share": {"nominal": 0.6, "measured": 0.7}}},
+        "ratio": {"thresher": {"liger": spread}},
+    }
+    assert loss_lines([loss]) == [
+        TableLine("loss, H 1,536", "60% of the floor", "-", f"{LOSS_TARGETS[1536]:.0%} of the floor", "liger 1.50x")
+    ]
+    refused = {"shape": {"hidden": 64}, "ours": {"thresher": {"left_out": "Wrong."}}, "ratio": {}}
+    assert loss_lines([refused]) == [TableLine("loss, H 64", "Wrong.", "-", "-", "-")]
+    decode = {
+        "model": "7B",
+        "shape": {"batch": 256, "group": 8, "shared": 1200, "own": 300},
+        "tokens_per_s": 20_000.0,
+        "floor_s": 0.005,
+        "floor_share": 0.4,
+        "predicted_share": 0.5,
+        "host_s": 0.0004,
+    }
+    rate, host = decode_lines([decode])
+    assert rate == TableLine(
+        "decode 7B, 1,200 shared + 300", "20,000 tokens/s, 40%", "25,600 tokens/s", "50% of the floor"
+    )
+    assert (host.measured, host.target) == ("0.40 ms", ".5 ms")
+    (line,) = rollout_lines(
+        [
+            {"shape": "rag", "tokens": 48, "ours_tokens_per_s": spread, "peer": "generate_batch", "ratio": spread},
+            {"shape": "rag", "tokens": 48, "ours_tokens_per_s": spread, "peer": None, "ratio": None},
+        ]
+    )
+    assert (line.target, line.peer) == ("3x generate_batch", "generate_batch 1.50x")
+    step = {
+        "shape": "0.5B",
+        "tokens": 80_384,
+        "shared": {"tokens_per_s": spread},
+        "ratio_step": 2.5,
+        "asked_tokens": 80_320,
+        "computed_tokens": 20_080,
+        "shared_gain": 3.0,
+    }
+    whole, update = step_lines([step])
+    assert (whole.what, whole.peer) == ("step 0.5B, 80,384 tokens", "TRL 2.50x")
+    assert (update.measured, update.predicted) == ("3.00x", "4.00x by tokens")
+    assert step_lines([step | {"ratio_step": None}])[0].peer == "-"
