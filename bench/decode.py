@@ -2,7 +2,8 @@
 
 A batch of sequences is prefilled, each with its own context, or groups of 8 with 1,200 positions in common and 300 of
 their own; then every step draws a token for each. A row says how long a step takes, what of it the host spends, and,
-on a chip that engine/planning/time.py knows, the share of the floor and of what was predicted. No sequence reaches an end, so that every step has the whole batch.
+on a chip that engine/planning/time.py knows, the share of the floor and of what was predicted. No sequence reaches an
+end, so that every step has the whole batch.
 """
 
 import time
