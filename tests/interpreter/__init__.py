@@ -43,7 +43,7 @@ import pytest
 from interpreter.accesses import ProofError
 from interpreter.arithmetic import approximate_functions, bfloat16_to_nearest
 from interpreter.launches import Seen, checked_launches
-from interpreter.memory import DEVICE, GuardedMemory, between_nans, poison, poisoned_memory
+from interpreter.memory import DEVICE, GuardedMemory, between_nans, drawn, poison, poisoned_memory, saved_tensors
 from interpreter.orders import ORDERS, backwards, forwards, program_order, shuffled
 
 __all__ = [
@@ -56,11 +56,13 @@ __all__ = [
     "backwards",
     "between_nans",
     "bfloat16_to_nearest",
+    "drawn",
     "forwards",
     "poison",
     "poisoned_memory",
     "program_order",
     "proved",
+    "saved_tensors",
     "shuffled",
     "skip_unless_interpreted",
 ]

@@ -82,3 +82,22 @@ def _guarded(shape: Sequence[int], dtype: torch.dtype, device: Any) -> tuple[Ten
 def between_nans(values: Tensor) -> Tensor:
     """A copy of `values` on the device, dense, with NaN before and behind it in memory."""
     return _guarded(values.shape, values.dtype, DEVICE)[0].copy_(values)
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Normal values of a seed, `scale` times, rounded to `dtype`, with NaN before and behind them in memory."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return between_nans((values * scale).to(dtype))
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[int]]:
+    """Yield the addresses of what autograd saves inside."""
+    saved: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved

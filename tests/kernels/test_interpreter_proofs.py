@@ -6,7 +6,7 @@ A kernel is proved in small launches. The test of its file declares them (docs/a
         return {"a ragged length": lambda: ..}       # launches it, and holds the result to float64 itself
 
 They are found by the name of the kernel's file. Each is run twice, with exact exponentials and with approximate ones,
-and together the launches of a file have to run all of its kernels.
+and together the launches of a file have to run all of its kernels. `make test` runs the last launch of a file.
 """
 
 from __future__ import annotations
@@ -122,30 +122,34 @@ def launches_of(module: str) -> Launches:
     return found or LOSS.get(module, {})
 
 
-QUICK = ("gate_triton", "reduce_triton")  # the fast tier proves these
+def prove(launches: Launches, approximate: bool) -> Counter[str]:
+    """Run the launches in a proof; return how often each kernel was launched."""
+    ran: Counter[str] = Counter()
+    for name, launch in launches.items():
+        with proved(approximate=approximate) as seen:
+            try:
+                launch()
+            except AssertionError as error:
+                error.add_note(f"in {name!r}{', with approximate functions' if approximate else ''}")
+                raise
+        assert seen.launches, f"{name!r} launches no kernel"
+        ran += seen.launches
+    return ran
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(module, marks=[pytest.mark.slow] * (module.rpartition(".")[2] not in QUICK))
-        for module in triton_modules()
-    ],
-)
-def test_every_kernel_is_proved(module: str) -> None:
+@pytest.mark.parametrize("module", sorted({*triton_modules()} - {"thresher.kernels.head_triton"}))
+def test_a_kernel_is_proved_in_its_last_launch(module: str) -> None:
+    """The head's kernels are launched by the loss, with those of the coefficients."""
     launches = launches_of(module)
     assert launches, f"expected def {NAME}() in {test_file(module)}, as docs/add/kernel.md has it"
-    ran: Counter[str] = Counter()
-    for approximate in (False, True):
-        for name, launch in launches.items():
-            with proved(approximate=approximate) as seen:
-                try:
-                    launch()
-                except AssertionError as error:
-                    error.add_note(f"in {name!r}{', with approximate functions' if approximate else ''}")
-                    raise
-            assert seen.launches, f"{name!r} launches no kernel"
-            ran += seen.launches
+    prove(dict(list(launches.items())[-1:]), approximate=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", triton_modules())
+def test_every_kernel_is_proved(module: str) -> None:
+    launches = launches_of(module)
+    ran = prove(launches, approximate=False) + prove(launches, approximate=True)
     missing = {entry.kernel.fn.__name__ for entry in specialisations_of(module)} - set(ran)
     assert not missing, f"{', '.join(sorted(missing))}: expected a small launch of every kernel"
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_cases import DEVICE, CachedCase
-from interpreter import program_order, shuffled
+from cached_cases import CachedCase
 
 pytest.importorskip("triton")
 
@@ -90,16 +89,6 @@ def test_the_tiling_of_float32_is_right(monkeypatch: pytest.MonkeyPatch) -> None
     case = CachedCase((7, 1, 64), 64, LENGTHS[:2] + LENGTHS[3:], [(64, [0, 1, 2])])
     q_BQND, rows, judged = case.decode([1] * 4, 1, share=True)
     judged.holds(decode_attention(q_BQND, *case.caches(), rows, splits=2))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="shuffles the interpreter's programs")
-@pytest.mark.slow
-def test_any_order_of_programs_gives_the_same_bits(poisoned: None) -> None:
-    case = CachedCase((6, 2, 32), 16, LENGTHS, groups(48))
-    q_BQND, rows, _ = case.decode([1, 2, 1, 0, 2], 2, share=True)
-    expected = decode_attention(q_BQND, *case.caches(), rows, splits=2)
-    with program_order(shuffled):
-        assert torch.equal(decode_attention(q_BQND, *case.caches(), rows, splits=2), expected)
 
 
 def small_launches() -> dict[str, Callable[[], None]]:
