@@ -31,12 +31,12 @@ _END = re.compile(r"(?:[.!?]+[\"'”’)\]]*\s+|[。！？]+[」』”）]*\s*|\
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # of one forward
 
 
-def load_compressor(refining: CompressorOptions, folder: Path, device: str, parts: RunContext | None) -> Compressor:
-    """Load a compressor. parts: those of `folder`, where the compressor is a policy's. UserError for a folder that is
+def load_compressor(refining: CompressorOptions, folder: Path, device: str, context: RunContext | None) -> Compressor:
+    """Load a compressor. context: that of `folder`, where the compressor is a policy's. UserError for a folder that is
     no such model."""
     if refining.name == "selective-context":
-        assert parts is not None and refining.keep is not None and refining.unit is not None
-        return SelectiveContext(parts.policy, parts.tokenizer, refining.keep, refining.unit)
+        assert context is not None and refining.keep is not None and refining.unit is not None
+        return SelectiveContext(context.policy, context.tokenizer, refining.keep, refining.unit)
     if refining.name == "recomp":
         assert refining.sentences is not None
         return Recomp(load_encoder(folder, device=device), refining.sentences)

@@ -103,40 +103,40 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     recipe = replace(
         recipe, rollout=replace(recipe.rollout, max_num_seqs=min(recipe.rollout.max_num_seqs, len(questions)))
     )
-    parts = _load(recipe, asked, out / ANSWERS)
-    parts = replace(parts, system=_with_claims(parts.system, recipe.judge.entailment))
-    check_gold_indices(questions, parts.system, path)
-    retriever = retriever_of(recipe, parts.system)
-    shown = prepare(questions, parts, retriever, asked.noise)
+    context = _load(recipe, asked, out / ANSWERS)
+    context = replace(context, system=_with_claims(context.system, recipe.judge.entailment))
+    check_gold_indices(questions, context.system, path)
+    retriever = retriever_of(recipe, context.system)
+    shown = prepare(questions, context, retriever, asked.noise)
     questions = shown.questions
     if warning := shown.warning():
         console.console.print(f"eval: {warning}", soft_wrap=True)
-    rollout = parts.rollout(retriever)
+    rollout = context.rollout(retriever)
     for question in questions:
         rollout.prompt(question)  # refused before anything is written
-    if not asked.answered_by and recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
+    if not asked.answered_by and recipe.model.prompt == "raw" and context.tokenizer.chat_template is not None:
         console.console.print(
             "eval: the prompt goes in as it is, though the model has a chat template, which --prompt chat takes",
             soft_wrap=True,
         )
-    with EvalFolder.open(out, settings) as folder, parts.threads():
-        judges = load_judges(recipe, parts.system, out / "replies.jsonl", asked.allow_keys)
+    with EvalFolder.open(out, settings) as folder, context.threads():
+        judges = load_judges(recipe, context.system, out / "replies.jsonl", asked.allow_keys)
         try:
             done = _generate(rollout, questions, asked.temperature, recipe.run.seed, folder)
-            scored = _score(questions, done, parts, judges)
+            scored = _score(questions, done, context, judges)
         except UserError as error:
             raise UserError(f"{error} ({out} keeps all so far: the same command goes on from there)") from error
-        measures = _measures(scored, done, parts)
+        measures = _measures(scored, done, context)
         figures = figures_of(measures, [parts_of(entry) for entry in scored])
-        figures |= _facts(parts, asked, path, judges, scored, sum(one.seconds for one in done))
+        figures |= _facts(context, asked, path, judges, scored, sum(one.seconds for one in done))
         roomless = round(sum(one.branches_without_room for one in done))
         figures |= {"branches_without_room": roomless, "roomless": _roomless(roomless)}
         figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.warning()}
         records = (
-            {**entry.to_dict(parts.tokenizer), "measures": values}
+            {**entry.to_dict(context.tokenizer), "measures": values}
             for entry, values in zip(scored, measures, strict=True)
         )
-        folder.finish(records, markdown(f"{parts.system.name} on {Path(path).name}", figures), figures)
+        folder.finish(records, markdown(f"{context.system.name} on {Path(path).name}", figures), figures)
     _show(out, figures)
     return figures
 
@@ -166,7 +166,7 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
 
 
 def prepare(
-    questions: Sequence[Question], parts: PromptContext, retriever: Retriever | None, noise: int
+    questions: Sequence[Question], context: PromptContext, retriever: Retriever | None, noise: int
 ) -> PromptBatch:
     """Return the questions with what their prompts show: passages found where they bring none, and noise, as far as
     they fit.
@@ -174,15 +174,15 @@ def prepare(
     Noise is drawn from the corpus where it is at hand, else from the passages of the other questions. UserError for
     passages that are nowhere, and for noise without a prompt to put it into.
     """
-    if not parts.system.given_passages:
+    if not context.system.given_passages:
         if noise:
             raise UserError(
-                f"eval: --distractors adds passages to a prompt, and that of {parts.system.name} shows none"
+                f"eval: --distractors adds passages to a prompt, and that of {context.system.name} shows none"
             )
-        return PromptBatch(list(questions), 0, 0, parts.renderer.max_passage_tokens)
-    questions = with_passages(questions, retriever, parts.renderer.k)
-    questions = with_noise(questions, noise_pool(questions, retriever), noise, parts.recipe.run.seed)
-    return truncate_passages(questions, parts.system, parts.tools, parts.renderer)
+        return PromptBatch(list(questions), 0, 0, context.renderer.max_passage_tokens)
+    questions = with_passages(questions, retriever, context.renderer.k)
+    questions = with_noise(questions, noise_pool(questions, retriever), noise, context.recipe.run.seed)
+    return truncate_passages(questions, context.system, context.tools, context.renderer)
 
 
 def _load(recipe: Recipe, asked: EvalOptions, answers: Path) -> Answerer:
@@ -193,12 +193,12 @@ def _load(recipe: Recipe, asked: EvalOptions, answers: Path) -> Answerer:
     return load_run_context(recipe, system=system)
 
 
-def _measures(scored: Sequence[Scored], done: Sequence[Generated], parts: Answerer) -> list[Values]:
+def _measures(scored: Sequence[Scored], done: Sequence[Generated], context: Answerer) -> list[Values]:
     """Return each question's measures, without those in tokens where an endpoint answered and nobody knows its
     tokens."""
-    left_out = parts.unmeasured if isinstance(parts, ApiRunContext) else ()
+    left_out = context.unmeasured if isinstance(context, ApiRunContext) else ()
     found = [
-        measures_of(entry, parts.system.tags) | ranking_measures(one.relevant)
+        measures_of(entry, context.system.tags) | ranking_measures(one.relevant)
         for entry, one in zip(scored, done, strict=True)
     ]
     return [{name: value for name, value in values.items() if name not in left_out} for values in found]
@@ -259,18 +259,18 @@ def _with_claims(system: System, classifier: str | None) -> System:
     return replace(system, claims=partial(evinote_claims, tag=tag))
 
 
-def _score(questions: Sequence[Question], done: Sequence[Generated], parts: Answerer, judges: Judges) -> list[Scored]:
+def _score(questions: Sequence[Question], done: Sequence[Generated], context: Answerer, judges: Judges) -> list[Scored]:
     # A chat model that is there judges every system's answers, not those alone that are rewarded by it.
-    system = replace(parts.system, wants_verdict=judges.verdict is not None)
-    scored = score(questions, [one.trajectory for one in done], system, parts.tokenizer, judges)
-    check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
+    system = replace(context.system, wants_verdict=judges.verdict is not None)
+    scored = score(questions, [one.trajectory for one in done], system, context.tokenizer, judges)
+    check_all(scored, context.tokenizer, context.system.tags, context.limits.max_context)
     return scored
 
 
 def _facts(
-    parts: Answerer, asked: EvalOptions, path: str, judges: Judges, scored: Sequence[Scored], seconds: float
+    context: Answerer, asked: EvalOptions, path: str, judges: Judges, scored: Sequence[Scored], seconds: float
 ) -> dict[str, Any]:
-    recipe, best = parts.recipe, asked.best
+    recipe, best = context.recipe, asked.best
     chosen = None
     if best is not None:
         chosen = f"step {best.step}, of best exact match on the dev split ({best.em:.1%})"
@@ -279,7 +279,7 @@ def _facts(
     each, model, batch = seconds / len(scored), recipe.model, recipe.rollout.max_num_seqs
     branches = ", branches included" if any(entry.trajectory.branches for entry in scored) else ""
     return {
-        "system": None if asked.baseline else parts.system.name,
+        "system": None if asked.baseline else context.system.name,
         "baseline": asked.baseline,
         "options": (options := recipe.system.options if recipe.system else {}),
         "switches": ", ".join(f"{name} = {value}" for name, value in sorted(options.items())) or None,
@@ -287,7 +287,7 @@ def _facts(
         "prompt": model.prompt,
         "chosen": chosen,
         "data": f"{path}, {len(scored):,} questions",
-        "retrieval": _retrieval(parts),
+        "retrieval": _retrieval(context),
         "noise": asked.noise,
         "temperature": asked.temperature,
         "seed": recipe.run.seed,
@@ -297,11 +297,11 @@ def _facts(
         "seconds_per_question": each,
         "batch": batch,
         "latency": f"{each:.3g} s a question, at most {batch} at once, {model.dtype} on {model.device}{branches}",
-        "gold": _gold(parts, scored),
-        "rewarded_by": rewarded_by(parts),
+        "gold": _gold(context, scored),
+        "rewarded_by": rewarded_by(context),
         "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in scored).items()))),
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
-        **(parts.facts(each) if isinstance(parts, ApiRunContext) else {}),
+        **(context.facts(each) if isinstance(context, ApiRunContext) else {}),
     }
 
 
@@ -309,35 +309,35 @@ def _roomless(count: int) -> str | None:
     return f"{count:,} found no room in rollout.max_context, and their answers count as missing" if count else None
 
 
-def _gold(parts: PromptContext, scored: Sequence[Scored]) -> str | None:
+def _gold(context: PromptContext, scored: Sequence[Scored]) -> str | None:
     """Say how many questions leave open what their gold passages are, if the system's reward asks for it."""
     unknown = sum(entry.question.gold_indices is None for entry in scored)
-    if not parts.system.needs_gold_indices or not unknown:
+    if not context.system.needs_gold_indices or not unknown:
         return None
     return f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
 
 
-def rewarded_by(parts: PromptContext) -> str:
+def rewarded_by(context: PromptContext) -> str:
     """Return the reward in words: two evaluations with the same have rewards that compare."""
-    if parts.system_digest is not None:
-        section = parts.recipe.need(SystemSection)
-        return f"{section.name}, {parts.system_digest[:16]}, {dict(sorted(section.options.items()))}"
-    given = parts.system.reward
+    if context.system_digest is not None:
+        section = context.recipe.need(SystemSection)
+        return f"{section.name}, {context.system_digest[:16]}, {dict(sorted(section.options.items()))}"
+    given = context.system.reward
     reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
     # As evaluations have it that were stored before the papers' rewards had a folder of their own.
     module = reward.__module__.replace("thresher.rewards.papers.", "thresher.rewards.")
     return f"{module}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
 
 
-def _retrieval(parts: PromptContext) -> str | None:
+def _retrieval(context: PromptContext) -> str | None:
     """Return the source of the passages, in words; None for a system that reads none."""
-    section = parts.recipe.retrieval
+    section = context.recipe.retrieval
     place = section and (section.index or section.url)
-    if parts.system.needs_index:
-        return f"{parts.renderer.k} a search, from {place}"
-    if not parts.system.given_passages:
+    if context.system.needs_index:
+        return f"{context.renderer.k} a search, from {place}"
+    if not context.system.given_passages:
         return None
-    return "those given with the questions" + (f", else the {parts.renderer.k} best of {place}" if place else "")
+    return "those given with the questions" + (f", else the {context.renderer.k} best of {place}" if place else "")
 
 
 def _show(out: Path, figures: dict[str, Any]) -> None:

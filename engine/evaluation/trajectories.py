@@ -62,14 +62,14 @@ def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
 def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     questions = read_questions(plan.questions, golds_needed=False)[: plan.limit]
     running = min(recipe.rollout.max_num_seqs, len(questions) * plan.samples)
-    parts = load_run_context(replace(recipe, rollout=replace(recipe.rollout, max_num_seqs=running)))
-    retriever = retriever_of(recipe, parts.system)
-    shown = retrieve_and_truncate(questions, parts.system, parts.tools, parts.renderer, retriever)
+    context = load_run_context(replace(recipe, rollout=replace(recipe.rollout, max_num_seqs=running)))
+    retriever = retriever_of(recipe, context.system)
+    shown = retrieve_and_truncate(questions, context.system, context.tools, context.renderer, retriever)
     if warning := shown.warning():
         console.console.print(f"rollout: {warning}", soft_wrap=True)
-    rollout = parts.rollout(retriever)
+    rollout = context.rollout(retriever)
     prompts = [rollout.prompt(question) for question in shown.questions]  # refused before anything is written
-    if recipe.model.prompt == "raw" and parts.tokenizer.chat_template is not None:
+    if recipe.model.prompt == "raw" and context.tokenizer.chat_template is not None:
         console.console.print(
             "rollout: the prompt goes in as it is, though the model has a chat template, which "
             "--set model.prompt=chat takes",
@@ -84,8 +84,8 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     log = RecordLog(plan.out, remedy="choose another file, or delete this one to begin again")
     kept = _kept(log, jobs, prompts, plan.temperature)
     try:
-        with parts.threads():
-            figures = _draw(rollout, parts, jobs, kept, plan, log)
+        with context.threads():
+            figures = _draw(rollout, context, jobs, kept, plan, log)
         log.finish()
     except UserError as error:
         if not plan.out.exists():
@@ -139,7 +139,7 @@ def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Seque
 
 
 def _draw(
-    rollout: Rollout, parts: RunContext, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
+    rollout: Rollout, context: RunContext, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
 ) -> dict[str, Any]:
     """Draw the trajectories that are not in the file yet, and append them part by part; return figures of these
     alone."""
@@ -149,7 +149,7 @@ def _draw(
 
     def keep(part: Sequence[Job], trajectories: list[Trajectory]) -> None:
         nonlocal seconds
-        log.append(*_records(part, trajectories, parts, plan.temperature))
+        log.append(*_records(part, trajectories, context, plan.temperature))
         reasons.update(trajectory.reason for trajectory in trajectories)
         clock = rollout.clock
         seconds += clock.total
@@ -169,12 +169,12 @@ def _draw(
 
 
 def _records(
-    jobs: Sequence[Job], trajectories: Sequence[Trajectory], parts: RunContext, temperature: float
+    jobs: Sequence[Job], trajectories: Sequence[Trajectory], context: RunContext, temperature: float
 ) -> list[Record]:
     records = []
     for job, trajectory in zip(jobs, trajectories, strict=True):
-        check_whole(trajectory, parts.tokenizer, parts.system.tags, parts.limits.max_context)
-        written = trajectory.to_dict(parts.tokenizer)
+        check_whole(trajectory, context.tokenizer, context.system.tags, context.limits.max_context)
+        written = trajectory.to_dict(context.tokenizer)
         branches = [(written["branches"][name], branch) for name, branch in trajectory.branches.items()]
         for segments, one in ((written["segments"], trajectory), *branches):
             _add_logprobs(segments, one)

@@ -56,14 +56,14 @@ class Extraction:
 
 
 class Extractor:
-    """One model as extractor; `parts` as `load_run_context` gives them for a system of SPANS that is given passages,
+    """One model as extractor; `context` as `load_run_context` gives them for a system of SPANS that is given passages,
     else UserError. evidence_tokens: evidence that is longer is cut to so many; None: none is."""
 
-    def __init__(self, parts: RunContext, evidence_tokens: int | None = None) -> None:
-        self.tokenizer: Tokenizer = parts.tokenizer
+    def __init__(self, context: RunContext, evidence_tokens: int | None = None) -> None:
+        self.tokenizer: Tokenizer = context.tokenizer
         self.evidence_tokens = evidence_tokens
-        self.evidence_tag, self.rationale_tag = spans_of(parts.system)
-        self._rollout = replace(parts, system=first_turn(parts.system, self.evidence_tag)).rollout(None)
+        self.evidence_tag, self.rationale_tag = spans_of(context.system)
+        self._rollout = replace(context, system=first_turn(context.system, self.evidence_tag)).rollout(None)
 
     def check(self, questions: Sequence[Question]) -> None:
         """Raise UserError for the first whose passages and prompt do not fit into the context."""

@@ -192,16 +192,16 @@ class Loop:
         baseline = None if plan.of_baseline is None else load_baseline(plan.of_baseline, options)
         refining = plan.refining
         self.k = self.recipe.need(RetrievalSection).k
-        self.parts = None if plan.of_encoder else load_run_context(self.recipe, system=baseline)
+        self.context = None if plan.of_encoder else load_run_context(self.recipe, system=baseline)
         self.retriever = load_retrieval(
-            self.recipe, load_system("eviomni", {}) if self.parts is None else self.parts.system
+            self.recipe, load_system("eviomni", {}) if self.context is None else self.context.system
         )
         self.extractor: Extractor | CompressorExtractor
         if refining is None or refining.writes:
-            assert self.parts is not None
-            self.extractor = Extractor(self.parts, plan.evidence_tokens)
+            assert self.context is not None
+            self.extractor = Extractor(self.context, plan.evidence_tokens)
         else:
-            refiner = load_compressor(refining, Path(plan.model), self.recipe.model.device, self.parts)
+            refiner = load_compressor(refining, Path(plan.model), self.recipe.model.device, self.context)
             self.extractor = CompressorExtractor(refiner)
         self.pool: Sequence[Passage] = ()  # that noise is drawn from
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
@@ -228,7 +228,7 @@ class Loop:
 
     def threads(self) -> AbstractContextManager[None]:
         """Return the threads that suit a policy; an encoder computes with torch's own number."""
-        return nullcontext() if self.parts is None else self.parts.threads()
+        return nullcontext() if self.context is None else self.context.threads()
 
     def traditional(self, questions: Sequence[Question]) -> None:
         """Extract evidence for each question, and have it answered where there is a generator."""
@@ -284,10 +284,10 @@ class Loop:
         template = system.template if chosen.template is None else read_template(chosen.template, shows)
         tools = EpisodeConfig(template, turns)
         if chosen.model is not None:
-            parts = self.parts if chosen.model == self.plan.model else None
-            parts = parts or load_run_context(self.recipe, chosen.model)
-            renderer = replace(parts.renderer, tags=system.tags, passage_format=passage_format)
-            return replace(parts, system=system, tools=tools, renderer=renderer).rollout(retriever)
+            context = self.context if chosen.model == self.plan.model else None
+            context = context or load_run_context(self.recipe, chosen.model)
+            renderer = replace(context.renderer, tags=system.tags, passage_format=passage_format)
+            return replace(context, system=system, tools=tools, renderer=renderer).rollout(retriever)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
