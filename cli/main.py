@@ -7,22 +7,23 @@ that says what is kept and the command that goes on (common/signals.py); 141 nob
 With `--json` stdout is one object: what the command found, or {"error": sentence}, with the same status. Everything
 else goes to stderr.
 
-Deliberately absent: the commands themselves, which registry.py finds in cli/commands.
+Deliberately absent: the commands themselves. Every class of a file in cli/commands that is one is found there.
 """
 
 import argparse
 import json
 import os
+import pkgutil
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from importlib import import_module
 
 from thresher.cli import commands
-from thresher.cli.parsing.parser import Parser, add_version
+from thresher.cli.parser import Parser, add_commands, add_version, commands_in, example
 from thresher.cli.process import leave, prepare_process
-from thresher.cli.registry import add_commands
 from thresher.common.errors import UserError
 from thresher.common.files import remedy
 
@@ -151,13 +152,14 @@ def _run_within(arguments: Sequence[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. What it parses has the command's function as `handler`, `run_command` for a chain of
-    commands, and `build_parser`."""
-    parser = Parser(prog="thresher", description="Train small open models to answer from retrieved text, with GRPO.")
-    # Handed down, for no command imports what lies above it.
+    """Return the parser of all commands. What it parses has the command's function as `handler`, and the functions that
+    `Command` names."""
+    about = "Train small open models to answer from retrieved text, with GRPO."
+    parser = Parser(prog="thresher", description=about, epilog=example("thresher demo --out runs/demo"))
     parser.set_defaults(run_command=_run_within, build_parser=build_parser)
     add_version(parser)
-    add_commands(parser, commands)
+    modules = [import_module(f"{commands.__name__}.{info.name}") for info in pkgutil.iter_modules(commands.__path__)]
+    add_commands(parser, [command for module in modules for command in commands_in(module)], "COMMAND")
     return parser
 
 

@@ -1,13 +1,12 @@
 """What the tests of `thresher eval` share: questions on the disk, flags that want only an --out, and its refusals."""
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from thresher.cli import main as cli
-from thresher.cli.commands.eval import add_arguments, eval_recipe
+from thresher.cli.commands.answering import Eval
 from thresher.engine.config.recipe import Recipe
 from thresher.retrieval.questions import Question, question_record
 
@@ -42,6 +41,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def recipe_from(*arguments: str) -> Recipe:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return eval_recipe(parser.parse_args([*arguments, "--out", "o"]))[0]
+    command = Eval.of(cli.build_parser().parse_args(["eval", *arguments, "--out", "o"]))
+    recipe: Recipe = command.run_recipe()[0]
+    return recipe

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from thresher.bench.rollout import (
 )
 from thresher.bench.rollout_sides import GeneratorSide, HuggingFace, HuggingFaceSide, RolloutSide, Work, play
 from thresher.bench.settings import ROLLOUT_SHAPES, RolloutSetting, RolloutShape, Sizes, make_rollout_setting
-from thresher.cli.commands.bench import rollout as command
+from thresher.cli.commands import bench as command
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 
@@ -314,4 +314,4 @@ def test_the_floor_counts_by_hand() -> None:
 
 
 def test_the_command_names_what_there_is() -> None:
-    assert set(command.SHAPES) == set(ROLLOUT_SHAPES) == set(TINY)
+    assert set(get_args(command.RolloutShape)) == set(ROLLOUT_SHAPES) == set(TINY)

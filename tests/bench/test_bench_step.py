@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate, cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from thresher.bench import step as step_module
 from thresher.bench.roofline import MODELS
 from thresher.bench.settings import STEP_SHAPES, Sizes, StepShape, make_step_setting
 from thresher.bench.step import LARGEST_GAP, Ours, StepBench, prove, read_rows, run_step_bench
-from thresher.cli.commands.bench.step import SHAPES as NAMED
+from thresher.cli.commands import bench as command_line
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout
@@ -130,7 +130,7 @@ def test_a_wrong_model_is_not_timed() -> None:
 
 
 def test_the_shapes_are_those_that_were_asked_for_and_that_the_command_names() -> None:
-    assert tuple(STEP_SHAPES) == NAMED
+    assert tuple(STEP_SHAPES) == get_args(command_line.StepShape)
     demo, rag, search = (STEP_SHAPES[name].lengths for name in ("demo", "rag", "search"))
     assert (demo.questions, demo.group, demo.prompt, demo.turns) == (16, 8, 56, (64,))
     assert (rag.questions, rag.group, rag.prompt, rag.turns, rag.sizes.vocab_size) == (4, 8, 700, (200,), 20_000)

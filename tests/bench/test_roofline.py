@@ -3,13 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from documents import table_rows
 
 from thresher.bench.roofline import MODELS
 from thresher.cli import main as cli
-from thresher.cli.commands.bench import roofline as command
+from thresher.cli.commands import bench as command
 from thresher.engine.planning import time as floors
 from thresher.engine.planning.memory import head_weights, kv_bytes, layer_weights, trained_weights
 from thresher.engine.planning.time import CHIPS, TB, DecodeShape, UpdateShape
@@ -113,7 +114,7 @@ def test_what_is_predicted_lies_under_the_floor_and_between_the_aims() -> None:
 
 
 def test_the_command_prints_and_keeps_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ((*CHIPS,), (*MODELS,)) == (command.CHIPS, command.MODELS)
+    assert ((*CHIPS,), (*MODELS,)) == (get_args(command.Chip), get_args(command.Model))
     out = tmp_path / "new" / "rows.jsonl"
     assert cli.run(["bench", "roofline", "--chip", "A100-40", "H200", "--model", "1.5B", "7B", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]

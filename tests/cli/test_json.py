@@ -9,7 +9,7 @@ import pytest
 from cli_cases import finished_folder, write
 
 from thresher.cli import main as cli
-from thresher.cli.parsing.mistakes import commands_of
+from thresher.cli.parser import commands_of
 
 Run = Callable[..., tuple[int, Any, str]]
 # Command -> what is typed behind it, in this order; {at} is the folder, and the last words are keys of the object.

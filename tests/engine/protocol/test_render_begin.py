@@ -8,7 +8,7 @@ import pytest
 from model_cases import make_config
 from tokenizer_cases import LLAMA_TOKENS, write_llama_tokenizer, write_qwen3_tokenizer, write_r1_tokenizer
 
-from thresher.cli.commands.generate import _prompt_ids
+from thresher.cli.commands.answering import prompt_ids
 from thresher.engine.decoding.generator import GenerateRequest, Generator
 from thresher.engine.episode import Prompt
 from thresher.engine.protocol.prompts import Renderer
@@ -85,5 +85,4 @@ def test_text_for_the_generator_begins_so_too(tmp_path: Path) -> None:
 
     assert drawn(prompt_text="Who?") == drawn(prompt_ids=begin + tokenizer.encode("Who?"))
     assert drawn(prompt_text="Who?") != drawn(prompt_ids=tokenizer.encode("Who?"))
-    options: Any = type("Options", (), {"chat": False})
-    assert _prompt_ids(options, "Who?", tokenizer) == begin + tokenizer.encode("Who?")
+    assert prompt_ids("Who?", tokenizer, False, "m") == begin + tokenizer.encode("Who?")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from thresher.cli import main as cli
-from thresher.cli.commands.sft import run_sft
+from thresher.cli.commands.training import run_sft
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection

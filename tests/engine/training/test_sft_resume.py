@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from train_cases import Killed, single_threaded
 
-from thresher.cli.commands.sft import run_sft
+from thresher.cli.commands.training import run_sft
 from thresher.common import signals
 from thresher.common.errors import UserError
 from thresher.common.locks import lock_folder
@@ -196,7 +196,7 @@ def raise_killed() -> None:
 SIGKILLED = """
 import os, signal, sys
 import torch
-from thresher.cli.commands.sft import run_sft
+from thresher.cli.commands.training import run_sft
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.store import checkpoint
 from pathlib import Path

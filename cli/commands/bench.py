@@ -1,0 +1,228 @@
+"""`thresher bench ..`: a class a measurement; the measuring itself is done in bench/.
+
+Status 1 where our own loss, flat index or kernel, or a part of the GPU check, is wrong.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal, get_args
+
+from thresher.cli import flags
+from thresher.cli.flags import Count, Device, Dtype, Seconds, Texts, checked
+from thresher.cli.parser import ANY_NUMBER, REPEATED, Command, Group
+from thresher.common import console
+
+BENCH = Group("bench", "measure, beside peers", 120, "thresher bench step", "WHAT")
+
+StepShape = Literal["demo", "rag", "search", "0.5B", "1.5B", "7B-lora"]
+RolloutShape = Literal["demo", "rag", "search", "branches"]
+Model = Literal["0.5B", "1.5B", "3B", "7B"]
+Chip = Literal["A100-40", "A100-80", "A800", "H100", "H200"]
+Part = Literal["tests", "tuning", "loss", "decode", "rollout", "step", "racecheck"]
+
+Rows = Annotated[str | None, "JSON lines to append to"]
+Picture = Annotated[str | None, "PNG to write"]
+Counts = Annotated[Sequence[Count], "N"]
+CpuOrCuda = Annotated[Device, "default: cpu"]
+WhereThereIsOne = Annotated[Device | None, "default: cuda where there is one"]
+ByDevice = Annotated[Dtype | None, "default: bfloat16 on cuda, else float32"]
+Budget = Annotated[Seconds, "SECONDS", "then leave out the rest"]
+
+
+def leave(wrong: str | None) -> None:
+    """End with status 1 and a sentence, if something is wrong."""
+    if wrong is not None:
+        sys.exit(wrong)
+
+
+class Step(
+    Command,
+    group=BENCH,
+    help="one whole GRPO step, beside TRL where it is installed",
+    place=10,
+    example="thresher bench step --shape rag --peer none",
+):
+    shape: Annotated[StepShape, "default: demo; sizes in B take --device cuda"] = "demo"
+    peer: Annotated[Literal["trl", "none"], "who is measured beside ours"] = "trl"
+    steps: Annotated[Count, "N", "of each side; default: 5"] = 5
+    device: CpuOrCuda = "cpu"
+    threads: Annotated[Count | None, "N", "default: as a run of this model takes"] = None
+    budget: Annotated[Seconds, "SECONDS", "then no further step begins; default: 480"] = 480.0
+    out: Rows = None
+    plot: Annotated[str | None, "PNG of what --out then holds, the last row of each shape"] = None
+
+    def __call__(self) -> None:
+        from thresher.bench.step import StepBench, run_step_bench
+
+        console.answer(run_step_bench(flags.fill(StepBench, self), self.out, self.plot))
+
+
+class Rollout(
+    Command,
+    group=BENCH,
+    help="sampling, beside transformers' generate and generate_batch",
+    place=15,
+    example="thresher bench rollout --shape demo --rounds 3",
+):
+    shape: Annotated[Sequence[RolloutShape], "default: all of them"] = get_args(RolloutShape)
+    peer: Annotated[Literal["hf", "generate_batch", "both", "none"], "who is measured beside ours"] = "both"
+    rounds: Annotated[Count, "N", "of each side; default: 5"] = 5
+    device: CpuOrCuda = "cpu"
+    threads: Annotated[Count | None, "N", "default: as many as torch takes"] = None
+    budget: Annotated[Seconds, "SECONDS", "for each shape, then no further round; default: 540"] = 540.0
+    out: Rows = None
+    plot: Picture = None
+
+    def __call__(self) -> None:
+        from thresher.bench.rollout import RolloutBench, run_rollout_bench
+
+        bench = flags.fill(RolloutBench, self, shapes=self.shape)
+        console.answer({"rows": run_rollout_bench(bench, self.out, self.plot)})
+
+
+class Decode(
+    Command,
+    group=BENCH,
+    help="decode steps of Qwen2.5's sizes, beside their floor and what was predicted",
+    place=17,
+    example="thresher bench decode --model 0.5B --batch 8",
+):
+    model: Annotated[Sequence[Model], "sizes of Qwen2.5"] = ("0.5B", "1.5B", "7B")
+    batch: Annotated[Count, "N", "sequences; default: 256"] = 256
+    own: Annotated[Count, "N", "positions of each; default: 300"] = 300
+    shared: Annotated[Count, "N", "positions that a group shares; default: 1,200"] = 1200
+    steps: Annotated[Count, "N", "on the clock; default: 64"] = 64
+    device: WhereThereIsOne = None
+    dtype: ByDevice = None
+    budget: Budget = math.inf
+    out: Rows = None
+
+    def __call__(self) -> None:
+        from thresher.bench.decode import DecodeBench, run_decode_bench
+
+        console.answer({"rows": run_decode_bench(flags.fill(DecodeBench, self, models=self.model), self.out)})
+
+
+Percent = Annotated[int, checked(int, "a whole number from 1 to 100", lambda value: 1 <= value <= 100)]
+
+
+class Loss(
+    Command,
+    group=BENCH,
+    help="the loss's forward and backward, beside peers and its matmuls' floor",
+    place=20,
+    example="thresher bench loss --device cpu --peers none",
+):
+    device: WhereThereIsOne = None
+    dtype: ByDevice = None
+    hidden: Annotated[Counts | None, "widths; default: by device"] = None
+    vocab: Annotated[Counts | None, "vocabulary sizes; default: by device"] = None
+    tokens: Annotated[Counts | None, "tokens, masked ones included; default: by device"] = None
+    density: Annotated[Sequence[Percent] | None, "PERCENT", "shares of unmasked tokens"] = None
+    peers: Annotated[str, "NAMES", "all, none, or names with commas between them"] = "all"
+    chunk_rows: Annotated[Count | None, "of ours, and of the chunked naive implementation"] = None
+    budget: Budget = math.inf
+    out: Rows = None
+    plot: Picture = None
+
+    def __call__(self) -> None:
+        from thresher.bench.loss import LossBench, failure, read_peers, run_loss_bench
+
+        rows = run_loss_bench(flags.fill(LossBench, self, peers=read_peers(self.peers)), self.out, self.plot)
+        console.answer({"rows": rows})
+        leave(failure(rows))
+
+
+class Retrieval(
+    Command,
+    group=BENCH,
+    help="indexes, their recall and speed, beside torch, numpy and FAISS; the server under load",
+    place=30,
+    example="thresher bench retrieval --sizes 10000 100000",
+):
+    """What the flags mean stands at bench/retrieval.py too."""
+
+    sizes: Annotated[Counts, "of synthetic sets of vectors; default: 10^4 to 10^6"] = (10_000, 100_000, 1_000_000)
+    dim: Annotated[Count, "N", "of synthetic vectors; default: 768"] = 768
+    kinds: Annotated[Sequence[str], ANY_NUMBER, "KIND", "beside flat; none: flat alone"] = ("ivf", "hnsw")
+    batches: Annotated[Counts, "queries at a time, up to 512; default: 1 8 64 512"] = (1, 8, 64, 512)
+    corpus: Annotated[str | None, "real passages that come first, with --encoder"] = None
+    encoder: Annotated[str | None, "FOLDER", "a trained model to encode them"] = None
+    questions: Annotated[str | None, "FILE", "about them; default: runs of their words"] = None
+    passages: Annotated[Count, "N", "how many of them; default: 10,000"] = 10_000
+    work: Annotated[str | None, "FOLDER", "keep vectors and structures there, and use what it holds"] = None
+    server: Annotated[Seconds, "SECONDS", "of load on a server, twice; 0 for none"] = 10.0
+    budget: Annotated[Seconds, "SECONDS", "then leave out the rest; default: an hour"] = 3600.0
+    out: Rows = None
+    plot: Picture = None
+
+    def __call__(self) -> None:
+        from thresher.bench.retrieval import RetrievalBench, failure, read_source, run_retrieval_bench
+
+        source = read_source(self.corpus, self.encoder, self.passages, self.questions)
+        bench = flags.fill(RetrievalBench, self, source=source, server_seconds=self.server)
+        rows = run_retrieval_bench(bench, self.out, self.plot)
+        console.answer({"rows": rows})
+        leave(failure(rows))
+
+
+class Compile(
+    Command,
+    group=BENCH,
+    help="the Triton kernels, compiled for GPUs that are not here",
+    place=40,
+    example="thresher bench compile --target sm_90",
+):
+    target: Annotated[list[Literal["sm_80", "sm_90"]] | None, REPEATED, "default: both"] = None
+    module: Annotated[Texts | None, REPEATED, "dotted name of one with kernels, in place of the loss's"] = None
+    triton: Annotated[str | None, "DIR", "another Triton, its wheel unpacked there, in place of this one"] = None
+    out: Rows = None
+
+    def __call__(self) -> None:
+        from thresher.bench.compile import KERNEL_MODULES, TARGETS, run_compile_bench, run_under
+
+        targets, modules = self.target or tuple(TARGETS), self.module or KERNEL_MODULES
+        if self.triton is not None:
+            sys.exit(run_under(self.triton, targets, modules, self.out, self.json))
+        leave(run_compile_bench(targets, modules, self.out))
+
+
+class Roofline(
+    Command,
+    group=BENCH,
+    help="a decode step and an update on A100 to H200: floors and predictions, by arithmetic",
+    place=50,
+    example="thresher bench roofline --chip H100 --model 7B",
+):
+    chip: Annotated[Sequence[Chip], "default: all of them"] = get_args(Chip)
+    model: Annotated[Sequence[str], "sizes of Qwen2.5, or model folders; default: all four"] = get_args(Model)
+    batch: Annotated[Count, "sequences; default: 256"] = 256
+    out: Rows = None
+
+    def __call__(self) -> None:
+        from thresher.bench.roofline import run_roofline
+
+        console.answer({"rows": run_roofline(self.chip, self.model, self.batch, self.out)})
+
+
+class GpuCheck(
+    Command,
+    group=BENCH,
+    help="all that a GPU has to confirm, in eight minutes",
+    place=60,
+    example="thresher bench gpu-check --part tests loss",
+):
+    """What `make gpu-check` runs."""
+
+    out: Annotated[str, "DIR", "for its rows; default: bench/results"] = "bench/results"
+    budget: Annotated[Seconds, "SECONDS", "default: 465"] = 465.0
+    part: Annotated[Sequence[Part] | None, "default: all of them"] = None
+
+    def __call__(self) -> None:
+        from thresher.bench.gpu_check import failure, run_gpu_check
+
+        outcomes = run_gpu_check(self.out, self.budget, self.part)
+        parts = [{"part": one.part.name, "how": one.how, "why": one.why, "seconds": one.seconds} for one in outcomes]
+        console.answer({"parts": parts})
+        leave(failure(outcomes))

@@ -1,0 +1,323 @@
+"""`thresher data ..`: what makes questions and transcripts, or looks at them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from thresher.cli.flags import Count, Device, Integer, Natural, Texts, checked
+from thresher.cli.parser import POSITIONAL, REPEATED, Command, Group, OneOf
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.engine.compressors.options import MEASURES
+from thresher.engine.training.sft_data import FILCO, KINDS, RECOMP, STYLES, TAUGHT, Unused
+
+if TYPE_CHECKING:
+    from thresher.retrieval.questions import Question
+
+DATA = Group("data", "make and check data", 100, "thresher data check train.jsonl", "ACTION")
+
+
+class Convert(
+    Command,
+    group=DATA,
+    help="published question sets into one file of questions",
+    place=10,
+    example="thresher data convert --in hotpot_train.json --limit 1000 --out train.jsonl --corpus corpus.jsonl",
+):
+    _source = OneOf(required=True)
+
+    format: Annotated[str, "of the files; auto (the default) looks at each, and says"] = "auto"
+    files: Annotated[Texts | None, _source, "--in", "FILE", "one question set, in one file or several"] = None
+    mix: Annotated[
+        Texts | None, _source, "NAME=FILE:COUNT", "several sets, and how many questions of each (default: all)"
+    ] = None
+    limit: Annotated[Count | None, "N", "with --in: how many questions"] = None
+    seed: Annotated[Integer | None, "draw them at random and shuffle; without: the first ones, in order"] = None
+    aliases: Annotated[str | None, "FILE", "2Wiki's id_aliases.json: further gold answers"] = None
+    corpus: Annotated[str | None, "FILE", "write their passages too, each once, for thresher index build"] = None
+    passages: Annotated[
+        Natural | None,
+        "N",
+        "keep the first N of a question's passages; 0 for questions that passages are looked up for; default: all",
+    ] = None
+    skipped: Annotated[str | None, "FILE", "write which records were left out, and why"] = None
+    out: Annotated[str, "FILE", "JSONL to write, gzipped if named .gz"]
+
+    def __call__(self) -> None:
+        from thresher.retrieval.datasets.convert import MixSource, convert, parse_mix
+
+        if self.mix and self.limit is not None:
+            raise UserError("--limit is for --in; with --mix, put a count behind each file, such as NAME=FILE:1000")
+        if self.mix:
+            sources = [parse_mix(text) for text in self.mix]
+        else:
+            sources = [MixSource(paths=tuple(map(Path, self.files or ())), count=self.limit)]
+        with console.counting("records read:") as counter:
+            figures = convert(
+                sources,
+                self.out,
+                fmt=self.format,
+                seed=self.seed,
+                aliases=self.aliases,
+                corpus=self.corpus,
+                skipped=self.skipped,
+                passages=self.passages,
+                on_record=lambda name, records: counter.to(records, f"of {name}"),
+            )
+        _print_conversion(self.out, figures)
+        console.answer(figures)
+
+
+def _print_conversion(out: str, figures: dict[str, Any]) -> None:
+    """Print what was read, what became of it, and every reason for which something was left out."""
+    rows = [
+        (source["source"], source["format"], source["records"], sum(source["skipped"].values()), source["kept"])
+        for source in figures["sources"]
+    ]
+    console.table(f"questions in {out}", ("source", "format", "records read", "skipped", "kept"), rows)
+    totals: dict[str, Any] = {name: value for name, value in figures.items() if name != "sources"}
+    for source in figures["sources"]:
+        asked = source["asked"]
+        if asked is not None and source["kept"] < asked:
+            totals[f"{source['source']}: asked for"] = asked
+        totals |= {f"{source['source']}: skipped, {reason}": n for reason, n in source["skipped"].items()}
+        totals |= {f"{source['source']}: {note}": n for note, n in source["notes"].items()}
+    console.figures("in all", totals)
+
+
+class Check(
+    Command,
+    group=DATA,
+    help="what a file of questions holds, and whether every line is sound",
+    place=20,
+    example="thresher data check train.jsonl",
+):
+    file: Annotated[str, POSITIONAL, "questions as training reads them"]
+
+    def __call__(self) -> None:
+        from thresher.retrieval.datasets.summary import summarize
+
+        with console.counting("questions checked:") as counter:
+            figures = summarize(self.file, counter.to)
+        parts = ("kinds", "per question", "words")
+        spreads = {f"{part}, {name}": figures[part][name] for part in parts for name in figures[part]}
+        plain = {name: value for name, value in figures.items() if name not in parts}
+        if not figures["passages"]:  # then whatever is said of them is 0
+            plain = {name: value for name, value in plain.items() if "passage" not in name or name == "passages"}
+        console.figures(self.file, {**plain, **spreads})
+        console.answer(figures)
+
+
+class Show(
+    Command,
+    group=DATA,
+    help="a few questions, with their passages, to be read",
+    place=30,
+    example="thresher data show train.jsonl --n 1",
+):
+    _which = OneOf()
+
+    file: Annotated[str, POSITIONAL, "questions in any format of data convert"]
+    format: Annotated[str, "as in data convert"] = "auto"
+    n: Annotated[Count, _which, "N", "the first so many; default 3"] = 3
+    id: Annotated[Texts | None, _which, REPEATED, "ID", "the question with this id; may be given again"] = None
+    full: Annotated[bool, "passages and metadata to their end"] = False
+
+    def __call__(self) -> None:
+        from thresher.retrieval.datasets.convert import AUTO, MixSource, Tally, read_source
+        from thresher.retrieval.datasets.formats import find_format
+        from thresher.retrieval.datasets.summary import excerpt
+
+        fmt = None if self.format == AUTO else find_format(self.format)
+        tally = Tally(name=self.file)
+        questions = read_source(MixSource(paths=(Path(self.file),)), tally, fmt=fmt)
+        chosen = islice(questions, self.n) if self.id is None else _with_ids(questions, self.id, self.file)
+        shown = []
+        for number, question in enumerate(chosen):
+            shown.append(asdict(question))
+            if not number:
+                console.say(f"{self.file}, read as {tally.formats[0]}")
+            console.say(f"\n{excerpt(question, whole=self.full)}")
+        for where, _, reason in tally.skipped[: self.n]:
+            console.say(f"\n{where}: skipped, {reason}")
+        skipped = [{"where": where, "reason": reason} for where, _, reason in tally.skipped[: self.n]]
+        console.answer({"file": self.file, "formats": list(tally.formats), "questions": shown, "skipped": skipped})
+
+
+def _with_ids(questions: "Iterator[Question]", ids: Texts, path: str) -> "Iterator[Question]":
+    wanted = set(ids)
+    for question in questions:
+        if question.id in wanted:
+            wanted.remove(question.id)
+            yield question
+        if not wanted:
+            return
+    raise UserError(f"{path}: no question with the id {min(wanted)!r}; look at some with --n")
+
+
+Nats = Annotated[float, checked(float, "a finite number of at least 0", lambda value: 0 <= value < math.inf)]
+
+
+class Sft(
+    Command,
+    group=DATA,
+    help="questions, or a teacher's answers, into records for supervised fine-tuning",
+    place=40,
+    example="thresher data sft --kind reasoning --questions train.jsonl --out warmup.jsonl",
+):
+    _source = OneOf(required=True)
+
+    kind: Annotated[str, {"choices": (*KINDS, FILCO, RECOMP, *TAUGHT)}, "what a record is to teach: docs/sft.md"]
+    questions: Annotated[str | None, _source, "our own JSONL, with passages but for closed-book"] = None
+    transcripts: Annotated[str | None, _source, "FILE", "a teacher's, as eval or score has them; right ones stay"] = (
+        None
+    )
+    answer: Annotated[str, {"choices": STYLES}, "between answer tags (the default), or bare"] = "tagged"
+    template: Annotated[str | None, "prompt template in place of the kind's own"] = None
+    measure: Annotated[str | None, {"choices": MEASURES}, "of filco records: by what a sentence is said to help"] = None
+    margin: Annotated[Nats | None, "NATS", "by which recomp's negatives fall short; default 1"] = None
+    model: Annotated[
+        str | None, "folder of what writes reasoning records' analyses, or answers for recomp and --measure cxmi"
+    ] = None
+    device: Annotated[Device, "of that model"] = "cpu"
+    max_tokens: Annotated[Count, "of an analysis"] = 512
+    out: Annotated[str, "JSONL to write"]
+
+    def __call__(self) -> None:
+        from thresher.common.jsonl import write_jsonl
+        from thresher.engine.episode import read_template
+        from thresher.engine.training.sft_data import refuse_nothing, say_unused, taught_records, write_unused
+
+        out = Path(self.out)
+        self._check()
+        template = None if self.template is None else read_template(self.template, passages=self.kind != "closed-book")
+        figures: dict[str, Any] = {}
+        if self.transcripts is not None:
+            records, unused = taught_records(self.transcripts, self.kind, template)
+        elif self.kind == RECOMP:
+            records, unused = self._contrasts()
+        else:
+            records, unused, author = self._of_questions(template)
+            figures |= {"analyses by": author} if self.kind == "reasoning" else {}
+        total = len(records) + len(unused)
+        refuse_nothing(records, unused, str(self.transcripts or self.questions), self.kind)
+        write_jsonl(out, records)
+        listed = out.with_name(f"{out.name}.unused.jsonl")
+        write_unused(unused, listed)
+        asked = "transcripts" if self.transcripts else "questions"
+        counted = {asked: total, "records": len(records), "unused": len(unused)}
+        console.figures(f"{self.kind} records in {out}", counted | figures)
+        say_unused(unused, total, listed)
+
+    def _of_questions(self, template: str | None) -> tuple[list[dict[str, Any]], list[Unused], str]:
+        """Return records, what gave none, and who wrote the analyses."""
+        from thresher.engine.training.sft_data import TEMPLATED, make_records, why_unusable
+        from thresher.retrieval.questions import read_questions
+
+        kind, questions = self.kind, read_questions(str(self.questions))
+        usable = [question for question in questions if why_unusable(question, kind) is None]
+        analyses, evidence, author = None, None, TEMPLATED
+        if self.model is not None and kind == "reasoning":
+            from thresher.engine.training.sft_analyses import write_analyses  # torch, which the other kinds do without
+
+            author = self.model
+            analyses = write_analyses(usable, self.model, self.device, self.max_tokens)
+        elif kind == FILCO and self.measure is not None:
+            from thresher.engine.compressors.training_data import silver_evidence
+
+            author = self.measure
+            evidence = silver_evidence(usable, self.measure, self.model, self.device, self.answer == "tagged")
+        return *make_records(questions, kind, self.answer, template, analyses, author, evidence), author
+
+    def _contrasts(self) -> tuple[list[dict[str, Any]], list[Unused]]:
+        """Return records of an encoder, and what gave none."""
+        from thresher.engine.compressors.training_data import MARGIN, make_contrasts
+        from thresher.engine.training.sft_data import why_unusable
+        from thresher.retrieval.questions import read_questions
+
+        questions = read_questions(str(self.questions))
+        why = {question.id: why_unusable(question, RECOMP) for question in questions}
+        margin = MARGIN if self.margin is None else self.margin
+        usable = [question for question in questions if why[question.id] is None]
+        found = make_contrasts(usable, str(self.model), margin, self.device, self.answer == "tagged")
+        short = f"no sentence makes the answer less likely than the best by more than {margin} nats"
+        unused = [Unused(question.id, why[question.id] or short) for question in questions if question.id not in found]
+        return [contrast.to_dict() for contrast in found.values()], unused
+
+    def _check(self) -> None:
+        """UserError where flags contradict each other, before anything is read."""
+        kind, tagged, model = self.kind, self.answer == "tagged", self.model
+        if Path(self.out).exists():
+            raise UserError(f"{self.out}: exists already; choose another file for the records")
+        if kind == "reasoning" and (self.template is not None or not tagged):
+            raise UserError("--template and --answer are not for reasoning records, whose form and prompt are ARENA's")
+        if (kind in TAUGHT) != (self.transcripts is not None):
+            raise UserError(f"--transcripts is for {' and '.join(TAUGHT)}, which are made of nothing else")
+        if kind in TAUGHT and not tagged:
+            raise UserError("--answer is not for a teacher's transcripts, whose answers only say which of them stay")
+        if (kind == FILCO) != (self.measure is not None):
+            raise UserError(f"--measure ({', '.join(MEASURES)}) is for --kind filco, which needs it")
+        if kind == FILCO and (self.measure == "cxmi") != (model is not None):
+            raise UserError(
+                "--measure cxmi needs --model, the generator whose answers it compares; the others need none"
+            )
+        if kind == FILCO and self.measure != "cxmi" and not tagged:
+            raise UserError("--answer says how a generator answers, whom filco records ask by --measure cxmi alone")
+        if kind == RECOMP and model is None:
+            raise UserError("--kind recomp needs --model, the generator whose answers say which sentence helps")
+        if kind == RECOMP and self.template is not None:
+            raise UserError("--template is a prompt, and a record of kind recomp has none")
+        if self.margin is not None and kind != RECOMP:
+            raise UserError("--margin is for --kind recomp, whose sentences that help less fall short by it")
+        if model is not None and kind not in ("reasoning", FILCO, RECOMP):
+            raise UserError(f"--model writes the analyses of reasoning records; a record of kind {kind} has none")
+
+
+Share = Annotated[float, checked(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)]
+
+
+class Invent(
+    Command,
+    group=DATA,
+    help="an invented world: corpus, questions, warm-up transcripts",
+    place=50,
+    example="thresher data invent --out runs/world",
+):
+    out: Annotated[str, "folder to write"]
+    seed: Annotated[Integer, "of the invented facts"] = 0
+    passage_format: Annotated[str, "as retrieval.passage_format of the recipe"] = " {text}"
+    forms: Annotated[
+        Natural,
+        "so many warm-up transcripts for each system, with dev questions and questions that bring their passages, "
+        "for `study systems` and `reproduce`",
+    ] = 0
+    aware: Annotated[Share | None, "share of warm-up transcripts that follow their question"] = None
+
+    def __call__(self) -> None:
+        from thresher.engine.world.facts import Size
+        from thresher.engine.world.files import invent_files
+
+        size = Size() if self.aware is None else replace(Size(), aware=self.aware)
+        figures = invent_files(self.out, self.seed, size, self.passage_format, self.forms)
+        console.figures(f"an invented world in {self.out}", figures)
+
+
+class Judge(
+    Command,
+    group=DATA,
+    help="a judge of entailment for the invented world: a small classifier, trained",
+    place=60,
+    example="thresher data judge --out runs/world/judge",
+):
+    out: Annotated[str, "model folder to write, for judge.entailment"]
+    seed: Annotated[Integer, "of the world, as data invent has it"] = 0
+    steps: Annotated[Natural, "of its training; 0: enough"] = 0
+
+    def __call__(self) -> None:
+        from thresher.engine.world.judge import STEPS, make_judge
+
+        figures = make_judge(self.out, self.seed, self.steps or STEPS)
+        console.figures(f"a judge of entailment in {self.out}", figures)

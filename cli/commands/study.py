@@ -1,0 +1,211 @@
+"""`thresher study ..`, a claim of the method put to the test; `demo` and `reproduce`, chains of commands as well."""
+
+import argparse
+from pathlib import Path
+from typing import Annotated, Literal
+
+from thresher.cli import flags
+from thresher.cli.flags import Count, Device, Integer, Overrides, Seed, Texts
+from thresher.cli.parser import ANY_NUMBER, POSITIONAL, REPEATED, Command, Group, OneOf
+from thresher.common import console, signals
+from thresher.common.errors import UserError
+
+STUDY = Group("study", "put a claim of the method to the test", 130, "thresher study kl", "CLAIM")
+
+
+class Kl(
+    Command,
+    group=STUDY,
+    help="KL estimators: value, gradient, and training pushed off its reference",
+    place=10,
+    example="thresher study kl --start runs/demo --steps 10 --seeds 0",
+):
+    out: Annotated[str, "folder; what is finished in it is not done again"] = "runs/study-kl"
+    start: Annotated[str | None, "FOLDER", "a folder of `thresher demo`, whose world and warm-up are used"] = None
+    steps: Annotated[Count, "of each training run"] = 30
+    seeds: Annotated[list[Seed], "SEED", "of the training runs"] = [0, 1]
+
+    def __call__(self) -> None:
+        from thresher.bench.studies.kl import run_study
+        from thresher.common.files import read_json_object
+
+        run_study(Path(self.out), self.start, self.steps, self.seeds, self.run_command)
+        console.answer(read_json_object(Path(self.out) / "kl.json"))
+
+
+class Mask(
+    Command,
+    group=STUDY,
+    help="retrieved tokens in the loss, zeroed, masked, removed: cost and gradient",
+    place=20,
+    example="thresher study mask --run runs/demo/grpo --out runs/masked",
+):
+    _batch = OneOf()
+
+    out: Annotated[str, "folder for mask.json and mask.png"] = "runs/study-mask"
+    run: Annotated[
+        str | None, _batch, "folder of `thresher train` or `demo`: its last weights and stored trajectories"
+    ] = None
+    seed: Annotated[Seed, _batch, "of a scripted batch and random weights, without --run"] = 0
+    limit: Annotated[Count, "trajectories in the batch, at most"] = 64
+    repeats: Annotated[Count, "timed steps of each treatment"] = 7
+    device: Annotated[Device, "where it is computed"] = "cpu"
+
+    def __call__(self) -> None:
+        from thresher.bench.studies.mask import run_study
+        from thresher.common.files import read_json_object
+
+        run_study(Path(self.out), self.run, self.seed, self.repeats, self.limit, self.device)
+        console.answer(read_json_object(Path(self.out) / "mask.json"))
+
+
+class Systems(
+    Command,
+    group=STUDY,
+    help="every system from a base a seed, beside shuffled rewards",
+    place=30,
+    example="thresher study systems --system search_r1 --seeds 0",
+):
+    out: Annotated[str, "folder; what is finished is not done again"] = "runs/study-systems"
+    system: Annotated[Texts | None, REPEATED, "NAME", "may be repeated; default: all six"] = None
+    seeds: Annotated[list[Seed], "SEED", "of the training runs"] = [0, 1, 2]
+    controls: Annotated[list[Seed], ANY_NUMBER, "SEED", "with shuffled rewards"] = [0]
+    set: Overrides = []
+    allow_key: flags.AllowKey = []
+
+    def __call__(self) -> None:
+        from thresher.bench.studies.systems import SYSTEMS, run_study
+        from thresher.common.files import read_json_object
+
+        out, names = Path(self.out), self.system or SYSTEMS
+        with signals.keeping(lambda: f"{self.out} keeps what is finished"):
+            run_study(out, names, self.seeds, self.controls, self.set, self.run_command, self.allow_key)
+        console.answer(read_json_object(out / "systems.json"))
+
+
+class Demo(
+    Command,
+    help="from nothing to a model that searches, in minutes",
+    place=140,
+    example="thresher demo --out runs/demo --seed 1",
+):
+    """The chain is engine/world/stages.py's; here its commands go through the parser like ones that were typed."""
+
+    out: Annotated[str, "folder for all that it makes; goes on if unfinished"] = "runs/demo"
+    seed: Annotated[Integer, "of the world, the weights and the training"] = 0
+    set: Overrides = []
+
+    def __call__(self) -> None:
+        from thresher.engine.world.stages import demo
+
+        out = Path(self.out)
+
+        def say(text: str) -> None:
+            console.console.print(text, style="bold", markup=False, soft_wrap=True)
+
+        with signals.keeping(lambda: f"{out} keeps what is finished" if out.exists() else None):
+            demo(out, self.seed, self.set, self.run_command, say)
+        from thresher.common.records import read_object
+        from thresher.engine.reports.report import print_trajectories  # matplotlib takes a second
+
+        print_trajectories(out / "grpo")
+        summary = read_object(out / "summary.json")
+        rows = [("EM", summary["em_before"], summary["em_after"]), ("F1", summary["f1_before"], summary["f1_after"])]
+        title = f"{summary['questions']} held-out questions, greedy, seed {self.seed}"
+        console.table(title, ("", "after warm-up", "after GRPO"), rows)
+        console.answer(summary)
+        console.console.print(f"{summary['seconds']:.0f} s in all. Look at {out / 'report.html'}")
+
+
+def model_is(text: str) -> tuple[str, str]:
+    model, _, value = text.partition("=")
+    if not (model and value):
+        raise argparse.ArgumentTypeError(f"expected MODEL=.., such as gpt-4o=https://api.openai.com/v1, got {text}")
+    return model, value
+
+
+Named = list[Annotated[tuple[str, str], model_is]]
+
+
+class Reproduce(
+    Command,
+    help="the tables of a paper, at its scale or in an invented world",
+    place=145,
+    example="thresher reproduce eval_rar T2 --scale world --seeds 3 --out runs/eval_rar-T2",
+):
+    paper: Annotated[str | None, POSITIONAL, "its name; --list has all"] = None
+    tables: Annotated[Texts, POSITIONAL, ANY_NUMBER, "TABLE", "such as T1; default: all of the paper's"]
+    list: Annotated[bool, "only show the rows, what each needs at the paper's scale, and what has none"] = False
+    chip: Annotated[str, "NAME", "the GPU that --list plans trainings for; default: H100"] = "H100"
+    scale: Annotated[Literal["paper", "world"], "paper: its models and data, which must be there"] = "world"
+    seeds: Annotated[Count, "N", "train every method with seeds 0 to N - 1"] = 1
+    limit: Annotated[Count | None, "N", "only the first N questions of every evaluation and extraction"] = None
+    set: Annotated[
+        Texts,
+        REPEATED,
+        "SECTION.KEY=VALUE",
+        "override what the commands read of a recipe (docs/reproduce.md); may be repeated",
+    ] = []
+    answer_url: Annotated[
+        Named,
+        REPEATED,
+        "MODEL=URL",
+        "an OpenAI-compatible server of a model that is no folder, as the run names it; may be repeated",
+    ] = []
+    answer_model: Annotated[Named, REPEATED, "MODEL=NAME", "what that server calls it; default: the same"] = []
+    prompts: Annotated[
+        str | None, "DIR", "with --scale paper: SYSTEM.txt or BASELINE.txt in place of our own prompts"
+    ] = None
+    allow_key: Annotated[
+        Texts,
+        REPEATED,
+        flags.key_at,
+        "VARIABLE@HOST[:PORT]",
+        "send this environment variable's key to this host, a judge's or a model's server",
+    ] = []
+    out: Annotated[str | None, "folder; what is finished there is not done again; default: runs/PAPER-TABLE"] = None
+
+    def __call__(self) -> None:
+        from thresher.engine.reproduce.manifest import paper_names, read_manifest, servers_of
+        from thresher.engine.reproduce.pipelines import Scale
+        from thresher.engine.reproduce.run import reproduce
+
+        if self.list:
+            self._list()
+            return
+        if self.paper is None:
+            raise UserError(f"reproduce: name a paper, one of {', '.join(paper_names())}, or give --list")
+        out = Path(self.out or f"runs/{'-'.join([self.paper, *self.tables])}")
+        keys = tuple(self.allow_key)
+        servers = servers_of(read_manifest(self.paper), self.answer_url, self.answer_model, keys)
+        prompts = None if self.prompts is None else Path(self.prompts)
+        scale = Scale(self.scale, range(self.seeds), tuple(self.set), self.limit, keys, servers, prompts)
+        console.answer(reproduce(self.paper, self.tables, scale, out, self.run_command))
+
+    def _list(self) -> None:
+        from thresher.engine.planning.time import CHIPS
+        from thresher.engine.reproduce.manifest import paper_names, read_manifest
+        from thresher.engine.reproduce.pipelines import Scale
+        from thresher.engine.reproduce.tables import listing, plan_in_words
+
+        if self.chip not in CHIPS:
+            raise UserError(f"--chip {self.chip}: expected one of {', '.join(CHIPS)}")
+        manifests = [read_manifest(name) for name in ([self.paper] if self.paper else paper_names())]
+        chip, training = CHIPS[self.chip], Scale("paper", overrides=tuple(self.set)).of_trainings
+        records = [one for manifest in manifests for one in listing(manifest, chip, self.tables, training)]
+        left_out = {
+            f"{manifest.name}: {what}": why for manifest in manifests for what, why in manifest.left_out.items()
+        }
+        console.answer({"rows": records, "left_out": left_out})
+        rows = [
+            (
+                *(one[key] for key in ("paper", "table", "row")),
+                ", ".join(one["world"]) or "-",
+                ", ".join(one["stages"]),
+                plan_in_words(one["planned"], one["needs"]),
+            )
+            for one in records
+        ]
+        heads = ("paper", "table", "row", "in the world", "stages", f"on one {self.chip}")
+        console.table("what can be reproduced", heads, rows)
+        console.table("left out", ("what", "why"), list(left_out.items()))

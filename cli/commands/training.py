@@ -1,0 +1,406 @@
+"""Commands that make a model: `init`, `sft`, `train`, `train-encoder`; and what a run would take, `plan`; `recipe`."""
+
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from thresher.cli import flags
+from thresher.cli.flags import Count, Integer, ModelDevice, Natural, OfRecipe, Overrides, Positive, Seed, Texts
+from thresher.cli.parser import REPEATED, Command, OneOf
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.engine.store.run_folder import sft_folder
+
+if TYPE_CHECKING:
+    from thresher.engine.config.recipe import Recipe as RunRecipe
+    from thresher.engine.config.reference import Key
+    from thresher.engine.parallel.ranks import Ranks
+    from thresher.engine.planning.plan import Plan as MemoryPlan
+    from thresher.engine.planning.time import DeviceRates
+    from thresher.engine.training.train import Progress
+    from thresher.policy.config import ModelConfig
+
+_BEGUN = OneOf(required=True)
+
+
+class Init(
+    Command,
+    help="make a model folder with random weights",
+    place=10,
+    example="thresher init --config config.json --tokenizer models/Qwen2.5-0.5B --out runs/init",
+):
+    config: Annotated[str | None, _BEGUN, "config.json of a supported family"] = None
+    model: Annotated[
+        str | None, _BEGUN, "model folder to put --add-layers on, in place of a config and a tokenizer"
+    ] = None
+    add_layers: Annotated[Count | None, "N", "layers on top that begin as the identity"] = None
+    tokenizer: Annotated[str | None, "folder with a tokenizer.json, or the file"] = None
+    train_tokenizer: Annotated[Texts, "FILE", "train one on the strings of JSONL files"] = []
+    vocab_size: Annotated[Count, "of a tokenizer that is trained"] = 1024
+    set: Annotated[Texts, REPEATED, "KEY=VALUE", "override a key of the config; may be repeated"] = []
+    seed: Annotated[Integer, "of the random weights"] = 0
+    embedding_std: Annotated[Positive | None, "STD", "default: initializer_range"] = None
+    zero_outputs: Annotated[bool, "every layer begins as the identity"] = False
+    out: Annotated[str, "model folder to write"]
+
+    def __call__(self) -> None:
+        from thresher.engine.world.random_model import add_layers, initialise
+
+        if self.model is not None or self.add_layers is not None:
+            if self.model is None or self.add_layers is None:
+                raise UserError("init: --model FOLDER and --add-layers N belong together; give both")
+            given = ("tokenizer", "train_tokenizer", "set", "embedding_std", "zero_outputs")
+            if others := [f"--{name.replace('_', '-')}" for name in given if getattr(self, name)]:
+                raise UserError(
+                    f"init: {others[0]} is for a new model; leave it out, for --model FOLDER brings its own"
+                )
+            figures = add_layers(self.model, self.add_layers, self.out, seed=self.seed)
+            console.figures(f"model with more layers in {self.out}", figures)
+            return
+        figures = initialise(
+            str(self.config),
+            self.out,
+            tokenizer_path=self.tokenizer,
+            train_on=self.train_tokenizer,
+            vocab_size=self.vocab_size,
+            overrides=self.set,
+            seed=self.seed,
+            embedding_std=self.embedding_std,
+            zero_outputs=self.zero_outputs,
+        )
+        console.figures(f"model with random weights in {self.out}", figures)
+
+
+_FROM = "with --resume: go back to this step's checkpoint, and delete what came after it; 0: the beginning"
+
+
+class Sft(
+    OfRecipe,
+    help="supervised fine-tuning, of all weights or of adapters",
+    place=20,
+    example="thresher sft recipe.toml --out models/warm",
+):
+    out: Annotated[str, "model folder to write"]
+    resume: Annotated[bool, "go on from the unfinished run's last checkpoint"] = False
+    from_step: Annotated[Natural | None, "--resume-from", "STEP", _FROM] = None
+
+    def __call__(self) -> None:
+        from thresher.engine.parallel.ranks import joined
+
+        with joined() as ranks:
+            if ranks.several:
+                raise UserError(
+                    f"sft trains in one process, and torchrun has started {ranks.count}; leave torchrun out"
+                )
+        with flags.resumable(self.resume, self.from_step, sft_folder(self.out)):
+            run_sft(self.read_recipe(), Path(self.out), self.resume, self.from_step)
+
+
+def run_sft(recipe: "RunRecipe", out: Path, resume: bool = False, from_step: int | None = None) -> None:
+    """Fine-tune `model.path`, all of it or adapters; `out` becomes a model folder with its measurements beside."""
+    from thresher.engine.config.sections import SftSection
+    from thresher.engine.training.sft_data import say_unused
+    from thresher.engine.training.sft_run import check_out, load_fine_tuning
+
+    sft = recipe.need(SftSection)
+    check_out(out, resume)
+    tuning = load_fine_tuning(recipe)
+    console.announce(
+        f"sft: {len(tuning.trainer.training):,} transcripts to train on, {len(tuning.trainer.held_out):,} held out, "
+        f"{tuning.trained:,} parameters, at most {sft.steps} steps"
+    )
+    copying: list[float] = []  # as often as it was measured
+    with console.progress_line("sft", sft.steps) as line:
+
+        def watch(record: dict[str, Any]) -> None:
+            if "copying" in record:
+                copying.append(record["copying"])
+            text = f"loss {record['loss']:.3f}" + (f"  names copied right {copying[-1]:.0%}" if copying else "")
+            if line.done == 0:
+                line.from_before(record["step"] - 1)  # of a run that is resumed
+            line.to(record["step"], text)
+
+        figures = tuning.run(out, watch, resume, from_step)
+    console.figures(f"sft: model in {out}", figures)
+    say_unused(tuning.unused, tuning.questions, out / "unused.jsonl")
+    if not figures["passed"]:
+        console.console.print(
+            f"The gate was not reached: {figures['names copied right']:.0%} of the names were copied right, "
+            f"{sft.stop_at_copy_accuracy:.0%} wanted. The model is written all the same; GRPO may learn little from "
+            "it. Try more sft.steps or another run.seed."
+        )
+
+
+class Train(OfRecipe, help="GRPO", place=30, example="thresher train recipe.toml --out runs/first --set run.steps=50"):
+    out: Annotated[str, "run folder to write"]
+    resume: Annotated[bool, "go on from the run folder's last checkpoint"] = False
+    from_step: Annotated[Natural | None, "--resume-from", "STEP", _FROM] = None
+    allow_key: flags.AllowKey = []
+
+    def __call__(self) -> None:
+        from thresher.engine.parallel.ranks import joined
+
+        with flags.resumable(self.resume, self.from_step, Path(self.out)), joined() as ranks:
+            self._train(ranks)
+
+    def _train(self, ranks: "Ranks") -> None:
+        from thresher.engine.training.train import train
+
+        recipe = self.read_recipe()
+        greedy: list[float] = []
+        with console.progress_line("train", recipe.run.steps) as line:
+
+            def watch(progress: "Progress") -> None:
+                record = progress.record
+                if line.done == 0 and progress.step:
+                    line.from_before(progress.step - 1)  # of a run that is resumed
+                if "eval" in record:
+                    greedy.append(record["eval"]["em"])
+                    if progress.step == 0:
+                        line.to(0, f"before: EM {greedy[-1]:.3f} (greedy, {record['eval']['questions']} questions)")
+                    return
+                text = f"reward {record['reward']:.3f}  EM {record['em']:.3f}"
+                text += f"  greedy {greedy[-1]:.3f}" if greedy else ""
+                gap = f"log-prob gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "no update"
+                line.to(progress.step, f"{text}  {gap}")
+
+            summary = train(recipe, self.out, self.resume, watch, ranks, self.from_step, self.allow_key)
+        console.figures(f"train: run in {self.out}", summary)
+
+
+class TrainEncoder(
+    Command,
+    help="train an encoder to find the sentences that help, RECOMP's extractive compressor",
+    place=31,
+    example="thresher train-encoder --records contrasts.jsonl --model models/contriever --out models/recomp",
+):
+    records: Annotated[str, "JSONL that `thresher data sft --kind recomp` wrote"]
+    model: Annotated[str, "folder of the encoder to begin with, of the BERT family"]
+    out: Annotated[str, "folder to write, for `thresher extract --refiner recomp`"]
+    steps: Annotated[Natural, "of the optimiser; 0: three epochs"] = 0
+    lr: Annotated[Positive, "highest learning rate"] = 2e-5
+    batch: Annotated[Count, "questions a step"] = 64
+    seed: Annotated[Seed, "of what is held out, and of the records' order"] = 0
+    device: Annotated[flags.Device, "where it is trained"] = "cpu"
+
+    def __call__(self) -> None:
+        from thresher.engine.compressors.recomp_train import train_recomp
+
+        figures = train_recomp(
+            self.records,
+            self.model,
+            self.out,
+            steps=self.steps,
+            lr=self.lr,
+            batch=self.batch,
+            seed=self.seed,
+            device=self.device,
+        )
+        console.figures(f"an encoder in {self.out}", figures)
+
+
+class Plan(
+    Command,
+    help="the memory and the time of a training run, before anything is loaded",
+    place=25,
+    example="thresher plan --recipe recipes/eval_rar/qwen2.5-3b.toml --model models/Qwen2.5-3B-Instruct --chip H100",
+):
+    model: Annotated[str | None, "DIR|CONFIG", "model folder or config.json; default: the recipe's"] = None
+    recipe: Annotated[str, "TOML file"]
+    set: Overrides = []
+    device: ModelDevice = None
+    gpu_memory: Annotated[str | None, "SIZE", "such as 80GB; default: the chip's, or this machine's"] = None
+    gpus: Annotated[Count, "that share the weights; default: 1"] = 1
+    chip: Annotated[str | None, "such as H100: its memory, and its rates for the seconds of a step"] = None
+    measure: Annotated[bool, "this machine's rates, measured in a second"] = False
+
+    def __call__(self) -> None:
+        from thresher.engine.assemble import read_run_recipe
+        from thresher.engine.planning.plan import plan
+
+        recipe = read_run_recipe(self.recipe, flags.overrides(self.set, self.device))
+        config = _config(recipe.model.path if self.model is None else self.model)
+        rates, memory = self._rates(recipe), self._memory(recipe)
+        found = plan(config, recipe, self.gpus, memory, rates)
+        console.answer(found.to_dict())
+        _print_plan(found)
+
+    def _rates(self, recipe: "RunRecipe") -> "DeviceRates | None":
+        """Return the rates of the chip that was named, or this machine's."""
+        import torch
+
+        from thresher.engine.planning.time import CHIPS
+
+        if self.chip is not None:
+            if self.chip not in CHIPS:
+                raise UserError(f"--chip {self.chip}: expected one of {', '.join(CHIPS)}")
+            if self.measure:
+                raise UserError("--measure: expected either --chip or --measure, got both")
+            if recipe.model.device != "cuda":
+                raise UserError("--chip: expected a recipe with model.device = cuda; add --device cuda")
+            # A data sheet's rate is that of bfloat16's products.
+            return CHIPS[self.chip] if recipe.model.dtype == "bfloat16" else None
+        if not self.measure:
+            return None
+        from thresher.bench.harness import measure_rates
+
+        if recipe.model.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--measure: torch sees no CUDA device; name a chip, such as --chip H100")
+        return measure_rates(torch.device(recipe.model.device))
+
+    def _memory(self, recipe: "RunRecipe") -> int:
+        import torch
+
+        from thresher.common.machine import cpu_memory
+        from thresher.engine.planning.time import CHIPS
+        from thresher.retrieval.indexes.kinds import parse_memory
+
+        if self.gpu_memory is not None:
+            if not re.search(r"[A-Za-z]\s*$", self.gpu_memory):
+                raise UserError(f"--gpu-memory {self.gpu_memory}: expected a size with its unit, such as 80GB or 40GiB")
+            return parse_memory(self.gpu_memory)
+        if self.chip is not None:
+            return int(CHIPS[self.chip].memory)
+        if recipe.model.device == "cpu":
+            return cpu_memory()[0]
+        if not torch.cuda.is_available():
+            raise UserError("--gpu-memory: torch sees no CUDA device; expected a size such as 80GB, or --chip H100")
+        return int(torch.cuda.mem_get_info()[1])
+
+
+def _config(model: str) -> "ModelConfig":
+    """Read the configuration of a model folder, or a config.json. No weights are looked at."""
+    from thresher.common.files import read_json_object
+    from thresher.policy.config import config_from_dict, read_config
+
+    path = Path(model)
+    return config_from_dict(read_json_object(path), str(path)) if path.is_file() else read_config(path)
+
+
+def _print_plan(found: "MemoryPlan") -> None:
+    from rich import box
+    from rich.table import Table
+
+    from thresher.engine.planning.plan import GB
+
+    of = "" if found.gpus == 1 else f", on each of {found.gpus} GPUs"
+    title = f"GB by part and phase{of}; the peak is in: {found.peak}"
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(["part", *found.phases]):
+        drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
+
+    def row(name: str, values: list[int]) -> None:
+        drawn.add_row(name, *(f"{value / GB:.1f}" if value else "" for value in values))
+
+    for name in (name for name in found.parts if any(parts[name] for parts in found.phases.values())):
+        row(name, [parts[name] for parts in found.phases.values()])
+    row("all", [sum(parts.values()) for parts in found.phases.values()])
+    console.draw(drawn)
+    for line in _lines(found):
+        flags.say(line)
+
+
+def _lines(found: "MemoryPlan") -> list[str]:
+    """Return what there is to say below the table."""
+    from thresher.engine.planning.plan import GB
+
+    assert found.memory_bytes is not None
+    verdict = "fits" if found.fits else "does not fit"
+    lines = [f"{found.total_bytes / GB:.1f} GB of {found.memory_bytes / GB:.1f}: it {verdict}"]
+    lines += found.advice
+    if found.largest:
+        bounds = {name: f" ({why})" for name, why in found.bounds.items()}
+        each = (f"{name} = {value:,}{bounds.get(name, '')}" for name, value in found.largest.items())
+        lines.append("largest that fit, each alone: " + ", ".join(each))
+    if found.host:
+        lines.append("in the machine's memory: " + ", ".join(f"{k} {v / GB:.1f} GB" for k, v in found.host.items()))
+    if found.checkpointed:
+        lines.append("activations are computed anew in the backward")
+    if found.gpus > 1:
+        lines.append("several GPUs: torchrun --nproc-per-node N (docs/scale.md), on which nothing was measured")
+    if found.seconds is not None:
+        rollout, update = found.seconds["rollout"], found.seconds["update"]
+        sent = "" if found.gpus == 1 else ", without what they send each other"
+        if found.links is not None:
+            sent = f", linked at {found.links / GB:.0f} GB/s a direction as in one machine"
+        lines.append(
+            f"predicted, with every trajectory at its limits: {found.seconds_per_step:.3g} s a step, "
+            f"rollout {rollout:.3g}, update {update:.3g}{sent}; nothing was run"
+        )
+    return lines
+
+
+_WHAT = OneOf(required=True)
+
+
+class Recipe(
+    Command,
+    help="the recipes that are there, one resolved or copied, or what a key means",
+    place=28,
+    example="thresher recipe --explain rollout.group_size",
+):
+    show: Annotated[str | None, _WHAT, "RECIPE", "print the recipe with --set, its system's preset and defaults"] = None
+    explain: Annotated[str | None, _WHAT, "KEY", "a key such as rollout.group_size or group_size, or a section"] = None
+    list: Annotated[bool, _WHAT, "the recipes that came with Thresher"] = False
+    new: Annotated[str | None, _WHAT, "RECIPE", "copy one of them to --out, comments included, to be changed"] = None
+    reference: Annotated[bool, _WHAT, "print docs/recipe.md: every key, as Markdown"] = False
+    out: Annotated[str | None, "FILE", "with --new: the file to write"] = None
+    set: Overrides = []
+    device: ModelDevice = None
+
+    def __call__(self) -> None:
+        from thresher.engine.config.recipe import load_recipe
+        from thresher.engine.config.reference import explain, keys_of, markdown
+        from thresher.engine.config.shipped import shipped_recipes
+        from thresher.engine.systems import NAMES, load_system
+
+        changes = flags.overrides(self.set, self.device)
+        if (self.out is None) != (self.new is None):
+            raise UserError("recipe: --new RECIPE and --out FILE go together; give both or neither")
+        if self.show is not None:
+            recipe = load_recipe(self.show, changes, preset=lambda name: load_system(name, {}).preset)
+            print(recipe.to_toml(), end="")
+            console.answer(recipe.to_dict())
+            return
+        if changes:
+            raise UserError("recipe: --set and --device are for --show RECIPE; leave them out")
+        if self.list:
+            title = "recipes that came with Thresher: each can be named wherever a recipe is asked for"
+            found = [(recipe.name, recipe.system, recipe.model, recipe.about) for recipe in shipped_recipes()]
+            console.table(title, ("recipe", "system", "model", "what it is"), found)
+            return
+        if self.new is not None and self.out is not None:
+            _copy(self.new, Path(self.out))
+            return
+        keys = keys_of({name: load_system(name, {}).preset for name in NAMES})
+        if self.reference:
+            print(markdown(keys), end="")
+        else:
+            keys = explain(keys, str(self.explain))
+            print("\n\n".join(map(_explained, keys)))
+        console.answer({"keys": [asdict(key) for key in keys]})
+
+
+def _copy(name: str, out: Path) -> None:
+    """Write the recipe `name` to a new file."""
+    from thresher.common.files import atomic_write_text
+    from thresher.engine.config.shipped import shipped_recipe
+
+    source = shipped_recipe(name)
+    if os.path.lexists(out):
+        raise UserError(f"--out {out}: exists already; choose another file, or remove it first")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(out, source.read_text(encoding="utf-8"))
+    console.console.print(
+        f"recipe: {name} is copied to {out}; thresher recipe --show {out} fills in what it leaves open"
+    )
+
+
+def _explained(key: "Key") -> str:
+    from thresher.engine.config.reference import by_value
+
+    lines = [key.dotted, f"  {key.meaning}", f"  default: {key.default}", f"  takes: {key.takes}"]
+    lines += [f"  preset {value}: {', '.join(systems)}" for value, systems in by_value(key).items()]
+    return "\n".join(lines)

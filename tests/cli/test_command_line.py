@@ -1,0 +1,353 @@
+"""The command line: a class is a command and its fields are flags; all of it is frozen; a mistake ends in one sentence.
+
+Every command and flag is listed in command_line.txt, with its kind and its default. A line is `COMMAND FLAG facts`, and
+COMMAND stands for what every command has; the facts that argparse takes for granted are left out. Whoever adds a flag
+adds its line, which the failing test spells out; a line that goes is a command somewhere that no longer runs.
+"""
+
+import argparse
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from thresher.cli import main as cli
+from thresher.cli.commands.looking import script
+from thresher.cli.flags import Count, Natural, fill
+from thresher.cli.parser import (
+    ANY_NUMBER,
+    POSITIONAL,
+    REPEATED,
+    Command,
+    Group,
+    OneOf,
+    Parser,
+    add_commands,
+    commands_of,
+)
+from thresher.common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+FROZEN = Path(__file__).with_name("command_line.txt")
+HEAVY = {"torch", "transformers", "trl", "datasets", "faiss", "tokenizers", "matplotlib", "bm25s", "aiohttp"}
+
+
+def leaves(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """(name, parser) of every command, in the order of --help."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not groups:
+        yield name, parser
+    for group in groups:
+        for word, sub in group.choices.items():
+            yield from leaves(sub, f"{name} {word}".strip())
+
+
+def groups(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:
+    return [(name, below) for name, below in commands_of(parser).items() if commands_of(below)]
+
+
+def spelled(action: argparse.Action) -> str:
+    """An argument in one line: its name, and what it takes."""
+    facts = [(action.option_strings or [action.dest])[0]]
+    if action.option_strings and facts[0] != f"--{action.dest.replace('_', '-')}":
+        facts.append(f"dest={action.dest}")
+    if action.required:
+        facts.append("required")
+    if isinstance(action, argparse._AppendAction):
+        facts.append("repeatable")
+    if action.nargs is not None:
+        facts.append("switch" if action.nargs == 0 else f"nargs={action.nargs}")
+    if action.choices is not None:
+        facts.append(f"choices={','.join(map(str, action.choices))}")
+    if action.default is not None and action.nargs != 0:
+        facts.append(f"default={action.default!r}")
+    return " ".join(facts)
+
+
+def command_line() -> list[str]:
+    found = {
+        name: [spelled(action) for action in parser._actions if action.dest != "help"]
+        for name, parser in leaves(cli.build_parser())
+    }
+    common = [line for line in found["train"] if all(line in lines for lines in found.values())]
+    own = [f"{name} {line}" for name, lines in found.items() for line in lines if line not in common]
+    return [*(f"COMMAND {line}" for line in common), *own]
+
+
+def test_the_command_line_is_frozen() -> None:
+    now, then = command_line(), FROZEN.read_text("utf-8").splitlines()
+    gone, new = [line for line in then if line not in now], [line for line in now if line not in then]
+    assert not gone, "gone, and somebody's script may hold it:\n" + "\n".join(gone)
+    assert not new, f"new, to be added to {FROZEN.name}:\n" + "\n".join(new)
+    assert now == then, "in another order than --help"
+
+
+def test_a_rename_and_a_new_default_are_seen() -> None:
+    parser = argparse.ArgumentParser()
+    actions = [
+        parser.add_argument("file"),
+        parser.add_argument("--in", dest="files", nargs="+", default=[]),
+        parser.add_argument("--k", type=int, default=3),
+        parser.add_argument("--set", action="append"),
+        parser.add_argument("--gpu", action="store_true"),
+        parser.add_argument("--device", choices=("cpu", "cuda"), required=True),
+    ]
+    assert [spelled(action) for action in actions] == [
+        "file required",
+        "--in dest=files nargs=+ default=[]",
+        "--k default=3",
+        "--set repeatable",
+        "--gpu switch",
+        "--device required choices=cpu,cuda",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["init", "--vocab-size", "many"], "--vocab-size: expected a whole number of at least 1, got many"),
+        (["init", "--vocab-size", "0"], "--vocab-size: expected a whole number of at least 1, got 0"),
+        (["data", "invent", "--forms", "-1"], "--forms: expected a whole number of at least 0, got -1"),
+        (["data", "invent", "--aware", "nan"], "--aware: expected a number from 0 to 1, got nan"),
+        (["bench", "loss", "--density", "101"], "--density: expected a whole number from 1 to 100, got 101"),
+        (["bench", "loss", "--budget", "-1"], "--budget: expected a number of at least 0, got -1"),
+        (["study", "kl", "--seeds", str(2**63)], "--seeds: expected a whole number from 0 to 2^63 - 1, got 9223"),
+        (["eval", "--temperature", "inf"], "--temperature: expected 0, or a number from 1e-30 to 1e30, got inf"),
+        (["serve-retriever", "--port", "65536"], "--port: expected a whole number from 0 to 65535, got 65536"),
+        (["serve-retriever", "--timeout", "0"], "--timeout: expected a number above 0, up to a million, got 0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_by_its_flag(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith(f"thresher: {message}") and said.count("\n") == 1
+
+
+def test_every_flag_says_what_it_means_and_its_default() -> None:
+    for name, parser in leaves(cli.build_parser()):
+        text = "".join(parser.format_help().split())
+        for action in parser._actions:
+            assert action.help, f"thresher {name}: {spelled(action)} has no help"
+            shown = " ".join(parser.formatter_class(prog="x")._expand_help(action).split())
+            assert "".join(shown.split()) in text
+            if action.option_strings and action.nargs != 0 and not action.required:
+                assert "default" in shown, f"thresher {name}: {spelled(action)}"
+
+
+def test_a_default_that_is_spelt_out_is_the_flags_own() -> None:
+    """ "default: 5" in a help text, written by hand, against what argparse takes."""
+    checked = 0
+    for name, parser in leaves(cli.build_parser()):
+        for action in parser._actions:
+            said = re.search(r"default:? ([\d,.]+\d|\d)(?=[;,) ]|$)", action.help or "")
+            if said and isinstance(action.default, int | float):
+                checked += 1
+                assert float(said[1].replace(",", "")) == action.default, f"thresher {name}: {spelled(action)}"
+    assert checked > 20
+
+
+def test_the_example_of_every_help_is_a_command() -> None:
+    parsers = [("", cli.build_parser()), *groups(cli.build_parser()), *leaves(cli.build_parser())]
+    for name, parser in parsers:
+        *_, head, example = parser.format_help().rstrip("\n").split("\n")
+        words = shlex.split(example)
+        assert head == "example:" and words[0] == "thresher" and " ".join(words[1:]).startswith(name)
+        assert cli.build_parser().parse_args(words[1:]).handler is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "expected one of init, sft, plan, "),
+        ("trian r.toml", "there is no command trian; did you mean train?"),
+        ("convert", "there is no command convert; did you mean data convert?"),
+        ("zzz", "there is no command zzz; expected one of init, sft, plan, "),
+        ("index", "index expects one of plan, build, hybrid, search, check; thresher index --help says what they do"),
+        ("index biuld", "there is no command index biuld; did you mean build?"),
+        ("train", "train needs recipe and --out; thresher train --help says what they are"),
+        ("train r.toml --otu x", "train has no --otu; did you mean --out?"),
+        ("train r.toml --res --out x", "train has no --res; did you mean --resume?"),  # abbreviations are none
+        ("train r.toml --otu=x", "train has no --otu; did you mean --out?"),
+        ("train r.toml --zzzzzzz", "train has no --zzzzzzz; expected one of --help, --set, "),
+        ("--jsn train", "thresher has no --jsn; "),
+        ("train r.toml --out x --device cdua", "--device: expected cpu or cuda, got cdua; did you mean cuda?"),
+        ("bench loss --device tpu2", "--device: expected cpu or cuda, got tpu2"),
+        ("init --seed x", "--seed: expected a whole number, got x"),
+        ("init --out", "--out: expected a value, got none"),
+        ("init --train-tokenizer --out x", "--train-tokenizer: expected a value, got none"),
+        ("eval --model m --best-of b --out o", "expected either --model or --best-of, got both"),
+        ("data convert --out x", "data convert needs one of --in, --mix"),
+        ("train r.toml --out o --resume=3", "--resume takes no value, got 3"),
+        ("compare a b c", "compare: expected nothing more, got c"),
+        (
+            "data sft --kind qaa --questions q --out o",
+            "--kind: expected direct or reasoning or qa or closed-book or filco or recomp or reason-extract or extract"
+            ", got qaa",
+        ),
+    ],
+)
+def test_a_mistake(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"thresher: {sentence}") and said.err.count("\n") == 1
+
+
+def test_words_that_only_look_like_flags_are_values(capsys: pytest.CaptureFixture[str]) -> None:
+    options = cli.build_parser().parse_args(["generate", "--model", "m", "--prompt", "--what is this", "--stop", "-1"])
+    assert options.prompt == "--what is this" and options.stop == ["-1"]
+    assert cli.build_parser().parse_args(["data", "check", "--", "--file"]).file == "--file"
+
+
+def test_a_trace_is_for_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["data", "check", "absent.jsonl"]) == 2
+    brief = capsys.readouterr().err
+    assert cli.run(["data", "check", "absent.jsonl", "--verbose"]) == 2
+    long = capsys.readouterr().err
+    assert brief.count("\n") == 1 and long.startswith("Traceback") and long.endswith(brief)
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "thresher.bash"
+    path.write_text(script(cli.build_parser()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("tr", {"train", "train-encoder"}),
+        ("index bu", {"build"}),
+        ("index build --corp", {"--corpus"}),
+        ("train r.toml --out runs/index --res", {"--resume", "--resume-from"}),  # a value is no command
+        ("train r.toml --device c", {"cpu", "cuda"}),
+        ("train recipes/", set()),  # files are the shell's
+    ],
+)
+def test_bash_completes(completion: Path, typed: str, expected: set[str]) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    words = ["thresher", *typed.split(" ")]
+    asked = f'. "$0"; COMP_WORDS=("$@"); COMP_CWORD={len(words) - 1}; _thresher; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run([bash, "-uc", asked, str(completion), *words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert set(done.stdout.split()) == expected
+
+
+def test_the_command_prints_it(completion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["completion", "bash"]) == 0
+    assert capsys.readouterr().out == completion.read_text()
+
+
+TOYS = Group("group", "a group", 15, "toy group inner", "ACTION")
+
+
+class _Shared(Command):
+    name: Annotated[str, "whom to greet"] = "you"
+
+
+class SayHello(_Shared, help="say hello", place=20, example="toy say-hello"):
+    _which = OneOf(required=True)
+
+    words: Annotated[list[str], POSITIONAL, ANY_NUMBER, "said behind it"]
+    often: Annotated[Count | None, _which, "N", "times"] = None
+    at_all: Annotated[bool, _which, "--silent", "do not"] = True
+    tone: Annotated[Literal["low", "high"] | None, "of the voice"] = None
+    to: Annotated[list[Natural], REPEATED, "N", "numbers"] = []  # noqa: RUF012
+
+    def __call__(self) -> None:
+        print(f"hello {self.name} {self.words} {self.often} {self.at_all} {self.tone} {self.to}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greeting:
+    name: str
+    often: int | None
+    tone: str
+    place: int = 7  # no flag
+
+
+class First(Command, help="the first", place=3, example="toy first"):
+    pass
+
+
+class Inner(_Shared, group=TOYS, help="in a group", place=1, example="toy group inner"):
+    file: Annotated[str | None, POSITIONAL, "what to read"] = None
+
+    def __call__(self) -> None:
+        print(f"inner {self.name} {self.file}")
+
+
+def test_a_class_is_a_command_and_its_fields_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="toy")
+    add_commands(parser, [SayHello, Inner, First], "COMMAND")
+    text = parser.format_help()
+    assert text.index("first") < text.index("group") < text.index("say-hello") and "COMMAND" in text
+
+    def play(words: str) -> str:
+        options = parser.parse_args(words.split())
+        options.handler(options)
+        return capsys.readouterr().out
+
+    assert play("say-hello --often 2") == "hello you [] 2 True None []\n"
+    assert play("say-hello a b --silent --name me --tone low --to 1 --to 0") == (
+        "hello me ['a', 'b'] None False low [1, 0]\n"
+    )
+    assert play("group inner --name x") == "inner x None\n" and play("group inner f") == "inner you f\n"
+    for words, sentence in {
+        "say-hello": "say-hello needs one of --often, --silent",
+        "say-hello --often 0": "--often: expected a whole number of at least 1, got 0",
+        "say-hello --silent --to -1": "--to: expected a whole number of at least 0, got -1",
+        "say-hello --silent --often 1": "expected either --silent or --often, got both",
+        "say-hello --silent --tone hihg": "--tone: expected low or high, got hihg; did you mean high?",
+    }.items():
+        with pytest.raises(UserError) as refused:
+            parser.parse_args(words.split())
+        assert str(refused.value) == sentence
+    assert SayHello.to == [], "a default is copied"
+    greeting = fill(Greeting, SayHello.of(parser.parse_args(["say-hello", "--often", "3"])), tone="high")
+    assert greeting == Greeting(name="you", often=3, tone="high")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`thresher --help` imports every command's file, and so none of them may import its work at the top."""
+    check = (
+        "import sys; from thresher.cli.main import build_parser; build_parser().format_help(); "
+        f"print(sorted({HEAVY!r} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", check], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == "[]\n"
+
+
+def test_the_package_is_the_command_line() -> None:
+    command = [sys.executable, "-P", "-m", "thresher.cli", "--help"]
+    found = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.startswith("usage: thresher ")
+
+
+def test_argparse_is_the_command_lines_alone() -> None:
+    paths = [
+        path
+        for room in ("kernels", "rewards", "policy", "retrieval", "engine", "bench", "recipes")
+        for path in sorted((ROOT / room).rglob("*.py"))
+    ]
+    nodes = ((path, node) for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    found = [
+        path
+        for path, node in nodes
+        if (isinstance(node, ast.Import) and "argparse" in [alias.name for alias in node.names])
+        or (isinstance(node, ast.ImportFrom) and node.module == "argparse")
+    ]
+    assert found == []
