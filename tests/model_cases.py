@@ -32,3 +32,16 @@ def make_config(**changes: Any) -> ModelConfig:
     }
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     return ModelConfig(**values)
+
+
+def stir(model: Any, seed: int = 3) -> Any:
+    """Make all parameters random, and return the model: biases and norms that a fresh one has would hide a mistake with
+    them. A matrix is drawn by its inputs, so that logits are of order 1 at every width."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * noise) if parameter.dim() == 1 else parameter.copy_(noise / parameter.shape[1] ** 0.5)
+    return model

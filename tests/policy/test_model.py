@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import make_config
+from model_cases import make_config, stir
 
 from thresher.common.errors import UserError
 from thresher.kernels.attention.varlen import Varlen
@@ -51,16 +51,7 @@ def config_of(shape: tuple[int, int, int, int, int, bool, float], **changes: Any
 
 
 def random_policy(config: ModelConfig, seed: int = 0) -> Policy:
-    """Biases and norms are random, too: those that `init_policy` gives would hide a mistake with them."""
-    policy = init_policy(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * noise)
-            else:
-                parameter.copy_(noise * config.hidden_size**-0.5)
+    policy: Policy = stir(init_policy(config, seed), seed)
     return policy
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from model_cases import stir
 
 from thresher.engine.decoding.generator import GenerateRequest, Generator
+from thresher.policy.families import FAMILIES
 from thresher.policy.lora import FOLDER, adapters, add_lora
 from thresher.policy.model import Policy, hf_views, load_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
@@ -104,15 +106,6 @@ class Case:
     expected_TV: torch.Tensor
 
 
-@torch.no_grad()
-def stir(model: Any) -> None:
-    """Random biases and norms too; maps by their inputs, so that logits are of order 1 at every width."""
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.add_(0.3 * noise) if parameter.dim() == 1 else parameter.copy_(noise / parameter.shape[1] ** 0.5)
-
-
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     shape, folder = SHAPES[request.param], tmp_path_factory.mktemp(request.param)
@@ -137,7 +130,12 @@ def logits_of(folder: Path, ids: torch.Tensor = IDS) -> torch.Tensor:
     return logits
 
 
+def test_every_family_is_among_them() -> None:
+    assert {shape.model_type for shape in SHAPES.values()} == set(FAMILIES)
+
+
 def test_forward(case: Case) -> None:
+    assert type(case.theirs).__name__ == FAMILIES[case.shape.model_type].architecture
     config = case.policy.config
     assert config.eos_token_ids == (256, 258) and config.head_dim == case.shape.head_dim // WIDTH
     assert (case.policy.untied_head_VH is None) == case.shape.tied
