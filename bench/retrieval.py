@@ -20,7 +20,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,16 +67,7 @@ Search = Callable[[Vectors, int], Rows]
 # peers and the exact answer
 
 
-@dataclass(frozen=True, slots=True)
-class Searcher:
-    """A name, a version and the search."""
-
-    name: str
-    version: str
-    search: Search
-
-
-def exact_peers(vectors_ND: Vectors) -> list[Searcher]:
+def exact_peers(vectors_ND: Vectors) -> dict[str, Search]:
     """Return torch, numpy and FAISS over `vectors_ND`, float32, which none of them copies.
 
     Each gets queries [Q, D] and k and returns rows [Q, k], best first; all use the machine's threads (OMP_NUM_THREADS).
@@ -101,11 +92,7 @@ def exact_peers(vectors_ND: Vectors) -> list[Searcher]:
         found: Rows = faiss.knn(query_QD, vectors_ND, k, metric=faiss.METRIC_INNER_PRODUCT)[1]
         return found
 
-    return [
-        Searcher("torch", torch.__version__, by_torch),
-        Searcher("numpy", np.__version__, by_numpy),
-        Searcher("FAISS", faiss.__version__, by_faiss),
-    ]
+    return {"torch": by_torch, "numpy": by_numpy, "FAISS": by_faiss}
 
 
 def ours(top: Callable[[Vectors, int], list[Found]]) -> Search:
@@ -222,14 +209,14 @@ class Rotation:
         return self._search(self._query_QD[take], self._k)
 
 
-def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Sequence[Searcher], deadline: float) -> RecallCurve:
+def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Mapping[str, Search], deadline: float) -> RecallCurve:
     """Measure the curve of `search` over the queries of `truth`; `deadline` (time.monotonic) ends it early, with the
     batches done so far.
 
     All values take turns, batch of 64 by batch of 64, with the exact searches among them. The first batch goes up the
     scale and finds where to stop, at a recall of .99. Recall is counted over all batches.
     """
-    exact: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    exact: dict[str, list[float]] = {name: [] for name in peers}
     points: list[Point] = []
     done = 0
     for start in range(0, len(truth.query_QD), CURVE_BATCH):
@@ -237,8 +224,8 @@ def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Sequence[Searc
         if done and (time.monotonic() >= deadline or len(batch_QD) < CURVE_BATCH):
             break
         done += len(batch_QD)
-        for peer in peers:
-            exact[peer.name].append(_timed(peer.search, batch_QD, truth.k)[0])
+        for name, peer in peers.items():
+            exact[name].append(_timed(peer, batch_QD, truth.k)[0])
         if start:
             for point in points:
                 _measure(search, point, batch_QD, truth.k)
@@ -390,9 +377,9 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
     truth = ExactAnswers(made.question_QD, exact, min(K, rows))
     peers = exact_peers(vectors_ND)
     wrong = {
-        peer.name: reason
-        for peer in (Searcher(FLAT, "", ours(exact.top)), *peers)
-        if (reason := truth.wrong(peer.search, PROOF)) is not None
+        name: reason
+        for name, search in ({FLAT: ours(exact.top)} | peers).items()
+        if (reason := truth.wrong(search, PROOF)) is not None
     }
     if FLAT in wrong:
         run.keep({"shape": made.shape, "wrong": wrong})
@@ -400,7 +387,7 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
     common = {"shape": made.shape, "near": made.near().round(4).tolist(), "proved": PROOF, "wrong_peers": wrong}
     if made.made == "real":
         common["near_synthetic"] = synthetic_near(made).round(4).tolist()
-    peers = [peer for peer in peers if peer.name not in wrong]
+    peers = {name: search for name, search in peers.items() if name not in wrong}
     for kind in kinds:
         name = f"{kind.name} over {rows:,} x {dim} {made.made}"
         needed = estimate(kind, rows, dim)
@@ -422,7 +409,7 @@ def measure_kind(
     made: VectorSet,
     truth: ExactAnswers,
     exact: ExactRows,
-    peers: Sequence[Searcher],
+    peers: Mapping[str, Search],
     run: BenchRun,
     name: str,
 ) -> dict[str, Any] | None:
@@ -469,7 +456,7 @@ def _batches(
     structure_only: Search | None,
     question_QD: Vectors,
     k: int,
-    peers: Sequence[Searcher],
+    peers: Mapping[str, Search],
     run: BenchRun,
     name: str,
 ) -> dict[str, Any]:
@@ -480,11 +467,8 @@ def _batches(
         if time.monotonic() + 8 * before * FEWEST >= run.deadline:
             run.left_out[f"{name}, batches of {size}"] = OUT_OF_TIME
             continue
-        searches = (
-            {"ours": search}
-            | ({"alone": structure_only} if structure_only else {})
-            | {peer.name: peer.search for peer in peers}
-        )
+        alone = {} if structure_only is None else {"alone": structure_only}
+        searches = {"ours": search, **alone, **peers}
         calls = [Rotation(each, question_QD, size, k) for each in searches.values()]
         before = sum(1e-3 * times[0] + SETTLE_SECONDS for times in in_turn(calls, 1, CPU, settle))
         rounds = min(max(int(CELL_SECONDS / before), FEWEST), MOST)

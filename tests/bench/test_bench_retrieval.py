@@ -19,7 +19,6 @@ from thresher.bench.retrieval import (
     RecallCurve,
     RetrievalBench,
     Rotation,
-    Searcher,
     bare,
     exact_peers,
     failure,
@@ -29,16 +28,27 @@ from thresher.bench.retrieval import (
     run_retrieval_bench,
 )
 from thresher.bench.retrieval_build import RECORD, built
-from thresher.bench.retrieval_sets import PassageSource, VectorSet, real_set, synthetic_set
+from thresher.bench.retrieval_sets import (
+    CHUNK,
+    Law,
+    PassageSource,
+    SyntheticVectors,
+    VectorSet,
+    neighbours,
+    real_set,
+    synthetic_set,
+)
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch
 from thresher.retrieval.indexes.exact import ExactRows, Rows, RowScores
+from thresher.retrieval.indexes.faiss_library import faiss
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.structures import grow
 
 N, D = 1500, 24
+WIDTH = 96  # of synthetic vectors
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +71,11 @@ def truth(made: VectorSet) -> ExactAnswers:
 
 def test_peers_are_exact_and_who_is_not_is_found_out(made: VectorSet, truth: ExactAnswers) -> None:
     peers = exact_peers(made.vectors.open())
-    assert [peer.name for peer in peers] == ["torch", "numpy", "FAISS"]
-    for peer in peers:
-        assert truth.wrong(peer.search, 64) is None
-        assert (peer.search(made.question_QD[:5], 3) == peer.search(made.question_QD, 10)[:5, :3]).all()
-    exact = peers[0].search
+    assert list(peers) == ["torch", "numpy", "FAISS"]
+    for search in peers.values():
+        assert truth.wrong(search, 64) is None
+        assert (search(made.question_QD[:5], 3) == search(made.question_QD, 10)[:5, :3]).all()
+    exact = peers["torch"]
 
     def next_best(query_QD: Vectors, k: int) -> Rows:
         return exact(query_QD, k + 1)[:, 1:]
@@ -82,7 +92,7 @@ def test_peers_are_exact_and_who_is_not_is_found_out(made: VectorSet, truth: Exa
 
 
 def test_recall_counts_what_was_found(made: VectorSet, truth: ExactAnswers) -> None:
-    row_QK = exact_peers(made.vectors.open())[0].search(made.question_QD, 11)
+    row_QK = exact_peers(made.vectors.open())["torch"](made.question_QD, 11)
     assert truth.recall(row_QK[:, :10], 10) == truth.recall(row_QK[:, ::-1][:, 1:], 10) == 1
     assert truth.recall(row_QK[:, 1:], 1) == 0
     assert truth.recall(row_QK[:, 1:], 5) == pytest.approx(0.8)
@@ -95,7 +105,7 @@ def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, t
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)
     search = ApproximateSearch(kind.candidates(index), RowScores(made.vectors.take), N, 1, 4 if "PCA" in name else 1)
-    curve = follow(search, truth, exact_peers(made.vectors.open())[:1], math.inf)
+    curve = follow(search, truth, {"torch": exact_peers(made.vectors.open())["torch"]}, math.inf)
     chosen = curve.chosen()
     assert chosen is not None and chosen.recall["5"] >= 0.95 and all(len(point.ms) == 8 for point in curve.points)
     recalls = [point.recall["5"] for point in curve.points]
@@ -197,9 +207,11 @@ def test_a_flat_index_that_is_wrong_ends_with_status_1(
 def test_a_wrong_peer_is_named_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: VectorSet, truth: ExactAnswers
 ) -> None:
-    liar = Searcher("liar", "1", lambda query_QD, k: np.tile(np.arange(k), (len(query_QD), 1)))
-    assert "a score is off by" in str(truth.wrong(liar.search, 4))
-    monkeypatch.setattr(bench_module, "exact_peers", lambda vectors_ND: [liar, *exact_peers(vectors_ND)])
+    def liar(query_QD: Vectors, k: int) -> Rows:
+        return np.tile(np.arange(k), (len(query_QD), 1))
+
+    assert "a score is off by" in str(truth.wrong(liar, 4))
+    monkeypatch.setattr(bench_module, "exact_peers", lambda vectors_ND: {"liar": liar, **exact_peers(vectors_ND)})
     command = ["bench", "retrieval", "--sizes", "300", "--dim", "8", "--kinds", "hnsw", "--batches", "64"]
     assert run([*command, "--server", "0", "--out", str(tmp_path / "rows.jsonl")]) == 0
     for row in rows_of(tmp_path / "rows.jsonl"):
@@ -260,3 +272,50 @@ def test_the_server_is_started_asked_and_ended(tmp_path: Path, monkeypatch: pyte
     for figures, name in ((different, "different"), (repeated, "repeated")):
         assert figures["queries"] == name and figures["passages"] == 30 and figures["connections"] == 64
         assert figures["requests"] > 0 and figures["failed"] == 0
+
+
+# synthetic vectors: the same whatever else is drawn, and with neighbours as far away as real ones'
+
+
+def passages(rows: int, seed: int = 0) -> np.ndarray:
+    return np.concatenate(list(SyntheticVectors(WIDTH, seed=seed).passages(rows)))
+
+
+def test_a_passage_is_the_same_whatever_else_is_drawn() -> None:
+    many, few = passages(CHUNK + 50), passages(20)
+    assert many.shape == (CHUNK + 50, WIDTH) and many.dtype == np.float32
+    assert np.array_equal(many[:20], few) and not np.array_equal(few, passages(20, seed=1))
+    np.testing.assert_allclose(np.linalg.norm(many, axis=1), 1, atol=1e-5)
+
+
+def test_a_question_is_about_its_passage_and_is_not_a_copy() -> None:
+    world, rows = SyntheticVectors(WIDTH), CHUNK + 50
+    question_QD, gold_Q = world.questions(100, rows)
+    again_QD, again_Q = SyntheticVectors(WIDTH).questions(100, rows)
+    assert np.array_equal(question_QD, again_QD) and np.array_equal(gold_Q, again_Q)
+    assert question_QD.shape == (100, WIDTH) and gold_Q.max() < rows and gold_Q.max() >= CHUNK // 2
+    vectors_ND = passages(rows)
+    own_Q = (question_QD * vectors_ND[gold_Q]).sum(1)
+    others_Q = (question_QD @ vectors_ND.T).mean(1)
+    assert (own_Q > others_Q).mean() > 0.95 and np.median(own_Q) < 0.9
+    assert np.median(own_Q) > np.median(others_Q) + 0.3
+
+
+def test_the_spectrum_is_the_laws() -> None:
+    variance_D = Law().deviations(WIDTH) ** 2
+    assert variance_D.sum() == pytest.approx(1, abs=1e-5) and (np.diff(variance_D) < 0).all()
+    # Words and noise have one spectrum, so a sum of them has it too; frequent words leave some slack.
+    measured_D = passages(2 * CHUNK).var(axis=0)
+    assert np.abs(measured_D[8:] / measured_D[8:].sum() - variance_D[8:] / variance_D[8:].sum()).sum() < 0.1
+
+
+def test_neighbours_are_where_those_of_real_embeddings_are() -> None:
+    # The medians of all-MiniLM-L6-v2 over 2,000 Wikipedia passages, of the neighbours of rank 1, 5, 10 and 100.
+    vectors_ND = np.concatenate(list(SyntheticVectors(384).passages(2000)))
+    score_QF, _ = faiss.knn(vectors_ND[:300], vectors_ND, 101, metric=faiss.METRIC_INNER_PRODUCT)
+    np.testing.assert_allclose(
+        np.median(score_QF[:, [1, 5, 10, 100]], axis=0), [0.430, 0.346, 0.314, 0.197], atol=0.035
+    )
+    # And they come nearer as there are more, or an index over many would be measured on another task.
+    few = neighbours(vectors_ND[:50], vectors_ND[50:550], (5,))
+    assert few[0, 1] < neighbours(vectors_ND[:50], vectors_ND[50:], (5,))[0, 1] - 0.03

@@ -77,31 +77,34 @@ def test_the_command_line_offers_every_target_and_no_other(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "interpreted", "message"),
     [
-        (["--module", "no.such"], "--module no.such: there is no such module"),
-        (["--module", "thresher.kernels.none"], "--module thresher.kernels.none: there is no such module"),
-        (["--module", "json"], "--module json: expected a module with a function specialisations()"),
+        (["--module", "no.such"], None, "--module no.such: there is no such module"),
+        (["--module", "thresher.kernels.none"], None, "--module thresher.kernels.none: there is no such module"),
+        (["--module", "json"], None, "--module json: expected a module with a function specialisations()"),
+        (["--triton", "{folder}"], None, "--triton {folder}: expected a folder into which a wheel"),
+        (
+            [],
+            "1",
+            "TRITON_INTERPRET is 1, under which Triton interprets kernels and cannot compile them: "
+            "unset it and run again\n",
+        ),
     ],
 )
-def test_a_module_that_cannot_be_meant_is_refused(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_refuses(
+    arguments: list[str],
+    interpreted: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert cli.run(["bench", "compile", *arguments]) == 2
+    if interpreted is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert cli.run(["bench", "compile", *(word.format(folder=tmp_path) for word in arguments)]) == 2
     complaint = capsys.readouterr().err
-    assert complaint.startswith(f"thresher: {message}") and complaint.count("\n") == 1
-
-
-def test_under_the_interpreter_the_command_refuses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert cli.run(["bench", "compile"]) == 2
-    assert capsys.readouterr().err == (
-        "thresher: TRITON_INTERPRET is 1, under which Triton interprets kernels and cannot compile them: "
-        "unset it and run again\n"
-    )
+    assert complaint.startswith(f"thresher: {message.format(folder=tmp_path)}") and complaint.count("\n") == 1
 
 
 def test_without_triton_the_command_refuses(
@@ -136,13 +139,6 @@ def test_another_triton_is_found_by_its_folder(tmp_path: Path) -> None:
         *("thresher.cli", "bench", "compile", "--target", "sm_80", "--target", "sm_90"),
         *("--module", "toys", "--out", "rows.jsonl"),
     ]
-
-
-def test_a_folder_without_a_triton_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["bench", "compile", "--triton", str(tmp_path)]) == 2
-    complaint = capsys.readouterr().err
-    assert complaint.startswith(f"thresher: --triton {tmp_path}: expected a folder into which a wheel")
-    assert complaint.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -382,21 +378,16 @@ def test_a_fault_is_status_1_and_one_line(toys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_spill_is_counted(toys: Any) -> None:
-    for target in ("sm_80", "sm_90"):
-        for kernel in ("spilling", "spilling once"):
-            found = toys.rows[kernel, target]["figures"]
-            assert min(found["stack"], found["spill_stores"], found["spill_loads"]) > 0
-
-
-@pytest.mark.slow
-def test_a_spill_outside_of_loops_is_reported_and_no_fault(toys: Any) -> None:
-    for target in ("sm_80", "sm_90"):
-        row = toys.rows["spilling once", target]
-        code = row["code"]
-        assert row["faults"] == [] and code["loops"] == [] and code["epilogue"]["spill_stores"] > 0
-        looping = toys.rows["spilling", target]["code"]
-        assert looping["loop"]["spill_stores"] + looping["loop"]["spill_loads"] > 0 and len(looping["loops"]) == 1
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_spills_are_counted_and_those_outside_of_loops_are_no_fault(toys: Any, target: str) -> None:
+    for kernel in ("spilling", "spilling once"):
+        found = toys.rows[kernel, target]["figures"]
+        assert min(found["stack"], found["spill_stores"], found["spill_loads"]) > 0
+    row = toys.rows["spilling once", target]
+    code = row["code"]
+    assert row["faults"] == [] and code["loops"] == [] and code["epilogue"]["spill_stores"] > 0
+    looping = toys.rows["spilling", target]["code"]
+    assert looping["loop"]["spill_stores"] + looping["loop"]["spill_loads"] > 0 and len(looping["loops"]) == 1
 
 
 @pytest.mark.slow
@@ -487,25 +478,13 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return said(("-c", READ), tmp_path_factory.mktemp("cache"), Path(__file__).parent)
-
-
 @pytest.mark.slow
-def test_code_reads_as_it_does_by_itself(read: Any) -> None:
-    """Products in loops, spills, and neither; each with its own number of instructions."""
+def test_several_cubins_as_one_read_as_they_do_by_themselves(tmp_path: Path) -> None:
+    """Products in loops, spills, and neither; each with its own number of instructions. All for one GPU."""
+    read = said(("-c", READ), tmp_path, HERE)
     assert read["together"] == read["alone"]
     assert len(read["alone"]) == 6 == len(set(read["alone"]))
-
-
-@pytest.mark.slow
-def test_each_cubins_code_has_its_number(read: Any) -> None:
     assert read["names"] == [".text.0.double", ".text.1.multiply"] and read["same"]
-
-
-@pytest.mark.slow
-def test_code_for_two_gpus_does_not_go_into_one_file(read: Any) -> None:
     assert read["refused"] == "expected cubins for one GPU"
     with pytest.raises(ValueError, match="expected cubins for one GPU"):
         merged([])
