@@ -99,6 +99,51 @@ def save_xlm_roberta(folder: Path, kind: type[Any], **changes: Any) -> tuple[Pat
     return folder, model
 
 
+NLI = {0: "contradiction", 1: "entailment", 2: "neutral"}
+DEBERTA_PIECES = ["▁the", "▁city", "▁river", "▁mayor", "ing", "▁", *LETTERS]
+DEBERTA_SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
+DEBERTA_SIZES: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": len(DEBERTA_SPECIAL) + len(DEBERTA_PIECES) + 8,
+    "pad_token_id": 0,
+    "type_vocab_size": 0,
+    "relative_attention": True,
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_buckets": 8,  # far fewer than the 70 distances
+}
+
+
+def deberta(**changes: Any) -> Any:
+    config = transformers.DebertaV2Config(**DEBERTA_SIZES | {"id2label": NLI} | changes)
+    return random_model(transformers.DebertaV2ForSequenceClassification, config)
+
+
+def save_classifier(folder: Path, model: Any) -> Path:
+    """Weights, config and tokenizer, of which DeBERTa's is made of sentence pieces."""
+    if model.config.model_type != "deberta-v2":
+        return save_model(folder, model)
+    model.save_pretrained(folder)
+    pieces = [
+        *((token, 0.0) for token in DEBERTA_SPECIAL),
+        *((piece, -float(len(piece) < 3)) for piece in DEBERTA_PIECES),
+    ]
+    transformers.DebertaV2Tokenizer(vocab=pieces, unk_id=3).save_pretrained(folder)
+    return folder
+
+
+def edit(folder: Path, target: Path, **changes: Any) -> Path:
+    """A copy of the folder with another config.json; `...` removes a key."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    record = json.loads((folder / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps({key: value for key, value in record.items() if value is not ...}))
+    return target
+
+
 def write(path: Path, record: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))

@@ -1,4 +1,5 @@
-"""Learned encoders: vectors against `transformers`, promises about batches and length, fingerprints, save and load."""
+"""Learned encoders: vectors against `transformers`, promises about batches and length, fingerprints, save and load;
+what a model's folder is taken for, and what is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from batch_invariance import needs_invariant_rows, weight_shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thresher.retrieval.encoders.learned import EncoderSettings, LearnedEncoder, batches, load_encoder
+from thresher.retrieval.encoders.learned import EncoderSettings, LearnedEncoder, batches, load_encoder, read_settings
 from thresher.retrieval.encoders.tokenizer import CHARACTERS_PER_TOKEN, load_wordpiece
 from thresher.retrieval.encoders.transformer import LENGTH_STEP, load_bert
 
@@ -312,3 +313,306 @@ def test_fingerprint(copy: Callable[[str], Path]) -> None:
     (folder / "model.safetensors").write_bytes(data)
     changed.append(fingerprint(folder))
     assert len({first, *changed}) == 9
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_lower_case": True},
+        {"do_lower_case": False},
+        {"do_lower_case": True, "strip_accents": False},
+        {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
+    ],
+)
+def test_a_vocabulary_without_tokenizer_json(settings: dict[str, Any], tmp_path: Path) -> None:
+    folders.save_tokenizer(tmp_path, **settings)
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)(folders.TEXTS)["input_ids"]
+    assert load_wordpiece(tmp_path, len(folders.VOCABULARY), 1000).encode(folders.TEXTS) == (expected, 0)
+    (tmp_path / "tokenizer.json").unlink()
+    folders.write(tmp_path / "tokenizer_config.json", settings)
+    (tmp_path / "vocab.txt").write_text("\n".join(folders.VOCABULARY) + "\n", "utf-8")
+    assert load_wordpiece(tmp_path, len(folders.VOCABULARY), 1000).encode(folders.TEXTS) == (expected, 0)
+
+
+def test_padding_and_truncation_in_the_file_are_switched_off(copy: Callable[[str], Path]) -> None:
+    folder = copy("model")
+    record = json.loads((folder / "tokenizer.json").read_text())
+    record["padding"] = {
+        "strategy": {"Fixed": 12},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "[PAD]",
+    }
+    record["truncation"] = {"direction": "Right", "max_length": 12, "strategy": "LongestFirst", "stride": 0}
+    folders.write(folder / "tokenizer.json", record)
+    (short, long), cut = load_wordpiece(folder, len(folders.VOCABULARY), 20).encode(["the", "the " * 15])
+    assert (len(short), len(long), cut) == (3, 17, 0)
+
+
+# What a folder says
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected", "why"),
+    [
+        ({"pooling": {"pooling_mode_cls_token": True}}, {"pooling": "cls", "normalize": False}, "no Normalize"),
+        ({"pooling": {"pooling_mode": "mean"}, "top": {"similarity_fn_name": "cosine"}}, {"normalize": True}, "cosine"),
+        ({"top": {"similarity_fn_name": "dot"}}, {"normalize": False}, "no Normalize"),
+        (
+            {"top": {"prompts": {"query": "q: ", "document": "d: "}}},
+            {"query_prefix": "q: ", "passage_prefix": "d: "},
+            "no Normalize",
+        ),
+        ({"top": {"prompts": {"query": "", "document": ""}}}, {"query_prefix": ""}, "no Normalize"),
+        ({"sentence": {"max_seq_length": None}}, {"max_length": 70}, "no Normalize"),
+    ],
+)
+def test_layouts(copy: Callable[[str], Path], layout: dict[str, Any], expected: dict[str, Any], why: str) -> None:
+    settings, _ = read_settings(folders.lay_out(copy("any"), "Transformer", "Pooling", **layout), {})
+    assert {name: getattr(settings, name) for name in expected} == expected
+    assert why in settings.why["normalize"]
+
+
+def test_a_transformer_in_a_folder_of_its_own(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    copy("any").rename(tmp_path / "model")
+    top = tmp_path / "top"
+    folders.lay_out(top, "Transformer", "Pooling")
+    (tmp_path / "model").rename(top / "0_Transformer")
+    records = json.loads((top / "modules.json").read_text())
+    records[0]["path"] = "0_Transformer"
+    folders.write(top / "modules.json", records)
+    folders.write(top / "0_Transformer" / "sentence_bert_config.json", {"max_seq_length": 33})
+    settings, places = read_settings(top, {})
+    assert settings.max_length == 33 and places.query == places.passage == top / "0_Transformer"
+
+
+def test_what_is_given_wins(copy: Callable[[str], Path]) -> None:
+    folder = folders.lay_out(copy("e5-base"), "Transformer", "Pooling", "Normalize", sentence={"max_seq_length": 50})
+    given = {"pooling": "cls", "normalize": False, "query_prefix": "", "passage_prefix": None, "max_length": 20}
+    settings, _ = read_settings(folder, given)
+    assert settings.values() == given | {"passage_prefix": "passage: "}
+    assert settings.why["query_prefix"] == "given" and settings.why["passage_prefix"].startswith("E5")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("e5-base-v2", "E5"),
+        ("my-e5-large-tuned", "E5"),
+        ("bge-small-en-v1.5", "BGE (English)"),
+        ("bge-large-zh", "BGE (Chinese)"),
+        ("snapshots/0123abcd", "E5"),  # of models--intfloat--e5-small, see below
+        ("multilingual-e5-large-instruct", None),
+        ("bge-m3", None),
+        ("safe5-base", None),
+        ("contriever-msmarco", "Contriever"),
+        ("nq_extractive_compressor", "Contriever"),
+        ("contrievers", None),
+        ("bert-base-uncased", None),
+    ],
+)
+def test_families_by_the_folders_name(plain: Path, tmp_path: Path, name: str, family: str | None) -> None:
+    folder = tmp_path / "models--intfloat--e5-small" / name
+    shutil.copytree(plain, folder)
+    if family is None:
+        assert "no file says how its vectors are made (pooling is unknown)" in folders.refusal(
+            lambda: read_settings(folder, {})
+        )
+    else:
+        assert read_settings(folder, {})[0].why["pooling"].startswith(family)
+
+
+def test_families_by_a_file(copy: Callable[[str], Path]) -> None:
+    folder = copy("any")
+    record = json.loads((folder / "config.json").read_text())
+    folders.write(folder / "config.json", record | {"_name_or_path": "BAAI/bge-base-en/"})
+    assert read_settings(folder, {})[0].why["pooling"] == "BGE (English), by _name_or_path in config.json"
+    folders.write(folder / "config.json", record)
+    (folder / "README.md").write_text(
+        "---\ntags:\n- mteb\nmodel-index:\n- name: e5-small-v2\n  results:\n---\n# Text\n"
+    )
+    assert read_settings(folder, {})[0].why["pooling"] == "E5, by README.md"
+
+
+@pytest.mark.parametrize(("name", "length", "prefix"), [("all-MiniLM-L6-v2", 256, ""), ("e5-base-v2", 512, "query: ")])
+def test_published_configs(shared_data: Path, name: str, length: int, prefix: str) -> None:
+    settings, _ = read_settings(shared_data / "encoders" / name, {})
+    assert (settings.pooling, settings.normalize, settings.max_length) == ("mean", True, length)
+    assert settings.query_prefix == prefix
+
+
+def test_published_tokenizer_and_its_vocabulary_agree(shared_data: Path, tmp_path: Path) -> None:
+    source = shared_data / "encoders" / "e5-base-v2"
+    expected = load_wordpiece(source, 30522, 512).encode(folders.TEXTS)
+    assert expected[0][1] == [101, 1037, 102]
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path / name)
+    assert load_wordpiece(tmp_path, 30522, 512).encode(folders.TEXTS) == expected
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "no file says how its vectors are made (pooling is unknown); give pooling (mean or cls) and normalize"),
+        ({"pooling": "cls"}, "no file says how its vectors are made (normalize is unknown)"),
+        ({"pooling": "max", "normalize": True}, "pooling is 'max' (given), expected mean or cls"),
+        ({"pooling": "cls", "normalize": 1}, "normalize is 1 (given), expected true or false"),
+        ({"pooling": "cls", "normalize": True, "query_prefix": 3}, "query_prefix is 3 (given), expected a string"),
+        ({"pooling": "cls", "normalize": True, "max_length": 71}, "max_length is 71 (given), expected 3 to 70 tokens"),
+        ({"pooling": "cls", "normalize": True, "max_length": 2}, "max_length is 2 (given), expected 3 to 70 tokens"),
+        ({"pooling": "cls", "normalize": True, "batch_tokens": 0}, "batch_tokens is 0; expected at least 1"),
+        ({"device": "tpu"}, "device is 'tpu'; expected cpu, cuda or cuda:N"),
+        ({"device": "meta"}, "device is 'meta'; expected cpu, cuda or cuda:N"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', but torch sees"),
+    ],
+)
+def test_settings_that_are_refused(plain: Path, given: dict[str, Any], said: str) -> None:
+    assert said in folders.refusal(lambda: load_encoder(plain, **given))
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"pooling": {"pooling_mode_max_tokens": True}}, "the pooling is max_tokens, expected mean or cls"),
+        (
+            {"pooling": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
+            "the pooling is cls_token and mean_tokens, expected mean or cls",
+        ),
+        ({"pooling": {}}, "the pooling is None, expected mean or cls"),
+        ({"pooling": {"pooling_mode": "mean", "include_prompt": False}}, "include_prompt is false"),
+        (
+            {"pooling": {"pooling_mode": "mean", "word_embedding_dimension": 64}},
+            "word_embedding_dimension is 64, but config.json says 32",
+        ),
+        ({"top": {"similarity_fn_name": "euclidean"}}, "similarity_fn_name is 'euclidean', expected cosine or dot"),
+        ({"sentence": {"do_lower_case": True}}, "do_lower_case is true"),
+        ({"sentence": {"max_seq_length": 512}}, "max_length is 512 (sentence_bert_config.json), expected 3 to 70"),
+        ({"sentence": {"max_seq_length": "all"}}, "max_length is 'all' (sentence_bert_config.json)"),
+    ],
+)
+def test_layouts_that_are_refused(copy: Callable[[str], Path], layout: dict[str, Any], said: str) -> None:
+    folder = folders.lay_out(copy("any"), "Transformer", "Pooling", **layout)
+    assert said in folders.refusal(lambda: load_encoder(folder))
+
+
+def test_modules_that_are_refused(copy: Callable[[str], Path]) -> None:
+    folder = folders.lay_out(copy("any"), "Transformer", "Pooling", "Dense")
+    assert "modules.json: the module Dense is not supported" in folders.refusal(lambda: load_encoder(folder))
+    for bad in ("{", '{"type": "a.Pooling"}', '[{"type": "a.Transformer"}]', "[1]"):
+        (folder / "modules.json").write_text(bad)
+        assert "modules.json: expected a JSON list" in folders.refusal(lambda: load_encoder(folder)), bad
+
+
+def spoil(name: str, content: bytes | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content)
+
+    return change
+
+
+def no_tokenizer(folder: Path) -> None:
+    for file in (*folder.glob("tokenizer*"), *folder.glob("vocab*")):
+        file.unlink()
+
+
+def vocabulary(text: str, config: dict[str, Any]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.txt").write_text(text)
+        folders.write(folder / "tokenizer_config.json", config)
+
+    return change
+
+
+def without_special_tokens(folder: Path) -> None:
+    record = json.loads((folder / "tokenizer.json").read_text())
+    folders.write(folder / "tokenizer.json", record | {"post_processor": None})
+
+
+LOWER = {"do_lower_case": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (spoil("config.json", None), "config.json: no such file"),
+        (spoil("config.json", b"{"), "config.json: line 1 is not valid JSON"),
+        (spoil("model.safetensors", None), "holds neither model.safetensors nor"),
+        (spoil("model.safetensors", b"\x10"), "truncated or not safetensors"),
+        (spoil("tokenizer.json", b"{}"), "tokenizer.json: not a tokenizers file"),
+        (no_tokenizer, "holds neither tokenizer.json nor vocab.txt"),
+        (without_special_tokens, "puts no token of its own before and after a text"),
+        (vocabulary("\n".join(folders.SPECIAL), {}), "do_lower_case is None, expected true or false"),
+        (vocabulary("\n".join(folders.SPECIAL[:3]), LOWER), "vocab.txt: lacks the token [SEP]"),
+        (
+            vocabulary("\n".join([*folders.VOCABULARY, "more"]), LOWER),
+            f"has {len(folders.VOCABULARY) + 1} tokens, but the model {len(folders.VOCABULARY)}",
+        ),
+    ],
+)
+def test_bad_folders(copy: Callable[[str], Path], change: Callable[[Path], None], said: str) -> None:
+    folder = copy("e5-base")
+    change(folder)
+    found = folders.refusal(lambda: load_encoder(folder))
+    assert said in found and str(folder) in found
+
+
+def test_damaged_numbers(copy: Callable[[str], Path]) -> None:
+    folder = copy("e5-base")
+    model = transformers.BertModel.from_pretrained(folder)
+    bias = model.encoder.layer[1].output.dense.bias
+    with torch.no_grad():
+        bias[3] = torch.nan
+    model.save_pretrained(folder)
+    assert "tensor encoder.layer.1.output.dense.bias holds numbers that are not finite" in folders.refusal(
+        lambda: load_encoder(folder)
+    )
+    with torch.no_grad():
+        model.encoder.layer[1].output.LayerNorm.weight.fill_(3e38)
+        bias[3] = 0.0
+    model.save_pretrained(folder)
+    assert "makes vectors that are not finite" in folders.refusal(
+        lambda: load_encoder(folder).encode_passages(folders.TEXTS)
+    )
+
+
+def test_a_vocabulary_much_smaller_than_the_model_is_anothers(tmp_path: Path) -> None:
+    size = len(folders.VOCABULARY)
+    folders.save_tokenizer(tmp_path)
+    load_wordpiece(tmp_path, size + 127, 20)
+    assert f"has {size} tokens, but the model {size + 128}" in folders.refusal(
+        lambda: load_wordpiece(tmp_path, size + 128, 20)
+    )
+
+
+def test_half_a_pair(tmp_path: Path) -> None:
+    folder = folders.dpr_pair(tmp_path / "dpr")
+    said = folders.refusal(lambda: load_encoder(folder / "ctx_encoder"))
+    assert "holds one half of DPR (DPRContextEncoder); put both halves into one folder" in said
+    (folder / "ctx_encoder").rename(folder / "spare")
+    assert "ctx_encoder: no such folder; DPR's encoders are a pair" in folders.refusal(lambda: load_encoder(folder))
+    shutil.copytree(folder / "question_encoder", folder / "ctx_encoder")
+    assert "holds a DPRQuestionEncoder, expected a DPRContextEncoder" in folders.refusal(lambda: load_encoder(folder))
+
+
+def test_halves_of_unlike_width(tmp_path: Path) -> None:
+    folder = folders.dpr_pair(tmp_path / "dpr")
+    shutil.rmtree(folder / "ctx_encoder")
+    config = transformers.DPRConfig(**folders.SIZES | {"hidden_size": 16})
+    folders.save_model(folder / "ctx_encoder", folders.random_model(transformers.DPRContextEncoder, config))
+    assert "queries get 32 dimensions and passages 16" in folders.refusal(lambda: load_encoder(folder))
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    assert "no such folder; give the folder of an encoder" in folders.refusal(lambda: load_encoder(tmp_path / "none"))

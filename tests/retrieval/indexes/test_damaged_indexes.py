@@ -4,12 +4,13 @@ same hits, bit for bit; and what is found without hashes."""
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
+from full_disk import files_of_at_most
 from index_cases import DIM, Clustered, numbered
 
 from thresher.common import hashes as hashes_module
@@ -18,12 +19,14 @@ from thresher.common.hashes import Damaged, read_hashes
 from thresher.retrieval.building.build import BuildSettings, build_folder
 from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.indexes import load as dense_module
+from thresher.retrieval.indexes import structures
 from thresher.retrieval.indexes.bm25 import build_bm25
 from thresher.retrieval.indexes.hybrid import build_hybrid
 from thresher.retrieval.indexes.kinds import parse_kind
 from thresher.retrieval.indexes.load import load_retriever
 from thresher.retrieval.indexes.structures import _bounded_reading, _in_range, behind
 from thresher.retrieval.indexes.vector_file import VectorFile
+from thresher.retrieval.passages import Passage
 
 COUNT = 600
 KINDS = {
@@ -280,3 +283,27 @@ def test_rows_in_lists_that_are_none(world, root) -> None:
     faiss.write_index(index, str(path))
     with pytest.raises(UserError, match=r"index\.faiss: damaged, its numbers point beside its 600 vectors"):
         load_retriever(root / "ivf", world[0])
+
+
+# full disks: libraries that write an index; room that lacks for a file's last byte leaves nothing
+
+
+REPEATED = Corpus([Passage(str(n), "T", f"w{n % 2} w{n % 3} w{n % 5}") for n in range(400)])
+
+
+def graph(path: Path) -> None:
+    path.mkdir()
+    index = faiss.index_factory(8, "HNSW4")
+    index.add(np.random.default_rng(0).standard_normal((40, 8), np.float32))
+    structures.write(index, path / "faiss.index")
+
+
+@pytest.mark.parametrize("build", [lambda path: build_bm25(REPEATED, path), graph], ids=["BM25", "a graph"])
+def test_the_last_byte_of_a_file_is_missed(build: Callable[[Path], object], tmp_path: Path) -> None:
+    build(tmp_path / "whole")
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file()}
+    for name, size in sizes.items():
+        out = tmp_path / f"without-{name}"
+        with pytest.raises((OSError, UserError), match=str(out)), files_of_at_most(size - 1):
+            build(out)
+        assert not [path for path in out.rglob("*") if path.is_file()]

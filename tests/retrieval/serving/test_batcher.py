@@ -24,16 +24,25 @@ def searching(log: list[tuple[list[str], int]], gate: threading.Event) -> Callab
     return search
 
 
+Held = tuple[list[tuple[list[str], int]], threading.Event, Batcher, "Future[list[list[Hit]]]"]
+
+
+def held(max_batch: int, max_waiting: int, first: str = "first") -> Held:
+    """What is searched, what lets searches go on, and a batcher whose thread is at the first of them."""
+    log: list[tuple[list[str], int]] = []
+    gate = threading.Event()
+    batcher = Batcher(searching(log, gate), max_batch=max_batch, max_wait=0.0, max_waiting=max_waiting)
+    future = batcher.submit([first], 1, "z")
+    until(lambda: batcher.waiting == 0)  # the thread is at it, and the rest will wait
+    return log, gate, batcher, future
+
+
 def ids(future: "Future[list[list[Hit]]]") -> list[str]:
     return [hit.passage.id for hits in future.result(20) for hit in hits]
 
 
 def test_requests_that_wait_are_searched_together_in_their_order() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=100)
-    first = batcher.submit(["first"], 1, "z")
-    until(lambda: batcher.waiting == 0)  # the thread is at it, and the rest will wait
+    log, gate, batcher, first = held(4, 100)
     asked = [(["a"], 2), (["b", "c"], 2), (["d"], 3), (["e", "f"], 2), (["g"], 3), (["h"] * 9, 2)]
     futures = [batcher.submit(queries, k, client) for client, (queries, k) in enumerate(asked)]
     given_up = batcher.submit(["nobody waits for this"], 2, "y")
@@ -77,11 +86,7 @@ def test_who_asks_alone_does_not_wait() -> None:
 
 
 def test_only_the_guilty_request_fails() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    batcher = Batcher(searching(log, gate), max_batch=8, max_wait=0.0, max_waiting=4)
-    first = batcher.submit(["bad"], 1, "z")
-    until(lambda: batcher.waiting == 0)
+    _, gate, batcher, first = held(8, 4, "bad")
     futures = [batcher.submit([query], 1, query) for query in ("a", "bad", "b")]
     with pytest.raises(Full):
         batcher.submit(["c", "d"], 1, "c")
@@ -123,11 +128,7 @@ def test_who_asks_little_is_in_the_next_batch_whatever_others_ask() -> None:
 
 
 def test_many_short_requests_do_not_keep_a_long_one_waiting_for_ever() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=1000)
-    first = batcher.submit(["first"], 1, "z")
-    until(lambda: batcher.waiting == 0)
+    log, gate, batcher, first = held(4, 1000)
     long = batcher.submit(["long"] * 9, 1, "long")
     short = [batcher.submit([f"s{turn}"], 1, client) for turn in range(20) for client in range(4)]
     gate.set()
@@ -138,11 +139,7 @@ def test_many_short_requests_do_not_keep_a_long_one_waiting_for_ever() -> None:
 
 
 def test_a_full_queue_refuses_the_longest_and_not_the_shortest() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=20)
-    first = batcher.submit(["first"], 1, "z")
-    until(lambda: batcher.waiting == 0)
+    _, gate, batcher, first = held(4, 20)
     longs = [batcher.submit([name] * size, 1, name) for name, size in (("a", 12), ("b", 8))]
     lone = batcher.submit(["lone"], 1, "lone")
     assert isinstance(longs[0].exception(20), Full) and batcher.waiting == 9
@@ -154,11 +151,7 @@ def test_a_full_queue_refuses_the_longest_and_not_the_shortest() -> None:
 
 
 def test_thousands_that_gave_up_cost_the_next_one_nothing() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    batcher = Batcher(searching(log, gate), max_batch=4, max_wait=0.0, max_waiting=20_000)
-    first = batcher.submit(["first"], 1, "z")
-    until(lambda: batcher.waiting == 0)
+    log, gate, batcher, first = held(4, 20_000)
     gone = [batcher.submit(["gone"], 1, number) for number in range(5000)]
     assert all(future.cancel() for future in gone)
     started = time.process_time()

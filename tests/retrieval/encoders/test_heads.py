@@ -1,11 +1,13 @@
-"""Classifiers of pairs against `transformers` with random weights: logits, truncation, padding, labels and refusals.
+"""Classifiers of pairs and of tokens against `transformers` with random weights: logits, truncation, padding, labels,
+texts in stretches, and refusals.
 
-As in test_bert.py the folders are tiny, but made to discriminate: wide weights, no bias at 0 and no norm at 1.
+The folders are tiny, but made to discriminate: wide weights, no bias at 0 and no norm at 1.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,11 @@ import torch
 import transformers
 from batch_invariance import needs_invariant_rows, weight_shapes
 from safetensors.torch import load_file, save_file
-from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 from thresher.common.errors import UserError
-from thresher.retrieval.encoders.heads import Classifier, load_classifier
-from thresher.retrieval.encoders.transformer import buckets, load_bert, load_deberta, read_deberta_config
+from thresher.retrieval.encoders.heads import Classifier, TokenClassifier, load_classifier, load_token_classifier
+from thresher.retrieval.encoders.transformer import load_bert
 
-NLI = {0: "contradiction", 1: "entailment", 2: "neutral"}
 CLAIM = "The mayor was born."
 PAIRS = [
     ("The mayor of the city was born by the river.", CLAIM),
@@ -34,45 +34,16 @@ PAIRS = [
     ("x" * 150, "the mayor, the river: born 1994"),
     ("the passage\nof the city " * 2, "the mayor, the city, the river " * 2),
 ]
-PIECES = ["▁the", "▁city", "▁river", "▁mayor", "ing", "▁", *folders.LETTERS]
-SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
-DEBERTA_SIZES: dict[str, Any] = {
-    **folders.SIZES,
-    "vocab_size": len(SPECIAL) + len(PIECES) + 8,
-    "pad_token_id": 0,
-    "type_vocab_size": 0,
-    "relative_attention": True,
-    "pos_att_type": "p2c|c2p",
-    "position_biased_input": False,
-    "norm_rel_ebd": "layer_norm",
-    "share_att_key": True,
-    "position_buckets": 8,  # far fewer than the 70 distances
-}
 
 
 def bert(**changes: Any) -> Any:
-    config = folders.bert_config(**{"id2label": NLI} | changes)
+    config = folders.bert_config(**{"id2label": folders.NLI} | changes)
     return folders.random_model(transformers.BertForSequenceClassification, config)
 
 
 def distilbert(**changes: Any) -> Any:
-    config = transformers.DistilBertConfig(**folders.DISTILBERT_SIZES, id2label=NLI, **changes)
+    config = transformers.DistilBertConfig(**folders.DISTILBERT_SIZES, id2label=folders.NLI, **changes)
     return folders.random_model(transformers.DistilBertForSequenceClassification, config)
-
-
-def deberta(**changes: Any) -> Any:
-    config = transformers.DebertaV2Config(**DEBERTA_SIZES | {"id2label": NLI} | changes)
-    return folders.random_model(transformers.DebertaV2ForSequenceClassification, config)
-
-
-def save(folder: Path, model: Any) -> Path:
-    """Weights, config and tokenizer, of which DeBERTa's is made of sentence pieces."""
-    if model.config.model_type != "deberta-v2":
-        return folders.save_model(folder, model)
-    model.save_pretrained(folder)
-    pieces = [*((token, 0.0) for token in SPECIAL), *((piece, -float(len(piece) < 3)) for piece in PIECES)]
-    transformers.DebertaV2Tokenizer(vocab=pieces, unk_id=3).save_pretrained(folder)
-    return folder
 
 
 def theirs(folder: Path, model: Any, pairs: list[tuple[str, str]], max_tokens: int = 70) -> torch.Tensor:
@@ -94,19 +65,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bert": bert,
     "minilm-two-way": lambda: bert(id2label={0: "contradiction", 1: "entailment"}, hidden_act="gelu_new"),
     "distilbert": distilbert,
-    "deberta-v3": deberta,
-    "deberta-v2-convolution": lambda: deberta(conv_kernel_size=3, conv_act="gelu"),
-    "deberta-types-positions": lambda: deberta(
+    "deberta-v3": folders.deberta,
+    "deberta-v2-convolution": lambda: folders.deberta(conv_kernel_size=3, conv_act="gelu"),
+    "deberta-types-positions": lambda: folders.deberta(
         type_vocab_size=2, position_biased_input=True, share_att_key=False, position_buckets=-1, norm_rel_ebd="none"
     ),
-    "deberta-groups-wide": lambda: deberta(conv_kernel_size=5, conv_groups=4, max_relative_positions=40),
+    "deberta-groups-wide": lambda: folders.deberta(conv_kernel_size=5, conv_groups=4, max_relative_positions=40),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = MODELS[name]()
-    folder = save(tmp_path, model)
+    folder = folders.save_classifier(tmp_path, model)
     reference_NK, truth_NK = theirs(folder, model, PAIRS), theirs(folder, model.double(), PAIRS)
     classifier = load_classifier(folder)
     found_NK = classifier.logits(PAIRS)
@@ -119,7 +90,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("bert"), bert())
+    return folders.save_classifier(tmp_path_factory.mktemp("bert"), bert())
 
 
 @pytest.fixture
@@ -129,7 +100,7 @@ def classifier(folder: Path) -> Classifier:
 
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
 def test_a_pair_is_independent_of_batch_composition(name: str, tmp_path: Path) -> None:
-    save(tmp_path, MODELS[name]())
+    folders.save_classifier(tmp_path, MODELS[name]())
     heads = {tuple(tensor.shape) for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.dim() == 2}
     needs_invariant_rows(weight_shapes(load_bert(tmp_path)) | heads, most=2048)
     classifier = load_classifier(tmp_path)
@@ -145,7 +116,7 @@ def test_a_pair_is_independent_of_batch_composition(name: str, tmp_path: Path) -
 def test_the_batch_changes_a_debertas_pair_by_rounding_at_most(name: str, tmp_path: Path) -> None:
     """Alone it is as near to float64 as together (see above)."""
     model = MODELS[name]()
-    folder = save(tmp_path, model)
+    folder = folders.save_classifier(tmp_path, model)
     reference_NK, truth_NK = theirs(folder, model, PAIRS), theirs(folder, model.double(), PAIRS)
     classifier = load_classifier(folder)
     folders.check_near(torch.cat([classifier.logits([pair]) for pair in PAIRS]), reference_NK, truth_NK)
@@ -204,16 +175,6 @@ def test_a_claim_that_leaves_no_room_is_refused_not_cut(folder: Path) -> None:
 # labels
 
 
-def edit(folder: Path, target: Path, **changes: Any) -> Path:
-    """A copy of the folder with another config.json; `...` removes a key."""
-    target.mkdir()
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    record = json.loads((folder / "config.json").read_text()) | changes
-    (target / "config.json").write_text(json.dumps({key: value for key, value in record.items() if value is not ...}))
-    return target
-
-
 @pytest.mark.parametrize(
     ("names", "place"),
     [
@@ -224,7 +185,7 @@ def edit(folder: Path, target: Path, **changes: Any) -> Path:
     ],
 )
 def test_entailment_is_found_by_its_name(folder: Path, tmp_path: Path, names: list[str], place: int) -> None:
-    copy = edit(folder, tmp_path / "c", id2label={str(number): name for number, name in enumerate(names)})
+    copy = folders.edit(folder, tmp_path / "c", id2label={str(number): name for number, name in enumerate(names)})
     assert load_classifier(copy).entailment == place
 
 
@@ -233,11 +194,9 @@ def test_entailment_is_found_by_its_name(folder: Path, tmp_path: Path, names: li
 )
 def test_labels_that_cannot_be_told_must_be_given(folder: Path, tmp_path: Path, names: list[str] | None) -> None:
     named = ... if names is None else {str(number): name for number, name in enumerate(names)}
-    copy = edit(folder, tmp_path / "c", id2label=named)
-    with pytest.raises(UserError) as caught:
-        _ = load_classifier(copy).entailment
-    said = str(caught.value)
-    assert said.startswith(f"{copy}: which output is entailment cannot be read from the labels [") and "\n" not in said
+    copy = folders.edit(folder, tmp_path / "c", id2label=named)
+    said = folders.refusal(lambda: load_classifier(copy).entailment)
+    assert said.startswith(f"{copy}: which output is entailment cannot be read from the labels [")
     assert said.endswith('give labels, the names of its 3 outputs in the model\'s order, one of them "entailment"')
     assert load_classifier(copy, labels=["neutral", "contradiction", "entailment"]).entailment == 2
 
@@ -260,19 +219,16 @@ def test_labels_that_cannot_be_told_must_be_given(folder: Path, tmp_path: Path, 
 def test_what_is_refused(
     folder: Path, tmp_path: Path, changes: dict[str, Any], arguments: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        load_classifier(edit(folder, tmp_path / "c", **changes), **arguments)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    copy = folders.edit(folder, tmp_path / "c", **changes)
+    assert said in folders.refusal(lambda: load_classifier(copy, **arguments))
 
 
 def refused(folder: Path, said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_classifier(folder).logits([("a", "b")])
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert said in folders.refusal(lambda: load_classifier(folder).logits([("a", "b")]))
 
 
 def test_weights_without_a_head_or_with_a_damaged_one(folder: Path, tmp_path: Path) -> None:
-    copy = edit(folder, tmp_path / "c")
+    copy = folders.edit(folder, tmp_path / "c")
     file = copy / "model.safetensors"
     tensors = load_file(file)
 
@@ -294,7 +250,7 @@ def test_weights_without_a_head_or_with_a_damaged_one(folder: Path, tmp_path: Pa
 
 
 def test_tokenizers_that_do_not_do(folder: Path, tmp_path: Path) -> None:
-    copy = edit(folder, tmp_path / "c")
+    copy = folders.edit(folder, tmp_path / "c")
     record = json.loads((copy / "tokenizer.json").read_text()) | {"post_processor": None}
     (copy / "tokenizer.json").write_text(json.dumps(record))
     refused(copy, "tokenizer.json: puts no tokens of its own around two texts")
@@ -305,64 +261,114 @@ def test_tokenizers_that_do_not_do(folder: Path, tmp_path: Path) -> None:
     refused(copy, "its tokenizer is a sentencepiece file, which is not read; convert it once")
 
 
-# DeBERTa alone
+# Tokens
 
 
-@pytest.mark.parametrize(("span", "farthest"), [(256, 512), (8, 70), (16, 40), (512, 0)])
-def test_buckets_are_those_of_transformers(span: int, farthest: int) -> None:
-    length = 700  # beyond the farthest
-    place_T = torch.arange(length)
-    states = torch.empty(1, length, 1)
-    expected_TT = build_relative_position(states, states, span if farthest else -1, farthest or -1)[0]
-    found_TT = buckets(place_T[:, None] - place_T, span, farthest)
-    assert torch.equal(found_TT, (expected_TT + span).clamp(0, 2 * span - 1))
-    assert torch.equal(
-        (found_TT - span)[1:, 0].clamp(max=span - 1), -(found_TT - span)[0, 1:].clamp(min=1 - span)
-    )  # odd
+TOKEN_MODELS: dict[str, Callable[[], Any]] = {
+    "bert": lambda: folders.random_model(transformers.BertForTokenClassification, folders.bert_config(num_labels=2)),
+    "distilbert": lambda: folders.random_model(
+        transformers.DistilBertForTokenClassification,
+        transformers.DistilBertConfig(**folders.DISTILBERT_SIZES, num_labels=2),
+    ),
+}
 
 
-def test_deberta_in_float64_is_theirs_but_for_rounding(tmp_path: Path) -> None:
-    """Heads of 12, for their scale is a float32 square root, which of 3 * 12 is exact."""
-    model = deberta(conv_kernel_size=3, conv_act="gelu", hidden_size=48)
-    save(tmp_path, model)
-    generator = torch.Generator().manual_seed(1)
-    ids_BT = torch.randint(4, 40, (5, 48), generator=generator)
-    mask_BT = torch.arange(48) < torch.tensor([48, 33, 17, 2, 1])[:, None]
+def save_token_model(folder: Path, name: str) -> tuple[Path, Any]:
+    if name == "xlm-r":
+        return folders.save_xlm_roberta(folder, transformers.XLMRobertaForTokenClassification, num_labels=2)
+    return folders.save_model(folder, model := TOKEN_MODELS[name]()), model
+
+
+def their_words(folder: Path, model: Any, text: str) -> list[tuple[str, float]]:
+    """Words and means with transformers alone, of a text that fits, in the model's dtype."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(text, return_tensors="pt", return_offsets_mapping=True)
+    offsets = batch.pop("offset_mapping")[0].tolist()
+    batch.pop("token_type_ids", None)
     with torch.no_grad():
-        expected_BTH = model.double().deberta(ids_BT, mask_BT.long()).last_hidden_state
-    found_BTH = load_deberta(tmp_path, torch.float64)(ids_BT, mask_BT)
-    torch.testing.assert_close(found_BTH[mask_BT], expected_BTH[mask_BT], rtol=0, atol=1e-10)
+        keep = model(**batch).logits[0].softmax(-1)[:, 1].tolist()
+    found = []
+    for match in re.finditer(r"\S+", text):
+        values = [p for (a, b), p in zip(offsets, keep, strict=True) if match.start() < b <= match.end()]
+        found.append((match[0], sum(values) / len(values) if values else 0.0))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model_type": "deberta"}, "model_type is 'deberta', expected 'deberta-v2'"),
-        ({"relative_attention": False}, "relative_attention is False, expected True"),
-        ({"pos_att_type": ["c2p"]}, "pos_att_type is ['c2p'], expected 'p2c|c2p'"),
-        ({"pos_att_type": ...}, "pos_att_type is None"),
-        ({"embedding_size": 16}, "embedding_size is 16, expected 32"),
-        ({"attention_head_size": 16}, "attention_head_size is 16, expected 8"),
-        ({"num_attention_heads": 5}, "32 is not a multiple of the 5 attention heads"),
-        ({"position_buckets": "8"}, "position_buckets is '8', expected an integer from -1 to"),
-        ({"hidden_act": "swish"}, "hidden_act is 'swish', expected one of gelu"),
-        ({"layer_norm_eps": 0}, "layer_norm_eps is 0, expected a positive number"),
-    ],
-)
-def test_a_deberta_of_another_kind_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    save(tmp_path / "a", deberta())
-    with pytest.raises(UserError) as caught:
-        read_deberta_config(edit(tmp_path / "a", tmp_path / "b", **changes))
-    assert said in str(caught.value) and "config.json" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_deberta_whose_tensors_do_not_fit_its_config(tmp_path: Path) -> None:
-    save(tmp_path / "a", deberta())
-    refused(edit(tmp_path / "a", tmp_path / "b", position_buckets=9), "tensor deberta.encoder.rel_embeddings.weight")
-    refused(
-        edit(tmp_path / "a", tmp_path / "c", share_att_key=False),
-        "tensor deberta.encoder.layer.0.attention.self.pos_key_proj.weight is missing",
+@pytest.mark.parametrize("name", [*TOKEN_MODELS, "xlm-r"])
+def test_words_and_their_probabilities(name: str, tmp_path: Path) -> None:
+    """float64 is the truth, transformers in float32 the measure."""
+    folder, model = save_token_model(tmp_path, name)
+    texts = ["The mayor of the city, born  by the river.", "a", "Reiß das Étui, 東京! q??", "the: 1994"]
+    found = load_token_classifier(folder).words(texts)
+    other = [their_words(folder, model, text) for text in texts]
+    truth = [their_words(folder, model.double(), text) for text in texts]
+    assert [[word for word, _ in one] for one in found] == [[word for word, _ in one] for one in truth]
+    folders.check_near(
+        *(torch.tensor([p for one in x for _, p in one], dtype=torch.float64) for x in (found, other, truth))
     )
-    refused(edit(tmp_path / "a", tmp_path / "d", pooler_hidden_act="tanh"), "pooler_hidden_act is 'tanh'")
-    with pytest.raises(UserError, match="model_type is 'deberta-v2', expected one of bert"):
-        load_bert(tmp_path / "a")
+    assert found[0][4][0] == "city,"
+
+
+@pytest.fixture(scope="module")
+def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_token_model(tmp_path_factory.mktemp("models") / "tokens", "bert")[0]
+
+
+@pytest.fixture(scope="module")
+def tokens(token_folder: Path) -> TokenClassifier:
+    return load_token_classifier(token_folder)
+
+
+def test_a_long_text_is_read_in_stretches_that_end_where_words_do(tokens: TokenClassifier) -> None:
+    """68 tokens a stretch: 22 words of three tokens. Each stretch is as if it stood alone; a word that is longer than
+    one is cut, and its mean is over all of it."""
+    words = [f"{a}b{c}" for a in "xyzq" for c in "0123456789k"]
+    (found,) = tokens.words([" ".join(words)])
+    alone = tokens.words([" ".join(words[start : start + 22]) for start in range(0, len(words), 22)])
+    assert [word for word, _ in found] == words
+    torch.testing.assert_close(
+        [p for _, p in found], [p for one in alone for _, p in one], rtol=0, atol=1e-6, check_stride=False
+    )
+    (longest,) = tokens.words(["12" * 45 + " a"])
+    assert [word for word, _ in longest] == ["12" * 45, "a"]
+    first, second = tokens.words(["12" * 34, "12" * 11 + " a"])
+    # 90 tokens, 68 of them in the first stretch; the rest, with ##1 for its first token, is not the text "1212..".
+    assert first[0][1] != longest[0][1] != second[0][1]
+    assert 0 < longest[0][1] < 1  # bound: a probability
+
+
+def test_no_text_depends_on_those_beside_it_and_none_is_no_text(tokens: TokenClassifier) -> None:
+    texts = folders.TEXTS
+    together = tokens.words(texts)
+    assert together[2] == [] and tokens.words([]) == [] and tokens.words([" \n"]) == [[]]
+    for text, one in zip(texts, together, strict=True):
+        (alone,) = tokens.words([text])
+        assert [word for word, _ in alone] == [word for word, _ in one] == text.split()
+        torch.testing.assert_close([p for _, p in alone], [p for _, p in one], rtol=0, atol=1e-6)
+    assert tokens.words(["\ud800 a"])[0][1][0] == "a"
+    assert tokens.count_tokens(["the city", "", "zx"]) == [2, 0, 2]
+
+
+def no_tokens(folder: Path, said: str) -> None:
+    found = folders.refusal(lambda: load_token_classifier(folder).words(["a"]))
+    assert said in found and str(folder) in found
+
+
+def test_folders_that_classify_no_tokens_are_refused(token_folder: Path, tmp_path: Path) -> None:
+    no_tokens(folders.save_model(tmp_path / "bare"), "holds a BertModel, expected one ..ForTokenClassification")
+    pairs = folders.random_model(transformers.BertForSequenceClassification, folders.bert_config(num_labels=2))
+    no_tokens(folders.save_model(tmp_path / "pairs", pairs), "holds a BertForSequenceClassification")
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    del config["architectures"]
+    folders.write(tmp_path / "bare" / "config.json", config)
+    no_tokens(
+        tmp_path / "bare", "tensor classifier.weight is missing, so this is an encoder without a token classifier"
+    )
+    three = folders.random_model(transformers.BertForTokenClassification, folders.bert_config(num_labels=3))
+    no_tokens(folders.save_model(tmp_path / "three", three), "its classifier has 3 outputs, expected 2")
+    no_tokens(tmp_path / "nowhere", "config.json: no such file")
+    weights = load_file(token_folder / "model.safetensors")
+    weights["bert.encoder.layer.2.output.LayerNorm.weight"][:] = 3e38
+    broken = folders.save_model(tmp_path / "broken", TOKEN_MODELS["bert"]())
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    no_tokens(broken, "makes probabilities that are not finite; its weights are damaged")

@@ -1,11 +1,11 @@
-"""The BERT family against `transformers` with random weights, what padding and neighbours may change, and refusals.
+"""The BERT family and DeBERTa against `transformers` with random weights, what padding and neighbours may change, and
+refusals.
 
 The folders are tiny, but made to discriminate: three layers, wide weights, no bias at 0 and no norm at 1.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +17,18 @@ import torch
 import transformers
 from batch_invariance import needs_invariant_rows, weight_shapes
 from safetensors.torch import load_file, save_file
+from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
-from thresher.common.errors import UserError
-from thresher.retrieval.encoders.transformer import LENGTH_STEP, Bert, load_bert, read_bert_config
+from thresher.retrieval.encoders.heads import load_classifier
+from thresher.retrieval.encoders.transformer import (
+    LENGTH_STEP,
+    Bert,
+    buckets,
+    load_bert,
+    load_deberta,
+    read_bert_config,
+    read_deberta_config,
+)
 
 LENGTHS = [48, 33, 17, 2, 1]
 # How far two float32 forwards may be apart: 128 roundings, 2^-22 each, of the numbers up to 4 that a LayerNorm leaves.
@@ -74,12 +83,6 @@ def folder(tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    record = json.loads((folder / "config.json").read_text()) | changes
-    kept = {key: value for key, value in record.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(kept))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -224,15 +227,15 @@ def test_config_of_distilbert(shared_data: Path, tmp_path: Path) -> None:
         ({"vocab_size": 7}, "the config asks for [7, 32]"),
     ],
 )
-def test_a_config_of_another_kind_or_model_is_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
-    edit_config(folder, **changes)
-    refused(folder, said)
+def test_a_config_of_another_kind_or_model_is_refused(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    refused(folders.edit(folder, tmp_path / "changed", **changes), said)
 
 
 def refused(folder: Path, said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_bert(folder)
-    assert said in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    found = folders.refusal(lambda: load_bert(folder))
+    assert said in found and str(folder) in found
 
 
 def test_weights_that_do_not_fit_are_named(folder: Path) -> None:
@@ -266,3 +269,66 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(folder: Path) -> None:
 
 def test_no_config(tmp_path: Path) -> None:
     refused(tmp_path, "config.json: no such file")
+
+
+# DeBERTa
+
+
+@pytest.mark.parametrize(("span", "farthest"), [(256, 512), (8, 70), (16, 40), (512, 0)])
+def test_buckets_are_those_of_transformers(span: int, farthest: int) -> None:
+    length = 700  # beyond the farthest
+    place_T = torch.arange(length)
+    states = torch.empty(1, length, 1)
+    expected_TT = build_relative_position(states, states, span if farthest else -1, farthest or -1)[0]
+    found_TT = buckets(place_T[:, None] - place_T, span, farthest)
+    assert torch.equal(found_TT, (expected_TT + span).clamp(0, 2 * span - 1))
+    assert torch.equal(
+        (found_TT - span)[1:, 0].clamp(max=span - 1), -(found_TT - span)[0, 1:].clamp(min=1 - span)
+    )  # odd
+
+
+def test_deberta_in_float64_is_theirs_but_for_rounding(tmp_path: Path) -> None:
+    """Heads of 12, for their scale is a float32 square root, which of 3 * 12 is exact."""
+    model = folders.deberta(conv_kernel_size=3, conv_act="gelu", hidden_size=48)
+    folders.save_classifier(tmp_path, model)
+    generator = torch.Generator().manual_seed(1)
+    ids_BT = torch.randint(4, 40, (5, 48), generator=generator)
+    mask_BT = torch.arange(48) < torch.tensor([48, 33, 17, 2, 1])[:, None]
+    with torch.no_grad():
+        expected_BTH = model.double().deberta(ids_BT, mask_BT.long()).last_hidden_state
+    found_BTH = load_deberta(tmp_path, torch.float64)(ids_BT, mask_BT)
+    torch.testing.assert_close(found_BTH[mask_BT], expected_BTH[mask_BT], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "deberta"}, "model_type is 'deberta', expected 'deberta-v2'"),
+        ({"relative_attention": False}, "relative_attention is False, expected True"),
+        ({"pos_att_type": ["c2p"]}, "pos_att_type is ['c2p'], expected 'p2c|c2p'"),
+        ({"pos_att_type": ...}, "pos_att_type is None"),
+        ({"embedding_size": 16}, "embedding_size is 16, expected 32"),
+        ({"attention_head_size": 16}, "attention_head_size is 16, expected 8"),
+        ({"num_attention_heads": 5}, "32 is not a multiple of the 5 attention heads"),
+        ({"position_buckets": "8"}, "position_buckets is '8', expected an integer from -1 to"),
+        ({"hidden_act": "swish"}, "hidden_act is 'swish', expected one of gelu"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps is 0, expected a positive number"),
+    ],
+)
+def test_a_deberta_of_another_kind_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    folders.save_classifier(tmp_path / "a", folders.deberta())
+    found = folders.refusal(lambda: read_deberta_config(folders.edit(tmp_path / "a", tmp_path / "b", **changes)))
+    assert said in found and "config.json" in found
+
+
+def test_a_deberta_whose_tensors_do_not_fit_its_config(tmp_path: Path) -> None:
+    folders.save_classifier(tmp_path / "a", folders.deberta())
+    for changes, said in (
+        ({"position_buckets": 9}, "tensor deberta.encoder.rel_embeddings.weight"),
+        ({"share_att_key": False}, "tensor deberta.encoder.layer.0.attention.self.pos_key_proj.weight is missing"),
+        ({"pooler_hidden_act": "tanh"}, "pooler_hidden_act is 'tanh'"),
+    ):
+        copy = folders.edit(tmp_path / "a", tmp_path / next(iter(changes)), **changes)
+        assert said in folders.refusal(lambda copy=copy: load_classifier(copy))
+    said = folders.refusal(lambda: load_bert(tmp_path / "a"))
+    assert "model_type is 'deberta-v2', expected one of bert" in said
