@@ -1,4 +1,4 @@
-"""Calls that are made meanwhile, in the order in which they were asked for, by threads that nobody has to wait for."""
+"""Calls that run in daemon threads, in the order in which they were submitted."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,9 +10,11 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """`with Background() as background: future = background.submit(call)`; at most `threads` calls at a time. Who is
-    interrupted leaves at once: what is being called goes on alone, and what was yet to be called is not. A
-    ThreadPoolExecutor would be waited for, here and when the program ends."""
+    """`with Background() as background: future = background.submit(call)`; at most `threads` calls at a time.
+
+    An interrupt leaves the `with` at once: calls under way go on alone, and later ones are dropped. Python would wait
+    for a ThreadPoolExecutor, here and when the program ends.
+    """
 
     def __init__(self, threads: int = 1, name: str = "background") -> None:
         self._calls: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
@@ -29,7 +31,7 @@ class Background(Generic[T]):
             self._calls.put(None)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """What it returns, or raises, will be there."""
+        """Return the future of the call's result, or of what it raises."""
         future: Future[T] = Future()
         self._calls.put((future, call))
         if len(self._threads) < self._most:

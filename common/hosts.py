@@ -17,7 +17,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]{1,254}))(?::\d{1,5}
 
 
 def host_allowed(headers: Sequence[str], names: Collection[str] = ()) -> bool:
-    """Whether a request with these Host headers may be answered: it has exactly one, and that is an IP address,
+    """Return whether a request with these Host headers may be answered: it has exactly one, and that is an IP address,
     localhost, or one of `names`, with or without a port."""
     found = _HOST.fullmatch(headers[0]) if len(headers) == 1 else None
     if found is None:
@@ -27,8 +27,8 @@ def host_allowed(headers: Sequence[str], names: Collection[str] = ()) -> bool:
 
 
 def server_names(host: str, allowed: Collection[str] = ()) -> frozenset[str]:
-    """The names of a server that listens on `host`: that one, this machine's own, and those that the user `allowed`.
-    UserError for an allowed name that is no host name."""
+    """Return the names of a server that listens on `host`: that one, this machine's own, and those that the user
+    `allowed`. UserError for an allowed name that is no host name."""
     for name in allowed:
         if not _NAME.fullmatch(name):
             raise UserError(f"--allow-host {name!r}: expected a host name without a port, such as node17.example.org")

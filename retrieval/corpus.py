@@ -52,7 +52,7 @@ LEDGER_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What a cache folder says of itself, in `corpus.ledger.json`. It is written last and removed first, so that
+    """The record of a cache folder, in `corpus.ledger.json`. It is written last and removed first, so that
     the offsets beside a ledger are always its own.
 
     source_bytes, source_mtime_ns: of the file the pass was over. stored_bytes: of the file that the offsets are into,
@@ -72,11 +72,11 @@ class Ledger:
     sha256: str
 
     def write(self, cache: Path) -> None:
-        """Writes `corpus.ledger.json` into the folder `cache`."""
+        """Write `corpus.ledger.json` into the folder `cache`."""
         atomic_write_text(cache / LEDGER_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     def describes(self, path: Path, cache: Path, chunk_words: int, skip_empty: bool) -> bool:
-        """Whether file and options are still the same, and the cache's own files are whole."""
+        """Return whether file and options are still the same, and the cache's own files are whole."""
         if (self.chunk_words, self.skip_empty) != (chunk_words, skip_empty):
             return False
         if (self.source_bytes, self.source_mtime_ns) != stamp(os.stat(path)):
@@ -86,7 +86,7 @@ class Ledger:
 
 
 def read_ledger(cache: Path) -> Ledger | None:
-    """None where there is none that this version wrote: a cache can always be made again."""
+    """Return the ledger in `cache`, None where there is none that this version wrote: a cache can be made again."""
     try:
         record = json.loads((cache / LEDGER_FILE).read_bytes())
     except (OSError, ValueError):
@@ -99,7 +99,7 @@ def read_ledger(cache: Path) -> Ledger | None:
 
 
 def stamp(stat: os.stat_result) -> tuple[int, int]:
-    """Size and time of change: what tells a file from another of its name."""
+    """Return size and time of change, which tell a file from another of its name."""
     return stat.st_size, stat.st_mtime_ns
 
 
@@ -170,7 +170,7 @@ class Corpus(Sequence[Passage]):
 
 
 def read_corpus(path: str | Path, *, chunk_words: int = 0, skip_empty: bool = False) -> Corpus:
-    """Reads a corpus, in any format of `formats`, into memory.
+    """Read a corpus, in any format of `passages`, into memory.
 
     A missing id is the row number; a numeric one is spelled out. `chunk_words`, unless 0, cuts every text into
     passages of that many words, ids `ID#0` and on. `skip_empty` leaves out, and counts, records without text.
@@ -196,7 +196,7 @@ def open_corpus(
     skip_empty: bool | None = None,
     verify: bool = True,
 ) -> Corpus:
-    """Opens a corpus without reading it into memory; `read_corpus` otherwise, in content, hash, order and errors.
+    """Open a corpus without reading it into memory; `read_corpus` otherwise, in content, hash, order and errors.
 
     `cache` is a folder (made if absent) for what one pass over the file finds out: `corpus.offsets`,
     `corpus.ledger.json`, and for gzip, JSON lists and objects, and chunks a `corpus.copy.jsonl` that is read in the
@@ -233,14 +233,14 @@ def open_corpus(
 
 
 def embedded_text(passage: Passage, embed: str) -> str:
-    """What an encoder is given of `passage`: its text, or its title, a line feed and its text. `embed` is one
-    of EMBEDS; UserError otherwise."""
+    """Return what an encoder is given of `passage`: its text, or its title, a line feed and its text. `embed` is one of
+    EMBEDS; UserError otherwise."""
     check_embed(embed)
     return passage.text if embed == "text" or not passage.title else f"{passage.title}\n{passage.text}"
 
 
 def check_embed(embed: str) -> None:
-    """UserError unless `embed` is one of EMBEDS."""
+    """Raise UserError unless `embed` is one of EMBEDS."""
     if embed not in EMBEDS:
         raise UserError(f"embed is {embed!r}; expected one of {', '.join(EMBEDS)}")
 
@@ -321,8 +321,8 @@ def _write_cache(scan: _Scan, cache: Path) -> Ledger:
 
 
 def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
-    """UserError, naming both places, if an id occurs twice. Hashes that do are a suspicion (21 M ids give one by chance
-    in a hundred thousand corpora), which a second pass over the file confirms or clears."""
+    """Raise UserError, naming both places, if an id occurs twice. Hashes that do are a suspicion (21 M ids give one by
+    chance in a hundred thousand corpora), which a second pass over the file confirms or clears."""
     hashes = np.frombuffer(id_hashes, np.int64)
     hashes.sort()
     suspects = set(hashes[1:][hashes[1:] == hashes[:-1]][:MOST_SUSPECTS].tolist())
@@ -337,7 +337,7 @@ def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
 
 
 class _StoredCorpus(Corpus):
-    """What `open_corpus` returns: file and offsets are open, passages are read when asked for."""
+    """A corpus left on the disk: file and offsets are open, passages are read when asked for."""
 
     def __init__(self, path: Path, cache: Path, ledger: Ledger, fmt: Format, verify: bool) -> None:
         self.path = path
@@ -383,7 +383,7 @@ class _StoredCorpus(Corpus):
             yield from self._run(start, min(start + PASSAGES_AT_A_TIME, len(self)))
 
     def _run(self, first: int, end: int) -> Iterator[Passage]:
-        """The passages of rows `first` up to `end`, by one read."""
+        """Return the passages of rows `first` up to `end`, by one read."""
         if first >= end:
             return
         places = self._offsets[first : end + 1].tolist()

@@ -58,7 +58,7 @@ class EmptyPassage(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How records lie in a file. kind: lines, list, titles or tsv. seekable: one record can be read without those
+    """The layout of records in a file. kind: lines, list, titles or tsv. seekable: one record can be read without those
     before it. columns: of a TSV, in the file's order."""
 
     kind: str
@@ -70,7 +70,7 @@ LINES = Format(kind="lines", seekable=True)
 
 
 def detect_format(path: str | Path) -> Format:
-    """The format of the file `path`. UserError when it is absent, unreadable, or in none that is understood."""
+    """Return the format of the file `path`. UserError when it is absent, unreadable, or in none that is understood."""
     path = Path(path)
     head = read_head(path).removeprefix(BOM).lstrip()
     first = head.partition(b"\n")[0].rstrip()
@@ -95,7 +95,7 @@ def detect_format(path: str | Path) -> Format:
 
 
 def iter_located(path: str | Path, fmt: Format) -> Iterator[tuple[str, int, Record]]:
-    """Yields (where, start, record) for every record of `path`. `where` is what an error message should start with;
+    """Yield (where, start, record) for every record of `path`. `where` is what an error message should start with;
     `start` the byte at which the record begins, of use if the format is seekable. UserError for a malformed one."""
     path = Path(path)
     if fmt.kind == "lines":
@@ -109,7 +109,7 @@ def iter_located(path: str | Path, fmt: Format) -> Iterator[tuple[str, int, Reco
 
 
 def record_at(data: bytes, fmt: Format, where: str) -> Record:
-    """The first record in `data`, bytes that begin where a record of a seekable format does. UserError as
+    """Return the first record in `data`, bytes that begin where a record of a seekable format does. UserError as
     `iter_located`."""
     if fmt.kind == "lines":
         return as_object(parse_json(data.partition(b"\n")[0].rstrip(), where), where)
@@ -121,8 +121,8 @@ def record_at(data: bytes, fmt: Format, where: str) -> Record:
 
 
 def to_passage(record: Record, row: int, where: str) -> Passage:
-    """The passage that `record` describes; `row`, spelled out, is its id where it has none. UserError, starting with
-    `where`, for an absent or unusable field; EmptyPassage for a blank text."""
+    """Return the passage that `record` describes; `row`, spelled out, is its id where it has none. UserError, starting
+    with `where`, for an absent or unusable field; EmptyPassage for a blank text."""
     if "contents" in record:
         title, text = _split_contents(string_field(record, "contents", where, may_be_empty=True))
         empty = '"contents" is a title without text' if title else '"contents" is empty'
@@ -140,8 +140,8 @@ def to_passage(record: Record, row: int, where: str) -> Passage:
 
 
 def chunks(passage: Passage, words: int) -> Iterator[Passage]:
-    """Cuts the text at white space into passages of `words` words, the last of them shorter, with ids `ID#0`, `ID#1`
-    and on, and the title on each. Nothing is lost but the white space at the cuts."""
+    """Cut the text at white space into passages of `words` words, the last of them shorter, with ids `ID#0`, `ID#1` and
+    on, and the title on each. Nothing is lost but the white space at the cuts."""
     for number, match in enumerate(_chunk_pattern(words).finditer(passage.text)):
         yield Passage(f"{passage.id}#{number}", passage.title, match[0])
 
@@ -175,7 +175,7 @@ def _iter_titles(path: Path) -> Iterator[tuple[str, int, Record]]:
 
 
 def join_sentences(sentences: list[str]) -> str:
-    """HotpotQA's sentences bring the space before them along; those that do not are given one."""
+    """Join sentences to a text. HotpotQA's bring the space before them along; those that do not are given one."""
     text = ""
     for sentence in sentences:
         if text and sentence and not text[-1].isspace() and not sentence[0].isspace():
@@ -262,7 +262,7 @@ def _decode(data: bytes, where: str) -> str:
 
 
 def _is_passage(line: bytes) -> bool:
-    """Whether `line` is a whole JSON object with a passage's text in it: JSON lines under another name."""
+    """Return whether `line` is a whole JSON object with a passage's text in it: JSON lines under another name."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -271,8 +271,8 @@ def _is_passage(line: bytes) -> bool:
 
 
 def _split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of wiki-18's `contents`. The first line is the title, with or without its quotes; a
-    single line is all text, as files without titles have it."""
+    """Return title and text of wiki-18's `contents`. The first line is the title, with or without its quotes; a single
+    line is all text, as files without titles have it."""
     head, line_feed, text = contents.partition("\n")
     if not line_feed:
         return "", contents

@@ -59,7 +59,7 @@ class Query:
 
 
 def read_questions(path: str | Path, *, golds_needed: bool = True) -> list[Question]:
-    """Reads questions from JSONL (or a JSON list, `.json`), gzipped or not.
+    """Read questions from JSONL (or a JSON list, `.json`), gzipped or not.
 
     The id defaults to the row number, from 0; that of a passage to its place among its question's, from 1. UserError,
     naming file and line, for a malformed record, an empty question, an id seen before, a record without gold answers
@@ -70,14 +70,15 @@ def read_questions(path: str | Path, *, golds_needed: bool = True) -> list[Quest
 
 
 def iter_questions(path: str | Path, *, golds_needed: bool = True) -> Iterator[Question]:
-    """`read_questions`, one at a time; that a line is malformed shows when it is reached."""
+    """Yield the questions of `read_questions`; a malformed line is refused when it is reached."""
     for where, id_, record in _records(path):
         _refuse_original(record, where)
         yield to_question(record, id_, where, golds_needed=golds_needed)
 
 
 def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = True) -> Question:
-    """The question that a record of our own format describes. UserError, starting with `where`, as `read_questions`."""
+    """Return the question that a record of our own format describes. UserError, starting with `where`, as
+    `read_questions`."""
     metadata = record.get("metadata")
     extra = {
         key: value
@@ -96,8 +97,8 @@ def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = Tr
 
 
 def question_record(question: Question) -> Record:
-    """The record of our own format that `read_questions` turns into this very question; what is unknown or empty is
-    left out of it."""
+    """Return the record of our own format that `read_questions` turns into this very question; what is unknown or empty
+    is left out of it."""
     record: Record = {"id": question.id, "question": question.question, "golden_answers": list(question.golds)}
     if question.passages:
         record["passages"] = [passage_record(passage) for passage in question.passages]
@@ -109,12 +110,12 @@ def question_record(question: Question) -> Record:
 
 
 def passage_record(passage: Passage) -> Record:
-    """One line of a corpus, and one item of a question's "passages"."""
+    """Return one line of a corpus, and one item of a question's "passages"."""
     return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def read_queries(path: str | Path) -> list[Query]:
-    """Reads {"id", "question"} with optional "gold_titles" (a list of strings, also found under "metadata"); without
+    """Read {"id", "question"} with optional "gold_titles" (a list of strings, also found under "metadata"); without
     them, the titles of the gold passages. Gold answers are not needed. Files and errors as `read_questions`."""
     return [
         Query(id=id_, question=string_field(record, "question", where), gold_titles=_gold_titles(record, where))
@@ -132,7 +133,7 @@ def _gold_titles(record: Record, where: str) -> tuple[str, ...]:
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, str, Record]]:
-    """Where, id and content of every record, ids differing, at least one."""
+    """Yield place, id and content of every record, ids differing, at least one."""
     place_of: dict[str, str] = {}
     for row, (where, record) in enumerate(iter_records(path)):
         id_ = id_field(record, row, where)
@@ -145,7 +146,8 @@ def _records(path: str | Path) -> Iterator[tuple[str, str, Record]]:
 
 
 def _refuse_original(record: Record, where: str) -> None:
-    """UserError for HotpotQA, 2Wiki and MuSiQue as published: read as ours, their passages would be mere metadata."""
+    """Raise UserError for HotpotQA, 2Wiki and MuSiQue as published: read as ours, their passages would be mere
+    metadata."""
     if "passages" in record:
         return
     paragraphs = record.get("paragraphs")
@@ -177,7 +179,7 @@ def _golds(record: Record, where: str, needed: bool) -> tuple[str, ...]:
 
 
 def _passages(record: Record, where: str) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
-    """Passages and the numbers of those that are gold, None where neither indices nor flags say."""
+    """Return passages and the numbers of those that are gold, None where neither indices nor flags say."""
     given = record.get("passages", [])
     if not isinstance(given, list):
         raise UserError(f'{where}: "passages" should be a list of objects, found {json_kind(given)}; fix this record')

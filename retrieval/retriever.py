@@ -1,4 +1,4 @@
-"""What a search is, whoever answers it: an index in this process, several of them, or a server.
+"""Searches, answered by an index in this process, by several of them, or by a server.
 
 Everything that can be searched is a `Retriever`: one call for all queries that wait, hits best first, no query changing
 another's result. This class remembers what was asked before and asks for equal queries once; what remains is `_find`.
@@ -59,15 +59,15 @@ class Retriever(ABC):
 
     @abstractmethod
     def check_k(self, k: int) -> None:
-        """UserError unless `k` passages can be found; to be called when a run is configured, before it starts."""
+        """Raise UserError unless `k` passages can be found; to be called when a run is configured, before it starts."""
 
     @abstractmethod
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """`search` for queries that are not blank and differ from each other."""
+        """Return what `search` returns, for queries that are not blank and differ from each other."""
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """The `k` passages of highest score for each query, best first; fewer where fewer match, none for a blank
-        query. UserError as `check_k`."""
+        """Return the `k` passages of highest score for each query, best first; fewer where fewer match, none for a
+        blank query. UserError as `check_k`."""
         self.check_k(k)
         found: dict[str, list[Hit]] = {query: self._cache[query, k] for query in queries if (query, k) in self._cache}
         fresh = [query for query in dict.fromkeys(queries) if query not in found]
@@ -99,12 +99,12 @@ class LocalRetriever(Retriever):
         return len(self.corpus)
 
     def check_k(self, k: int) -> None:
-        """UserError unless `k` is from 1 to the number of passages."""
+        """Raise UserError unless `k` is from 1 to the number of passages."""
         check_positive(k, len(self))
 
 
 def check_positive(k: int, passages: int) -> None:
-    """UserError unless 1 <= k <= passages."""
+    """Raise UserError unless 1 <= k <= passages."""
     if k < 1:
         raise UserError(f"k is {k}; expected at least 1 passage per search")
     if k > passages:

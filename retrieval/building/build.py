@@ -85,7 +85,7 @@ class SampleTruth:
         self._kth = {k: [ranked[k - 1][1] for ranked in best] for k in self.ks}
 
     def recall(self, top: Top, k: int) -> float:
-        """The share of the exact top `k` that `top` finds, mean over the queries."""
+        """Return the share of the exact top `k` that `top` finds, mean over the queries."""
         good = 0
         for query_D, hits, kth in zip(self.query_QD, top(self.query_QD, k), self._kth[k], strict=True):
             rows = np.array([row for row, _ in hits], np.int64)
@@ -93,7 +93,8 @@ class SampleTruth:
         return good / (k * len(self.query_QD))
 
     def recalls(self, top: Top) -> dict[str, float]:
-        """Recall at every k, by name, with the number of queries and their searches a second in batches of 64."""
+        """Return the recall at every k, by name, with the number of queries and their searches a second in batches of
+        64."""
         figures = {f"recall_at_{k}": self.recall(top, k) for k in self.ks}
         started = time.perf_counter()
         for start in range(0, len(self.query_QD), BATCH):
@@ -103,8 +104,8 @@ class SampleTruth:
 
 
 def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile) -> Vectors:
-    """Vectors of at most 200 queries, float32 [Q, D]; the same for the same corpus and encoder. Where no run of words
-    gives a vector, the passages' own vectors."""
+    """Return vectors of at most 200 queries, float32 [Q, D]; the same for the same corpus and encoder. Where no run of
+    words gives a vector, the passages' own vectors."""
     rows = sample_rows(len(corpus), min(QUERIES, len(corpus)), SEED)
     draw = np.random.default_rng(SEED)
     texts = []
@@ -120,8 +121,8 @@ def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: Vector
 def tune(
     search: ApproximateSearch, truth: SampleTruth, wanted: float, factors: tuple[int, ...], on_stage: OnStage
 ) -> None:
-    """Sets `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least
-    `wanted` at every k; to the best one tried where none is."""
+    """Set `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least `wanted`
+    at every k; to the best one tried where none is."""
     best = (-1.0, search.value, search.factor)
     for factor in factors:
         before = -1.0
@@ -141,8 +142,8 @@ def tune(
 
 
 def values(least: int, most: int) -> Iterator[int]:
-    """From the least up to the most, as 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: steps of a third to a half, and `most`
-    itself."""
+    """Yield values from the least up to the most, as 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: steps of a third to a half, and
+    `most` itself."""
     value = least
     while value < most:
         yield value
@@ -158,7 +159,7 @@ KEEPS = (*KEPT_FILES, NOT_KEPT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSettings:
-    """What to build. `keep` is how an approximate index keeps the vectors for exact scores: float32, float16 or none;
+    """Settings of a build. `keep` is how an approximate index keeps the vectors for exact scores: float32, float16 or none;
     an exact kind keeps its own. `recall` is what its search parameters are chosen for. `reason` goes to the manifest.
 
     UserError for an unknown `keep` or `embed`, a `keep` for an exact kind, a recall outside (0, 1], and a graph that
@@ -185,14 +186,14 @@ class BuildSettings:
 
     @property
     def dtype(self) -> str:
-        """How the finished folder keeps the vectors."""
+        """The dtype in which the finished folder keeps the vectors, or none."""
         return self.kind.codes if self.kind.exact else self.keep
 
 
 def build_folder(
     corpus: Corpus, encoder: Encoder, folder: str | Path, settings: BuildSettings, on_stage: OnStage
 ) -> Manifest:
-    """Builds the index `folder`, or resumes it where `<folder>.building` was left, and returns its manifest.
+    """Build the index `folder`, or resume it where `<folder>.building` was left, and return its manifest.
 
     `on_stage` is called with what is being done, how far it is, and of how many. UserError when `folder` exists,
     another process is building it, what was begun there was over another corpus, encoder or text, or the disk is too
@@ -218,8 +219,7 @@ def build_index(
     embed: str = "text",
     on_progress: Callable[[int], None] | None = None,
 ) -> Index:
-    """Encodes every passage (its text, or title and text, see `embedded_text`) and writes an exact index into
-    `folder`.
+    """Encode every passage (its text, or title and text, see `embedded_text`) and write an exact index into `folder`.
 
     The folder appears when all is written, or not at all, and an interrupted build leaves nothing; for one that
     resumes, and for other kinds, see `build_folder`. A folder that exists is refused with a UserError.
@@ -239,12 +239,12 @@ def build_index(
 
 
 def work_folder(folder: Path) -> Path:
-    """Where an index that will be `folder` is built."""
+    """Return the folder in which the index `folder` is built."""
     return folder.with_name(folder.name + WORK_SUFFIX)
 
 
 def refuse_existing(folder: Path) -> None:
-    """UserError where something is called `folder` already."""
+    """Raise UserError where something is called `folder` already."""
     if os.path.lexists(folder):
         raise UserError(f"{folder}: exists already; choose another name or remove it first")
 
@@ -252,9 +252,8 @@ def refuse_existing(folder: Path) -> None:
 def fill_folder(
     work: Path, folder: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings, on_stage: OnStage
 ) -> Manifest:
-    """Does in `work` what is still to be done of an index that will lie at `folder`; the manifest comes last
-    but for the hashes of all files, and nothing but the finished index stays. Settings, callback and errors as
-    `build_folder`."""
+    """Finish in `work` an index that will lie at `folder`. The manifest comes last but for the hashes of all files, and
+    nothing but the finished index stays. Settings, callback and errors as `build_folder`."""
     _take_up(work, corpus, encoder, settings)
     if (work / MANIFEST).is_file():
         _tidy(work, settings)
@@ -294,7 +293,7 @@ def fill_folder(
 
 
 def _take_up(work: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings) -> None:
-    """Compares what `work` was begun for with what is wanted now, and clears away what is of no use any more."""
+    """Compare what `work` was begun for with what is wanted now, and remove files of no further use."""
     for torn in work.glob(".*.tmp"):
         torn.unlink()  # a file that a kill left on its way to its name
     path = work / RECORD_FILE
@@ -336,7 +335,8 @@ def _encode(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile, o
 
 
 def _keep(vectors: VectorFile, work: Path, dtype: str, on_stage: OnStage) -> VectorFile | None:
-    """The file that the finished index keeps, made from `vectors` where it is another one; None if none is kept."""
+    """Return the file that the finished index keeps, made from `vectors` where it is another one; None if none is
+    kept."""
     if dtype == NOT_KEPT:
         return None
     if dtype == "float32":
@@ -383,7 +383,7 @@ def _largest_norm(vectors: VectorFile) -> float:
 
 
 def _tidy(work: Path, settings: BuildSettings) -> None:
-    """Removes what the finished index does not need; the manifest is there already, so a kill here loses nothing."""
+    """Remove what the finished index does not need; the manifest is there already, so a kill here loses nothing."""
     for dtype, name in KEPT_FILES.items():
         if dtype != settings.dtype:
             VectorFile(work / name, 0, 1).remove()
@@ -392,7 +392,7 @@ def _tidy(work: Path, settings: BuildSettings) -> None:
 
 
 def _publish(work: Path, folder: Path) -> None:
-    """Gives the finished folder its name, all of it being on the disk."""
+    """Give the finished folder its name, all of it being on the disk."""
     for path in (*sorted(work.rglob("*")), work):
         _flush(path)
     os.rename(work, folder)
@@ -409,7 +409,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _locked(work: Path) -> Iterator[None]:
-    """Holds the lock of the folder `work`; it goes with the process, so a kill leaves none."""
+    """Hold the lock of the folder `work`; it goes with the process, so a kill leaves none."""
     descriptor = os.open(work, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -421,7 +421,7 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 def _check_disk(work: Path, settings: BuildSettings, passages: int, dim: int) -> None:
-    """UserError where what is still to be written will not fit."""
+    """Raise UserError where what is still to be written will not fit."""
     half = 2 * passages * dim if settings.dtype == "float16" else 0
     needed = estimate(settings.kind, passages, dim).disk_bytes + half
     needed = max(needed, 4 * passages * dim + half)

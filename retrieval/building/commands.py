@@ -53,7 +53,7 @@ def build(
     skip_empty: bool = False,
     on_stage: OnStage | None = None,
 ) -> dict[str, Any]:
-    """Reads a corpus, takes or fits the encoder, and writes the index folder `out`; run again after a kill, it resumes.
+    """Read a corpus, take or fit the encoder, and write the index folder `out`; run again after a kill, it resumes.
 
     encoder_name: "lexical" (of `dim` dimensions), "bm25" (with settings, see `parse_bm25`), or the folder of a trained
     encoder, to which `encoder_options` go as `load_encoder` has them. kind: as `kinds` has it; without it `memory`
@@ -104,7 +104,8 @@ def build(
 
 
 def _open(path: Path, out: Path, chunk_words: int, skip_empty: bool) -> Corpus:
-    """In memory if it is small and taken as it is, else left on the disk, its offsets in what will be `out`."""
+    """Return the corpus, in memory if it is small and taken as it is, else left on the disk, its offsets in what will
+    be `out`."""
     if chunk_words == 0 and not skip_empty and (not path.is_file() or path.stat().st_size <= READ_WHOLE_BYTES):
         return read_corpus(path)
     return open_corpus(path, work_folder(out), chunk_words=chunk_words, skip_empty=skip_empty)
@@ -149,7 +150,7 @@ def _settings(
 
 
 def _note(settings: BuildSettings, manifest: Manifest) -> str | None:
-    """What the figures mean where an approximate kind does not do what it is there for."""
+    """Return a sentence on figures of an approximate kind that disappoint, None if they do not."""
     if min(value for name, value in manifest.recall.items() if name.startswith("recall_at_")) < settings.recall:
         return (
             "less than wanted was found, at any nprobe or efSearch; take longer codes, keep the vectors, or take flat"
@@ -179,8 +180,8 @@ def search_file(
     gpu: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Searches every {"id", "question"} of `queries_path` and writes {"id", "hits": [{"id", "title",
-    "score"}]} per line to `out_path`, in the same order. `parameters`, `gpu` and `verify` as `load_retriever` has them.
+    """Search every {"id", "question"} of `queries_path` and write {"id", "hits": [{"id", "title", "score"}]} per line
+    to `out_path`, in the same order. `parameters`, `gpu` and `verify` as `load_retriever` has them.
 
     Returns queries, hits, k and seconds (of searching alone). UserError for a malformed file, k out of range,
     an index that does not load; then nothing is written.
@@ -212,7 +213,7 @@ def check(
     gpu: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Measures the index against the "gold_titles" of `queries_path`, means over the queries:
+    """Measure the index against the "gold_titles" of `queries_path`, means over the queries:
 
     recall (share of a query's distinct gold titles among its first `k` passages), full_recall (1 if all of
     them are), mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also queries, k

@@ -73,14 +73,14 @@ REPEATS = 2
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds that `call` takes."""
+    """Return the seconds that `call` takes."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
 def best_time(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few calls, after one that is not counted."""
+    """Return the seconds of the fastest of a few calls, after one that is not counted."""
     call()
     return min(timed(call) for _ in range(REPEATS))
 
@@ -114,7 +114,8 @@ class WordRates:
 
 
 def measure_words(sample: int = WORD_SAMPLE, traced: int = TRACED) -> WordRates:
-    """The rates, from indexes of `sample` and a quarter as many passages and, for RAM, of `traced` and a quarter."""
+    """Return the rates, from indexes of `sample` and a quarter as many passages and, for RAM, of `traced` and a
+    quarter."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         corpus, few = made_up(sample), made_up(sample // 4)
@@ -133,7 +134,7 @@ def measure_words(sample: int = WORD_SAMPLE, traced: int = TRACED) -> WordRates:
 
 
 def _growth(passages: int, of_a_quarter: float, of_all: float) -> Growth:
-    """The one that gives both measurements."""
+    """Return the growth that gives both measurements."""
     linear = max(0.0, (of_all - 2 * of_a_quarter) / (passages / 2))
     return Growth(passage=linear, root=(of_all - linear * passages) / math.sqrt(passages))
 
@@ -152,7 +153,7 @@ def _peak_bytes(corpus: Corpus, folder: Path) -> int:
 
 
 def made_up(passages: int) -> Corpus:
-    """So many passages, the same for the same number."""
+    """Return a corpus of so many made-up passages, the same for the same number."""
     draw = np.random.default_rng(0)
     share_V = 1 / np.arange(1, VOCABULARY + 1)
     border_V = np.cumsum(share_V / share_V.sum())
@@ -235,11 +236,11 @@ class Calibration:
         return synthetic_vectors(BATCH, self.dim, seed=1)
 
     def at(self, dim: int) -> "Calibration":
-        """The rates at another number of dimensions."""
+        """Return the rates at another number of dimensions."""
         return self if dim == self.dim else self._once(("at", dim), lambda: Calibration(dim, self.sample))
 
     def flat(self, half: bool) -> Speed:
-        """The exact scan of float32 vectors, or of float16 ones that are widened."""
+        """Return the speed of the exact scan of float32 vectors, or of float16 ones that are widened."""
 
         def measure() -> Speed:
             rows = ExactRows(self._vectors_ND.astype(np.float16) if half else self._vectors_ND)
@@ -248,7 +249,7 @@ class Calibration:
         return self._once(("flat", half), measure)
 
     def multiply(self) -> float:
-        """Multiplications and additions a second while vectors are put to their nearest centroid."""
+        """Return the multiplications and additions a second while vectors are put to their nearest centroid."""
 
         def measure() -> float:
             centroids = faiss.IndexFlatIP(self.dim)
@@ -260,12 +261,13 @@ class Calibration:
         return self._once("multiply", measure)
 
     def lists(self, codes: str) -> Speed:
-        """The scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
+        """Return the speed of the scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits
+        ("SQ8")."""
         return self._once(("lists", codes), lambda: self._scan(self._filled(f"IVF{LISTS},{codes}")))
 
     def product(self, pq: int, opq: bool, trained: int) -> CodeRates:
-        """Product codes of `pq` bytes, rotated or not, trained on `trained` vectors: of few of them, such as 12,000,
-        FAISS's k-means takes seven times as long a vector as of many."""
+        """Return the rates of product codes of `pq` bytes, rotated or not, trained on `trained` vectors: of few of
+        them, such as 12,000, FAISS's k-means takes seven times as long a vector as of many."""
         part_ND = self._vectors_ND[: min(FEW, trained)]
 
         def measure() -> CodeRates:
@@ -288,8 +290,8 @@ class Calibration:
         return self._once(("product", pq, opq, len(part_ND)), measure)
 
     def graph(self, factory: str, construction: int, search: int) -> GraphRates:
-        """A graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's efConstruction),
-        searched with `search` (efSearch)."""
+        """Return the rates of a graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's
+        efConstruction), searched with `search` (efSearch)."""
 
         def measure() -> GraphRates:
             index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
@@ -307,7 +309,7 @@ class Calibration:
         return self._once((factory, construction, search), measure)
 
     def words(self) -> WordRates:
-        """BM25, whose passages have words in the place of dimensions."""
+        """Return the rates of BM25, whose passages have words in the place of dimensions."""
         return self._once("words", lambda: measure_words())
 
     def _quantiser(self, pq: int) -> Any:
@@ -326,14 +328,14 @@ class Calibration:
         return index
 
     def _scan(self, index: Any) -> Speed:
-        """Per vector of lists of average length: the lists near a query are longer (by 1.8 in one index of 10^5), and
-        that is in the figure."""
+        """Return the speed per vector of lists of average length: the lists near a query are longer (by 1.8 in one
+        index of 10^5), and that is in the figure."""
         index.nprobe = PROBES
         return self._speed(lambda query_QD: index.search(query_QD, K), self.sample * PROBES / LISTS)
 
     def _cold(self, search: Callable[[Vectors], object]) -> Speed:
-        """Seconds per query where no cache holds what is looked at: a graph small enough to be built here lies in one,
-        and the graph that is planned does not. Threads share out a batch."""
+        """Return the seconds per query where no cache holds what is looked at: a graph small enough to be built here
+        lies in one, and the graph that is planned does not. Threads share out a batch."""
         search(self._queries_QD)
         times = []
         for query_D in self._queries_QD[:ALONE_GRAPH]:
@@ -342,8 +344,8 @@ class Calibration:
         return Speed(one=median(times), batch=median(times) / min(self.threads, BATCH))
 
     def _speed(self, search: Callable[[Vectors], object], looked_at: float) -> Speed:
-        """Seconds per query and vector, a query looking at `looked_at` of them. The queries asked alone differ: one
-        asked again would find its vectors in the processor's cache."""
+        """Return the seconds per query and vector, a query looking at `looked_at` of them. The queries asked alone
+        differ: one asked again would find its vectors in the processor's cache."""
 
         def one_by_one() -> None:
             for query_D in self._queries_QD[:ALONE]:
@@ -361,7 +363,7 @@ class Calibration:
 
 
 def synthetic_vectors(count: int, dim: int, seed: int = 0) -> Vectors:
-    """float32 [count, dim] of norm 1; coordinate i has the deviation (1 + i)^-1/2 before."""
+    """Return float32 [count, dim] of norm 1; coordinate i has the deviation (1 + i)^-1/2 before."""
     vectors_ND = np.random.default_rng(seed).standard_normal((count, dim), np.float32)
     vectors_ND *= np.arange(1, dim + 1, dtype=np.float32) ** -0.5
     vectors_ND /= np.linalg.norm(vectors_ND, axis=1, keepdims=True)
@@ -369,7 +371,8 @@ def synthetic_vectors(count: int, dim: int, seed: int = 0) -> Vectors:
 
 
 def disk_rate(folder: str | Path) -> float:
-    """Bytes a second that a file written into `folder`, or the nearest one above that exists, reaches the disk with."""
+    """Return the bytes a second with which a file written into `folder`, or the nearest one above that exists, reaches
+    the disk."""
     place = Path(folder).absolute()
     while not place.is_dir():
         place = place.parent
@@ -390,7 +393,7 @@ def disk_rate(folder: str | Path) -> float:
 
 
 def encode_rate(encoder: Encoder) -> float:
-    """Passages of 100 words that `encoder` turns into vectors a second, measured for about 4 seconds."""
+    """Return the passages of 100 words that `encoder` turns into vectors a second, measured for about 4 seconds."""
     batch = [PASSAGE] * 8
     encoder.encode_passages(batch)
     started, done = time.perf_counter(), 0
@@ -433,7 +436,7 @@ class IndexPlan:
     recall: str
 
     def row(self) -> tuple[str, ...]:
-        """The cells under COLUMNS."""
+        """Return the cells under COLUMNS."""
         return (
             self.kind,
             "yes" if self.fits else "no",
@@ -454,10 +457,10 @@ def plan(
     disk_rate: float,
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> list[IndexPlan]:
-    """One `IndexPlan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words;
-    `memory` in bytes, `disk_rate` in bytes a second. `on_stage` is called with what is being done, how many kinds
-    it is done for, and of how many. UserError for a kind that does not exist or fit the vectors, and for fewer than 1
-    passage or dimension."""
+    """Return one `IndexPlan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for
+    words; `memory` in bytes, `disk_rate` in bytes a second. `on_stage` is called with what is being done, how many
+    kinds it is done for, and of how many. UserError for a kind that does not exist or fit the vectors, and for fewer
+    than 1 passage or dimension."""
     if passages < 1 or dim < 1:
         raise UserError(f"{passages} passages of {dim} dimensions; expected at least 1 of each")
     named = [name for kind in kinds for name in (usual_kinds(passages, dim, memory) if kind == ALL else [kind])]
@@ -475,7 +478,7 @@ def plan(
 
 
 def advice(passages: int, dim: int, memory: int) -> str:
-    """Which kind to build within `memory` bytes, in a sentence; or that none fits."""
+    """Return which kind to build within `memory` bytes, in a sentence; or that none fits."""
     try:
         name, reason = choose_kind(passages, dim, memory)
     except UserError as error:
@@ -568,7 +571,8 @@ def _projecting(kind: Kind, passages: int, dim: int, calibration: Calibration) -
 
 
 def _code_training(kind: Kind, dim: int, trained: int, per_vector: float, rotation: float) -> float:
-    """Seconds. A round of OPQ is a rotation and some rounds of codes, more of them in the first."""
+    """Return the seconds of training codes. A round of OPQ is a rotation and some rounds of codes, more of them in the
+    first."""
     round_ = min(trained, TRAIN_CODES) * per_vector
     if not kind.opq:
         return PQ_ROUNDS * round_
@@ -582,7 +586,7 @@ LAWS = {"flat": _exact_times, "flat16": _exact_times, "hnsw": _graph_times, "ivf
 
 
 def show_seconds(seconds: float) -> str:
-    """`seconds` for a reader: "2.1 ms", "35 s", "5.8 h", "2.3 days"."""
+    """Return `seconds` for a reader: "2.1 ms", "35 s", "5.8 h", "2.3 days"."""
     for size, unit, most in ((1e-3, "ms", 1.0), (1.0, "s", 120.0), (60.0, "min", 7200.0), (3600.0, "h", 172_800.0)):
         if seconds < most:
             return f"{seconds / size:.3g} {unit}"

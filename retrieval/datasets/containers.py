@@ -37,7 +37,7 @@ TEXT_SPACE = re.compile(r"\s*")
 
 
 def iter_rows(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Yields (where, record) for every record of `path`; `where` is what an error message should start with.
+    """Yield (where, record) for every record of `path`; `where` is what an error message should start with.
 
     A name in `.jsonl`, `.csv`, `.tsv` or `.parquet` decides; elsewhere the first characters do. UserError when the file
     is absent, unreadable or malformed.
@@ -62,8 +62,8 @@ def iter_rows(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON can hold it: NaN and infinities become null, and what is no kind of JSON's (a date, bytes) is
-    spelled out."""
+    """Return `value` as JSON can hold it: NaN and infinities become null, and what is no kind of JSON's (a date, bytes)
+    is spelled out."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -76,7 +76,8 @@ def plain(value: object) -> Any:
 
 
 def _is_object(line: bytes) -> bool:
-    """Whether a whole object stands on the line; one that is cut off where the head ends is given the benefit."""
+    """Return whether a whole object stands on the line; one that is cut off where the head ends
+    counts as one."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -113,7 +114,7 @@ class _Text:
             self.more()
 
     def value(self, where: str) -> object:
-        """The JSON value that begins at `at`, which then lies behind it."""
+        """Return the JSON value that begins at `at`, and set `at` behind it."""
         decode = json.JSONDecoder().raw_decode
         while True:
             try:
@@ -146,7 +147,7 @@ class _Text:
 
 
 def _iter_items(path: Path, label: str, key: str | None = None) -> Iterator[tuple[str, Record]]:
-    """The items of a JSON list, or of the list under `key` of one JSON object, from 1."""
+    """Yield the items of a JSON list, or of the list under `key` of one JSON object, from 1."""
     text = _Text(path)
     if key is not None:
         _enter(text, key, path)
@@ -212,7 +213,7 @@ def _iter_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def parsed(value: object, where: str) -> object:
-    """What a cell holds: JSON that was written into a string (as tables must), or the value itself."""
+    """Return what a cell holds: JSON that was written into a string (as tables must), or the value itself."""
     if not isinstance(value, str):
         return value
     try:
@@ -222,7 +223,7 @@ def parsed(value: object, where: str) -> object:
 
 
 def listed(value: object, where: str) -> list[Any]:
-    """`value`, which may be JSON in a string, if it is a list; else UserError starting with `where`."""
+    """Return `value`, which may be JSON in a string. UserError, starting with `where`, unless it is a list."""
     found = parsed(value, where)
     if not isinstance(found, list):
         raise UserError(f"{where} should be a list, found {json_kind(found)}; fix this record")

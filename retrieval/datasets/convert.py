@@ -49,7 +49,7 @@ class MixSource:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What happened to a source's records. skipped: (where, id, reason) of each that was left out."""
+    """Counts of a source's records. skipped: (where, id, reason) of each that was left out."""
 
     name: str
     formats: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Tally:
 
 
 def parse_mix(text: str) -> MixSource:
-    """The source that NAME=FILE or NAME=FILE:COUNT spells. UserError for anything else."""
+    """Return the source that NAME=FILE or NAME=FILE:COUNT spells. UserError for anything else."""
     match = re.fullmatch(r"([^=/\s]+)=(.+?)(?::(\d+))?", text)
     if match is None or match[3] == "0":
         raise UserError(f"--mix {text!r}: expected NAME=FILE or NAME=FILE:COUNT, such as hotpotqa=train.json:10000")
@@ -91,7 +91,7 @@ def convert(
     passages: int | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
-    """Writes questions to `out`, if asked pooled passages to `corpus`, what was left out to `skipped`; gives figures.
+    """Write questions to `out`, if asked pooled passages to `corpus`, what was left out to `skipped`; return figures.
 
     passages: how many of its passages a question keeps, the first ones; None for all, which the corpus has anyway.
     fmt: a name of `formats`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
@@ -149,8 +149,8 @@ def read_source(
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> Iterator[Question]:
-    """Every question of a source, in order, ids differing; what is left out goes into `tally`. `fmt`: None to look
-    at each file. UserError for a record in another format, or malformed."""
+    """Yield every question of a source, in order, ids differing; what is left out goes into `tally`. `fmt`: None to
+    look at each file. UserError for a record in another format, or malformed."""
     seen: set[str] = set()
     for path in source.paths:
         reader = fmt or detect(path)
@@ -178,8 +178,8 @@ def planned_bytes(
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     passages: int | None = None,
 ) -> float:
-    """Bytes that the questions of a source will have as JSON lines, by the first records of every file; too few where a
-    file is compressed. UserError as `read_source`."""
+    """Return the bytes that the questions of a source will have as JSON lines, by the first records of every file; too
+    few where a file is compressed. UserError as `read_source`."""
     questions = written = 0.0
     most = math.inf if source.count is None else source.count
     for path in source.paths:
@@ -200,7 +200,7 @@ def planned_bytes(
 
 
 def _size(record: Mapping[str, Any], escaped: bool = False) -> int:
-    """Bytes of a record as JSON; escaped: in ASCII."""
+    """Return the bytes of a record as JSON; escaped: in ASCII."""
     return len(json.dumps(plain(record), ensure_ascii=escaped).encode("utf-8", "backslashreplace"))
 
 
@@ -209,8 +209,8 @@ def _written(path: str | Path, size: float) -> int:
 
 
 def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> Iterable[Question]:
-    """The first `count`; with a seed, `count` of them at random, in random order, in the memory that those take. None
-    stands for all."""
+    """Return the first `count`; with a seed, `count` of them at random, in random order, in the memory that those take.
+    None stands for all."""
     if seed is None:
         return questions if count is None else islice(questions, count)
     random = Random(seed)
@@ -225,8 +225,8 @@ def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> 
 
 
 def first_passages(question: Question, count: int) -> Question:
-    """The question with its first `count` passages, and which of these are gold where it was known; with 0 a question
-    for whoever looks passages up."""
+    """Return the question with its first `count` passages, and which of these are gold where it was known; with 0 a
+    question alone."""
     gold = question.gold_indices
     kept = None if gold is None or count == 0 else tuple(number for number in gold if number <= count)
     return replace(question, passages=question.passages[:count], gold_indices=kept)
@@ -240,7 +240,7 @@ class Pool:
         self.renamed = 0
 
     def enter(self, question: Question) -> Question:
-        """`question`, its passages under the ids that they have in the pool."""
+        """Return `question`, its passages under the ids that they have in the pool."""
         return replace(question, passages=tuple(self._add(passage) for passage in question.passages))
 
     def _add(self, passage: Passage) -> Passage:
@@ -253,8 +253,8 @@ class Pool:
 
 
 def read_aliases(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one a line or in a list. UserError, naming
-    the line, for another."""
+    """Read 2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one a line or in a list. UserError,
+    naming the line, for another."""
     first = next(iter_rows(path), None)
     if first is None or "Q_id" not in first[1]:
         raise UserError(f'{path}: expected 2Wiki\'s aliases, records with "Q_id" and "aliases"; give id_aliases.json')
@@ -274,7 +274,7 @@ def _named(question: Question, name: str | None) -> Question:
 
 
 def _check_outcome(tallies: Sequence[Tally], corpus: str | Path | None, pool: Pool, aliases: str | Path | None) -> None:
-    """UserError where nothing is left to write, or what was asked for is not in it, or the corpus has no room."""
+    """Raise UserError where nothing is left to write, or what was asked for is not in it, or the corpus has no room."""
     if not any(tally.kept for tally in tallies):
         reasons = Counter(reason for tally in tallies for _, _, reason in tally.skipped)
         counted = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())

@@ -94,20 +94,20 @@ class Row:
     notes: Counter[str] = field(default_factory=Counter)
 
     def id(self, *keys: str) -> str:
-        """The id under the first of `keys` that is there and not null, else the row's number."""
+        """Return the id under the first of `keys` that is there and not null, else the row's number."""
         key = next((key for key in keys if self.fields.get(key) is not None), None)
         return str(self.number) if key is None else id_field(self.fields, self.number, self.where, key=key)
 
     def question(self, key: str = "question") -> str:
-        """The question, without white space around it."""
+        """Return the question, without white space around it."""
         value = self.fields.get(key)
         if value is None or (isinstance(value, str) and not value.strip()):
             raise Skipped(NO_QUESTION)
         return checked_string(value, f'{self.where}: "{key}"').strip()
 
     def golds(self, *values: object) -> tuple[str, ...]:
-        """Gold answers from strings, numbers, lists of them and nulls: without white space around them, without blank
-        ones, each once, in the order given."""
+        """Return gold answers from strings, numbers, lists of them and nulls: without white space around them, without
+        blank ones, each once, in the order given."""
         golds: dict[str, None] = {}
         for value in values:
             for item in value if isinstance(value, list | tuple) else [value]:
@@ -126,8 +126,8 @@ class Row:
         return tuple(golds)
 
     def given(self, paragraphs: Iterable[Paragraph]) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
-        """Passages and the numbers of the gold ones, None where no paragraph says. A paragraph without text is left out
-        and counted in `notes`."""
+        """Return passages and the numbers of the gold ones, None where no paragraph says. A paragraph without text is
+        left out and counted in `notes`."""
         passages, gold, known = [], [], False
         for paragraph in paragraphs:
             known = known or paragraph.gold is not None
@@ -141,8 +141,8 @@ class Row:
         return tuple(passages), tuple(gold) if known else None
 
     def rest(self, *used: str) -> dict[str, Any]:
-        """Everything but the keys `used`, as metadata, without nulls and what is empty. What lies under "metadata" is
-        taken out of it."""
+        """Return everything but the keys `used`, as metadata, without nulls and what is empty. What lies under
+        "metadata" is taken out of it."""
         left = {key: value for key, value in self.fields.items() if key not in used}
         inner = left.get("metadata")
         if isinstance(inner, dict):
@@ -173,7 +173,7 @@ class Row:
 
 
 def content_id(title: str, text: str) -> str:
-    """The id of a passage whose source gives none: 16 hexadecimal digits of a hash of what it says, so that a
+    """Return the id of a passage whose source gives none: 16 hexadecimal digits of a hash of what it says, so that a
     paragraph shared by two questions is one passage."""
     content = f"{len(title)} {title} {text}".encode("utf-8", "surrogatepass")
     return hashlib.sha256(content).hexdigest()[:16]
@@ -296,8 +296,8 @@ def read_plain(row: Row) -> Question:
 
 
 def given_paragraphs(row: Row, context: object, facts: object) -> tuple[list[Paragraph], list[list[object]] | None]:
-    """Paragraphs of a context in either shape, and the supporting facts as pairs [title, sentence from 0], None where
-    there are none to know (test sets)."""
+    """Return paragraphs of a context in either shape, and the supporting facts as pairs [title, sentence from 0], None
+    where there are none to know (test sets)."""
     pairs = None if facts is None else _pairs(facts, ("sent_id",), f'{row.where}: "supporting_facts"')
     gold_titles = None if not pairs else {title for title, _ in pairs}
     paragraphs = []
@@ -314,8 +314,8 @@ def given_paragraphs(row: Row, context: object, facts: object) -> tuple[list[Par
 
 
 def _pairs(value: object, others: Sequence[str], where: str) -> list[tuple[str, object]]:
-    """(title, other) from [[title, other], ..], from {"title": [..], other: [..]}, or from either as JSON in a string.
-    UserError, starting with `where`."""
+    """Return (title, other) from [[title, other], ..], from {"title": [..], other: [..]}, or from either as JSON in a
+    string. UserError, starting with `where`."""
     found = parsed(value, where)
     if isinstance(found, dict):
         other = next((key for key in others if key in found), others[0])
@@ -511,7 +511,7 @@ def format_of(record: Record) -> QuestionFormat | None:
 
 
 def require(fmt: QuestionFormat, record: Record, where: str) -> None:
-    """UserError, starting with `where`, if `record` is no `fmt`; it says what it looks like instead."""
+    """Raise UserError, starting with `where`, if `record` is no `fmt`; it says what it looks like instead."""
     if fmt.fits(record):
         return
     other = format_of(record)

@@ -1,4 +1,4 @@
-"""What a file of questions holds, counted, and a few of them laid out for a person.
+"""Counts of a file of questions, and single questions laid out for a person.
 
 `summarize` reads our own records, FlashRAG's or plain ones, as training does, so a line that would stop a run stops it
 here. `excerpt` shows one question, whatever file it came from.
@@ -30,8 +30,8 @@ LONG_GOLD = 20  # words; no policy is asked to write that much, so such golds ar
 
 
 def summarize(path: str | Path, on_question: Callable[[int], None] = lambda questions: None) -> dict[str, Any]:
-    """Figures of a file of questions, read as training reads it. Lengths are words. `on_question` hears how many were
-    read.
+    """Return figures of a file of questions, read as training reads it. Lengths are words. `on_question` hears how many
+    were read.
 
     "passages as ranked": Recall@5 and NDCG@5 of the passages that came with the questions, in their order, where one
     that holds a gold string is relevant; means over questions with passages. "kinds": the same for each value of hops,
@@ -82,7 +82,7 @@ def summarize(path: str | Path, on_question: Callable[[int], None] = lambda ques
 
 
 def kinds_of(question: Question) -> list[str]:
-    """What a question says of its kind: "hops 2", "type bridge", "level hard"."""
+    """Return a question's kinds by its metadata and id: "hops 2", "type bridge", "level hard"."""
     said = {key: question.metadata[key] for key in KINDS if isinstance(question.metadata.get(key), str | int)}
     if "hops" not in said and (found := MUSIQUE_ID.match(question.id)):
         said["hops"] = found[1]
@@ -90,13 +90,13 @@ def kinds_of(question: Question) -> list[str]:
 
 
 def _ranked(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Means of Recall and NDCG; nothing where no question has passages."""
+    """Return means of Recall and NDCG; nothing where no question has passages."""
     names = (f"recall@{CUTOFF}", f"ndcg@{CUTOFF}")
     return {name: sum(values) / len(values) for name, values in zip(names, zip(*pairs, strict=True), strict=False)}
 
 
 def spread(values: Sequence[int]) -> dict[str, float] | None:
-    """Least, mean, median, 95th percentile (nearest rank) and greatest; None of no values."""
+    """Return least, mean, median, 95th percentile (nearest rank) and greatest; None of no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -111,9 +111,9 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
 
 
 def excerpt(question: Question, *, whole: bool = False) -> str:
-    """A question laid out in lines: golds, metadata, and its passages, the gold ones marked with a star. Unless
-    `whole`, passages and metadata are cut short. Line breaks and tabs are made spaces. Control characters stay:
-    whoever prints the lines makes them visible."""
+    """Return a question laid out in lines: golds, metadata, and its passages, the gold ones marked with a star. Unless
+    `whole`, passages and metadata are cut short. Line breaks and tabs are made spaces. Control characters stay: whoever
+    prints the lines makes them visible."""
     lines = [f"id        {question.id}", f"question  {question.question}"]
     golds = question.golds if whole else question.golds[:SHOWN_GOLDS]
     lines += [f"{'' if number else 'golds':<9} {gold if whole else _cut(gold)}" for number, gold in enumerate(golds)]

@@ -32,10 +32,10 @@ class Encoder(Protocol):
         equal vectors."""
 
     def encode_queries(self, queries: list[str]) -> Vectors:
-        """float32 [len(queries), dim]. A zero vector says that there is nothing to search for."""
+        """Return float32 [len(queries), dim]. A zero vector says that there is nothing to search for."""
 
     def encode_passages(self, passages: list[str]) -> Vectors:
-        """float32 [len(passages), dim]."""
+        """Return float32 [len(passages), dim]."""
 
     def save(self, folder: Path) -> None:
-        """Writes into the existing `folder` what the loader of this kind needs to give the encoder back."""
+        """Write into the existing `folder` what the loader of this kind needs to give the encoder back."""

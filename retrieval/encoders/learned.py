@@ -62,7 +62,7 @@ _NO_PREFIX = "no file names one (an E5 or BGE model under another name needs its
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings:
-    """What is done to a text before and after the transformer.
+    """Settings of the steps before and after the transformer.
 
     `why` maps each field to where it comes from; it takes no part in comparisons.
     """
@@ -75,7 +75,7 @@ class EncoderSettings:
     why: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def values(self) -> dict[str, Any]:
-        """Field -> value, without the origins."""
+        """Return field -> value, without the origins."""
         return {name: getattr(self, name) for name in NAMES}
 
 
@@ -85,7 +85,7 @@ _Found = dict[str, tuple[Any, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolders:
-    """Where the transformer for queries and the one for passages lie (the same folder but for DPR's pair)."""
+    """Folders of the transformer for queries and of the one for passages (the same folder but for DPR's pair)."""
 
     query: Path
     passage: Path
@@ -113,7 +113,8 @@ _README_NAME = re.compile(r"^model-index:\s*\n\s*-\s*name:\s*(\S+)", re.MULTILIN
 
 
 def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -> tuple[EncoderSettings, ModelFolders]:
-    """The settings of the encoder in `folder`, those in `given` (field -> value, None for not given) before all others.
+    """Return the settings of the encoder in `folder`, those in `given` (field -> value, None for not given) before all
+    others.
 
     UserError naming the file, or what has to be given, for a folder that does not say enough or says what is not
     supported.
@@ -142,7 +143,7 @@ def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -
 
 
 def write_settings(folder: Path, settings: EncoderSettings, width: int) -> None:
-    """Writes sentence-transformers' layout around a transformer in `folder` whose vectors have `width` numbers, for
+    """Write sentence-transformers' layout around a transformer in `folder` whose vectors have `width` numbers, for
     `read_settings` to find the same settings again."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling"} | ({"Normalize": "2_Normalize"} if settings.normalize else {})
     modules = [
@@ -170,7 +171,7 @@ def _fill(found: _Found, defaults: _Found) -> None:
 
 
 def _folders(folder: Path) -> ModelFolders:
-    """The transformer's own folder, which modules.json may place in a folder of its own; DPR has two."""
+    """Return the transformer's own folder, which modules.json may place in a folder of its own; DPR has two."""
     halves = [folder / half for half in HALVES]
     if any(half.is_dir() for half in halves):
         for half, architecture in zip(halves, _ARCHITECTURES, strict=True):
@@ -190,7 +191,7 @@ def _folders(folder: Path) -> ModelFolders:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(last part of the type, folder) of each module in modules.json; empty where there is no such file."""
+    """Return (last part of the type, folder) of each module in modules.json; empty where there is no such file."""
     file = folder / "modules.json"
     if not os.path.lexists(file):
         return []
@@ -263,7 +264,7 @@ def _pooling(file: Path, config: BertConfig) -> tuple[str, str]:
 
 
 def _family(folder: Path, folders: ModelFolders, config: BertConfig) -> tuple[str | None, str]:
-    """A key of `_FAMILIES` and what it was recognised by."""
+    """Return a key of `_FAMILIES` and what it was recognised by."""
     if folders.query != folders.passage:
         return "DPR", f"the folders {' and '.join(HALVES)}"
     if config.model_type == "dpr":
@@ -359,8 +360,8 @@ class LearnedEncoder:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> "LearnedEncoder":
-        """The encoder of the index in `folder`. UserError when encoder.json is absent or damaged, or the model is no
-        longer where it was, or is another one."""
+        """Return the encoder of the index in `folder`. UserError when encoder.json is absent or damaged, or the model
+        is no longer where it was, or is another one."""
         path = folder / FILE
         record = read_json_object(path)
         places, settings = record.get("model"), record.get("settings")
@@ -381,7 +382,7 @@ class LearnedEncoder:
         return encoder
 
     def save(self, folder: Path) -> None:
-        """Writes `encoder.json` into `folder`: settings, and the model's place, seen from there and from the root."""
+        """Write `encoder.json` into `folder`: settings, and the model's place, seen from there and from the root."""
         absolute = os.path.abspath(self.folder)
         record = {
             "format": FORMAT,
@@ -399,7 +400,7 @@ class LearnedEncoder:
         return self._query
 
     def encode_queries(self, queries: list[str]) -> Vectors:
-        """float32 [len(queries), dim]. UserError when the weights make numbers that are not finite."""
+        """Return float32 [len(queries), dim]. UserError when the weights make numbers that are not finite."""
         vectors, cut = self._encode(self._query, self.settings.query_prefix, queries)
         self.queries_cut += cut
         return vectors
@@ -411,7 +412,7 @@ class LearnedEncoder:
         return vectors
 
     def query_vectors(self, queries: Sequence[str]) -> Tensor:
-        """`encode_queries` as one batch, a float32 tensor on the transformer's device, with gradients where its
+        """Return `encode_queries` as one batch, a float32 tensor on the transformer's device, with gradients where its
         parameters have them."""
         return self._vectors(self._query, self.settings.query_prefix, queries)
 
@@ -424,7 +425,7 @@ class LearnedEncoder:
         return self._pool(tower.bert, ids, max(map(len, ids)))
 
     def count_tokens(self, texts: list[str]) -> list[int]:
-        """How many tokens each passage has, whole, without prefix and what the tokenizer puts around it."""
+        """Return how many tokens each passage has, whole, without prefix and what the tokenizer puts around it."""
         return self._passage.tokenizer.count(texts)
 
     @torch.inference_mode()
@@ -454,7 +455,7 @@ class LearnedEncoder:
 
 
 def batches(lengths: Sequence[int], batch_tokens: int, *, mixed: bool) -> Iterator[tuple[list[int], int]]:
-    """(rows, padded length) of each batch, longest first, so that memory is asked for once.
+    """Return (rows, padded length) of each batch, longest first, so that memory is asked for once.
 
     A batch holds at most `batch_tokens` padded tokens, but at least one row. Lengths are padded to a multiple of
     LENGTH_STEP; unless `mixed`, a batch holds rows of one padded length only, by which a CPU in float32 keeps equal
@@ -484,7 +485,7 @@ def load_encoder(
     normalize: bool | None = None,
     batch_tokens: int | None = None,
 ) -> LearnedEncoder:
-    """The encoder in `folder`: a sentence-transformers folder, a plain one of a known family, or DPR's pair.
+    """Read the encoder in `folder`: a sentence-transformers folder, a plain one of a known family, or DPR's pair.
 
     device: where the transformer runs, in float32 on a CPU and in bfloat16 on CUDA.
     pooling: "mean" or "cls". query_prefix, passage_prefix: put before every text. max_length: tokens, [CLS] and [SEP]
@@ -523,7 +524,7 @@ def _load(
 
 
 def pick_device(device: torch.device | str) -> torch.device:
-    """A CPU or CUDA device that is there. UserError for another."""
+    """Return a CPU or CUDA device that is there. UserError for another."""
     try:
         device = torch.device(device)
     except RuntimeError:
@@ -548,7 +549,7 @@ def checked_batch_tokens(tokens: int | None, device: torch.device) -> int:
 
 
 def _fingerprint(settings: EncoderSettings, towers: dict[Path, Tower]) -> str:
-    """Hash over settings, and of each transformer its sizes and the bytes of its weights and tokenizer."""
+    """Return a hash over settings, and of each transformer its sizes and the bytes of its weights and tokenizer."""
     total = hashlib.sha256(json.dumps(settings.values(), sort_keys=True).encode())
     for place, tower in towers.items():
         config = {key: value for key, value in asdict(tower.bert.config).items() if key != "architecture"}
@@ -569,7 +570,7 @@ _COPIED = ("config.json", "tokenizer.json", "vocab.txt", "tokenizer_config.json"
 
 
 def save_encoder(encoder: LearnedEncoder, folder: Path) -> None:
-    """Writes weights, config, tokenizer and settings into the existing, empty `folder`. UserError for a pair of
+    """Write weights, config, tokenizer and settings into the existing, empty `folder`. UserError for a pair of
     transformers, for weights that are not finite, and where the disk is full."""
     tower = encoder.tower
     for name in _COPIED:

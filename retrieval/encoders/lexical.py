@@ -51,7 +51,7 @@ _Entry = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 def words(text: str) -> list[str]:
-    """The words of `text` in order: lower-cased runs of letters and digits, the underscore being neither."""
+    """Return the words of `text` in order: lower-cased runs of letters and digits, the underscore being neither."""
     return _WORD.findall(text.lower())
 
 
@@ -75,7 +75,7 @@ class LexicalEncoder:
 
     @classmethod
     def fit(cls, texts: Iterable[str], dim: int = DEFAULT_DIM) -> "LexicalEncoder":
-        """Counts in how many of `texts`, the passages as they will be encoded, each word occurs."""
+        """Count in how many of `texts`, the passages as they will be encoded, each word occurs."""
         counts: Counter[str] = Counter()
         passages = 0
         for text in texts:
@@ -85,7 +85,7 @@ class LexicalEncoder:
 
     @classmethod
     def load(cls, folder: Path) -> "LexicalEncoder":
-        """Reads what `save` wrote. UserError when it is absent or damaged."""
+        """Read what `save` wrote. UserError when it is absent or damaged."""
         path = folder / FILE
         record = read_json_object(path)
         dim, passages, counts = (record.get(key) for key in ("dim", "passages", "counts"))
@@ -94,7 +94,7 @@ class LexicalEncoder:
         return cls(dim, passages, counts)
 
     def save(self, folder: Path) -> None:
-        """Writes `lexical.json` into `folder`: dim, number of passages, and the count of every word."""
+        """Write `lexical.json` into `folder`: dim, number of passages, and the count of every word."""
         record = {"dim": self.dim, "passages": self._passages, "counts": dict(sorted(self._counts.items()))}
         atomic_write_text(folder / FILE, json.dumps(record, ensure_ascii=False))
 
@@ -105,16 +105,16 @@ class LexicalEncoder:
         return hashlib.sha256(json.dumps(settings).encode("ascii")).hexdigest()
 
     def idf(self, word: str) -> float:
-        """log(1 + (N - n + .5) / (n + .5)), the weight of a word that n of the N passages hold; 0 for n = 0."""
+        """Return log(1 + (N - n + .5) / (n + .5)), the weight of a word that n of the N passages hold; 0 for n = 0."""
         n = self._counts.get(word, 0)
         return math.log1p((self._passages - n + 0.5) / (n + 0.5)) if n else 0.0
 
     def encode_queries(self, queries: list[str]) -> Vectors:
-        """float32 [len(queries), dim], rows of norm 1; a query without a known word is a zero row."""
+        """Return float32 [len(queries), dim], rows of norm 1; a query without a known word is a zero row."""
         return self._encode(queries)
 
     def encode_passages(self, passages: list[str]) -> Vectors:
-        """float32 [len(passages), dim], rows of norm 1; a passage without a known word is a zero row."""
+        """Return float32 [len(passages), dim], rows of norm 1; a passage without a known word is a zero row."""
         return self._encode(passages)
 
     def _encode(self, texts: list[str]) -> Vectors:

@@ -38,7 +38,7 @@ class WordPiece:
         self.files = files
 
     def encode(self, texts: list[str]) -> tuple[list[list[int]], int]:
-        """Ids of each text, at most `max_length` of them, and how many texts were cut to that.
+        """Return the ids of each text, at most `max_length` of them, and how many texts were cut to that.
 
         Half a UTF-16 pair, which JSON's escapes can put into a string, is read as a question mark.
         """
@@ -57,7 +57,7 @@ class WordPiece:
         return kept, cut
 
     def count(self, texts: list[str]) -> list[int]:
-        """The tokens of each text, whole, without those around it."""
+        """Return how many tokens each text has, whole, without those around it."""
         return count_tokens(self._tokenizer, texts)
 
 
@@ -95,7 +95,7 @@ def read_framed_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tok
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
-    """The tokenizer of a model folder, which neither cuts nor pads, and the files that it was read from.
+    """Return the tokenizer of a model folder, which neither cuts nor pads, and the files that it was read from.
 
     UserError when there is none, it cannot be read, or its vocabulary is not that of a model with `vocab_size` rows.
     """
@@ -165,7 +165,8 @@ class PairTokenizer:
         self.max_tokens = max_tokens
 
     def encode(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """(ids, types) of each (premise, hypothesis), at most `max_tokens` of each, and how many premises were cut.
+        """Return (ids, types) of each (premise, hypothesis), at most `max_tokens` of each, and how many premises were
+        cut.
 
         A type is 0 or 1, the text that a token belongs to. Half a UTF-16 pair is read as a question mark. UserError for
         a hypothesis that leaves no room for a premise.
@@ -194,7 +195,7 @@ class PairTokenizer:
 
 
 def load_pair_tokenizer(folder: Path, vocab_size: int, max_tokens: int) -> PairTokenizer:
-    """Reads the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.
+    """Read the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.
 
     UserError when there is none, it cannot be read, its vocabulary is not the model's, or it puts nothing between two
     texts.

@@ -298,7 +298,7 @@ def _made(kind: type[C], path: Path, **fields: Any) -> C:
 
 
 def _refuse_unsupported(record: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]], path: Path) -> None:
-    """UserError for every feature that would silently change what the model computes."""
+    """Raise UserError for every feature that would silently change what the model computes."""
     for key, accepted in wanted.items():
         if record.get(key) not in accepted:
             raise UserError(
@@ -307,7 +307,7 @@ def _refuse_unsupported(record: Mapping[str, Any], wanted: Mapping[str, tuple[An
 
 
 def _words_of(value: object) -> list[str]:
-    """The words of a setting that may be a list or have them joined by bars."""
+    """Return the words of a setting that may be a list or have them joined by bars."""
     words = value.split("|") if isinstance(value, str) else value if isinstance(value, list) else []
     return [str(word).strip().lower() for word in words]
 

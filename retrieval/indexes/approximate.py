@@ -48,10 +48,10 @@ class Candidates(ABC):
 
     @abstractmethod
     def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
-        """Scores and rows of at most `fetch` candidates of every query, [Q, F], best first; row -1 fills up."""
+        """Return scores and rows of at most `fetch` candidates of every query, [Q, F], best first; row -1 fills up."""
 
     def span(self, fetch: int) -> tuple[int, int]:
-        """The least and the highest value that are worth trying for `fetch` candidates."""
+        """Return the least and the highest value that are worth trying for `fetch` candidates."""
         return 1, self.most
 
 
@@ -104,7 +104,7 @@ class ListCandidates(Candidates):
 
 
 def check_gpus() -> int:
-    """How many GPUs FAISS sees; UserError if none."""
+    """Return how many GPUs FAISS sees; UserError if none."""
     count = faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
     if count < 1:
         raise UserError("this FAISS sees no GPU; install thresher with its extra [gpu] where there is one")
@@ -154,7 +154,7 @@ class FlatShards(Candidates):
 
 
 def flat_on_gpus(vectors: VectorFile) -> FlatShards:
-    """`vectors` in float16 on all GPUs."""
+    """Return a search of `vectors` in float16 on all GPUs."""
     shards = []
     for device in range(check_gpus()):
         config = faiss.GpuIndexFlatConfig()
@@ -186,7 +186,7 @@ class Projection:
             self._rotation_MDB = np.ascontiguousarray(block_MBD.swapaxes(1, 2))
 
     def __call__(self, query_QD: Vectors) -> Vectors:
-        """float32 [Q, P] of float32 [Q, D]."""
+        """Return float32 [Q, P] of float32 [Q, D]."""
         if self._rotation_MDB is None:
             return query_QD
         turned_NMBB = _blocks(query_QD, self._block)[:, None] @ self._rotation_MDB
@@ -195,7 +195,7 @@ class Projection:
 
 
 def _blocks(rows_RD: Vectors, block: int) -> Array:
-    """The rows in float64, `block` at a time: [ceil(R / B), B, D], filled up with zeros."""
+    """Return the rows in float64, `block` at a time: [ceil(R / B), B, D], filled up with zeros."""
     padded_RD = np.zeros((-(-len(rows_RD) // block) * block, rows_RD.shape[1]))
     padded_RD[: len(rows_RD)] = rows_RD
     return padded_RD.reshape(-1, block, rows_RD.shape[1])
@@ -214,15 +214,15 @@ class ApproximateSearch:
         self._rows = rows
 
     def span(self, k: int) -> tuple[int, int]:
-        """The least and the highest value of the search parameter that are worth trying for `k` hits."""
+        """Return the least and the highest value of the search parameter that are worth trying for `k` hits."""
         return self.candidates.span(self._fetch(k))
 
     def _fetch(self, k: int) -> int:
         return min(self._rows, k * self.factor + MARGIN)
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
-        """At most `k` rows for every query, best first. Where the value reaches fewer than k, a higher
-        one is taken for that query."""
+        """Return at most `k` rows for every query, best first. Where the value reaches fewer than k, a higher one is
+        taken for that query."""
         fetch, value = self._fetch(k), self.value
         score_QF, row_QF = self.candidates.find(query_QD, fetch, value)
         short_S = _short(row_QF, k)

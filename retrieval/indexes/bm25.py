@@ -65,7 +65,7 @@ VARIANTS = {"lucene": ("lucene", "lucene"), "okapi": ("atire", "lucene")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bm25Settings:
-    """How text becomes words and words become scores, see the top of this file.
+    """Settings of the way from text to words and from words to scores, see the top of this file.
 
     `tokens` is "words" (lower-cased runs of letters and digits) or "split" (lower-cased, cut at white space);
     `variant` is "lucene" or "okapi". UserError for another name, a k1 below 0 and a b outside [0, 1].
@@ -92,8 +92,8 @@ class Bm25Settings:
 
 
 def parse_bm25(encoder: str) -> Bm25Settings | None:
-    """The settings that "bm25", or "bm25:tokens=split,variant=okapi,k1=1.2,b=0.75" with any of them, spells; None for
-    an encoder of another name. UserError for a setting that does not exist or a value it cannot have."""
+    """Return the settings that "bm25", or "bm25:tokens=split,variant=okapi,k1=1.2,b=0.75" with any of them, spells;
+    None for an encoder of another name. UserError for a setting that does not exist or a value it cannot have."""
     name, _, listed = encoder.partition(":")
     if name != KIND:
         return None
@@ -122,7 +122,8 @@ class Bm25Index(LocalRetriever):
         self._tokens = TOKENS[settings.tokens]
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Passages that share no word with a query are no hits, so there may be fewer than `k`."""
+        """Return hits as Retriever has it; passages that share no word with a query are none, so there may be fewer
+        than `k`."""
         return [self._find_one(query, k) for query in queries]
 
     def _find_one(self, query: str, k: int) -> list[Hit]:
@@ -147,7 +148,7 @@ def build_bm25(
     settings: Bm25Settings | None = None,
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> Bm25Index:
-    """Counts the words of every passage (its text, or title and text, see `embedded_text`), scores them and writes the
+    """Count the words of every passage (its text, or title and text, see `embedded_text`), score them and write the
     index into `folder`, which appears when all is written, or not at all.
 
     `on_stage` is called with what is being done, how far it is, and of how many. UserError for a `folder` that exists,
@@ -179,8 +180,8 @@ def build_bm25(
 
 
 def _check_written(staged: Path, folder: Path) -> None:
-    """OSError where the disk had no room for the end of an array: NumPy does not look whether its file could be flushed
-    when it was closed."""
+    """Raise OSError where the disk had no room for the end of an array: NumPy does not look whether its file could be
+    flushed when it was closed."""
     for path in sorted(staged.glob("*.npy")):
         try:
             np.load(path, mmap_mode="r")
@@ -189,7 +190,7 @@ def _check_written(staged: Path, folder: Path) -> None:
 
 
 def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = True) -> Bm25Index:
-    """Reads what `build_bm25` wrote; the scores stay on disk, behind the memory map.
+    """Read what `build_bm25` wrote; the scores stay on disk, behind the memory map.
 
     `verify`: all files are held against the folder's hashes, where it has some, before a score is read. The corpus is
     read again from the path in the manifest unless given. UserError when the folder is no finished BM25 index, a file
@@ -223,8 +224,8 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = T
 
 
 def _in_range(scores: "bm25s.BM25", passages: int) -> bool:
-    """Whether every column lies within the arrays and every row within the corpus: what can be told of arrays without
-    hashes. One pass over the rows."""
+    """Return whether every column lies within the arrays and every row within the corpus: what can be told of arrays
+    without hashes. One pass over the rows."""
     data, row_M, start_V = (scores.scores[name] for name in ("data", "indices", "indptr"))
     if any(array.ndim != 1 or array.dtype.kind != kind for array, kind in ((data, "f"), (row_M, "i"), (start_V, "i"))):
         return False
@@ -242,8 +243,8 @@ def _in_range(scores: "bm25s.BM25", passages: int) -> bool:
 def _count(
     corpus: Corpus, embed: str, tokens: Callable[[str], list[str]], on_stage: OnStage
 ) -> tuple[dict[str, int], list["array[int]"]]:
-    """Every word's number, in order of first appearance (so that the same corpus makes the same files), and every
-    passage as numbers."""
+    """Return every word's number, in order of first appearance (so that the same corpus makes the same files), and
+    every passage as numbers."""
     vocabulary: dict[str, int] = {}
     passages = []
     for row, passage in enumerate(corpus, 1):
@@ -257,7 +258,7 @@ def _count(
 
 
 def _rescale_to_okapi(scores: dict[str, Any], passages: int) -> None:
-    """Turns the library's columns, which carry Lucene's idf, into rank_bm25's, in place."""
+    """Turn the library's columns, which carry Lucene's idf, into rank_bm25's, in place."""
     n_V: npt.NDArray[np.int64] = np.diff(scores["indptr"])
     ratio_V = (passages - n_V + 0.5) / (n_V + 0.5)
     okapi_V = np.log(ratio_V)

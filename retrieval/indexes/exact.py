@@ -49,7 +49,7 @@ class RowScores:
         self._take = take
 
     def ranked(self, query_QD: Vectors, rows: Sequence[Rows] | Rows, k: int) -> list[Found]:
-        """Scores every query's own rows, `rows[q]`, one by one and returns the first `k` by (-score, row)."""
+        """Score every query's own rows, `rows[q]`, one by one and return the first `k` by (-score, row)."""
         if not len(rows):
             return []
         row_QF = np.full((len(rows), max(map(len, rows))), -1)
@@ -60,12 +60,12 @@ class RowScores:
         return [best_first(score_F[: len(own)], row_F[: len(own)], k) for score_F, row_F, own in pairs]
 
     def scores(self, query_D: Vectors, row_F: Rows) -> Vectors:
-        """float32 [F]: the inner products of the query with the rows `row_F`, each summed in float64."""
+        """Return float32 [F]: the inner products of the query with the rows `row_F`, each summed in float64."""
         score_F: Vectors = self._scores(query_D[None], row_F[None])[0]
         return score_F
 
     def _scores(self, query_QD: Vectors, row_QF: Rows) -> Vectors:
-        """Of every query with its rows, [Q, F]; -inf for a row below 0."""
+        """Return the scores of every query with its rows, [Q, F]; -inf for a row below 0."""
         query64_QD = query_QD.astype(np.float64)
         score_QF = np.empty(row_QF.shape, np.float32)
         for part in _tiles(row_QF.shape, SCORE_CHUNK):
@@ -79,7 +79,8 @@ class RowScores:
 
 
 def _tiles(shape: tuple[int, ...], cells: int) -> list[tuple[slice, slice]]:
-    """Tiles of at most `cells` cells of a matrix: whole rows together, or parts of one row where it has more cells."""
+    """Return tiles of at most `cells` cells of a matrix: whole rows together, or parts of one row where it has more
+    cells."""
     rows, columns = shape
     wide = max(1, min(columns, cells))
     high = cells // wide
@@ -111,7 +112,7 @@ class ExactRows(RowScores):
         return len(self.vectors_ND)
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
-        """The exact top min(k, N) of every query, float32 [Q, D]; equal scores by ascending row."""
+        """Return the exact top min(k, N) of every query, float32 [Q, D]; equal scores by ascending row."""
         k, fetch = min(k, len(self)), min(len(self), k + MARGIN)
         step = max(1, min(QUERIES, CANDIDATES // max(1, fetch)))
         parts = [query_QD[start : start + step] for start in range(0, len(query_QD), step)]
@@ -136,22 +137,22 @@ class ExactRows(RowScores):
         return found
 
     def _out_of_all(self, query_D: Vectors, k: int, error: float) -> Found:
-        """The top k out of all rows, for a query whose candidates proved nothing."""
+        """Return the top k out of all rows, for a query whose candidates proved nothing."""
         self.full_scans += 1
         rough_N = np.concatenate([block_BD @ query_D for _, block_BD in self._blocks()])
         kth = np.partition(rough_N, len(rough_N) - k)[len(rough_N) - k]
         return self.ranked(query_D[None], [np.flatnonzero(rough_N >= kth - 2 * error)], k)[0]
 
     def _blocks(self) -> Iterator[tuple[int, Array]]:
-        """(first row, rows), block by block, each verified before."""
+        """Yield (first row, rows), block by block, each verified before."""
         step = max(1, BLOCK_BYTES // (4 * self.vectors_ND.shape[1]))
         for start in range(0, len(self), step):
             self._verify(start, min(start + step, len(self)))
             yield start, self.vectors_ND[start : start + step]
 
     def _error_bounds(self, query_QD: Vectors) -> npt.NDArray[np.float64]:
-        """How far a float32 inner product with each query, summed in any order, can be from ours: d * 2^-24 * |q| * |p|
-        (Higham 2002, section 3.1), twice, which leaves room for its higher-order terms and for our rounding
+        """Return how far a float32 inner product with each query, summed in any order, can be from ours: d * 2^-24 *
+        |q| * |p| (Higham 2002, section 3.1), twice, which leaves room for its higher-order terms and for our rounding
         to float32."""
         query64_QD = query_QD.astype(np.float64)
         norm_Q: npt.NDArray[np.float64] = np.sqrt(np.einsum("qd,qd->q", query64_QD, query64_QD))
@@ -160,10 +161,10 @@ class ExactRows(RowScores):
 
 
 def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int) -> tuple[Vectors, Rows]:
-    """The `fetch` best of all `rows` for every query by float32's inner products, best first: scores and rows, [Q, F],
-    row -1 where a score is no number. `blocks` has all rows, float32 or float16: (the first one's number, [B, D]).
-    Equal scores are cut off as it happens. What takes about a millisecond is FAISS's, which needs no torch, where it
-    is installed."""
+    """Return the `fetch` best of all `rows` for every query by float32's inner products, best first: scores and rows,
+    [Q, F], row -1 where a score is no number. `blocks` has all rows, float32 or float16: (the first one's number, [B,
+    D]). Equal scores are cut off as it happens. What takes about a millisecond is FAISS's, which needs no torch, where
+    it is installed."""
     if rows * query_QD.size > SMALL or not faiss_installed():
         top = _load_torch()(query_QD, fetch)
         for start, block_BD in blocks:
@@ -192,14 +193,14 @@ def _load_torch() -> Any:
 
 
 def best_first(score_F: Vectors, row_F: Rows, k: int) -> Found:
-    """The first `k` rows by (-score, row)."""
+    """Return the first `k` rows by (-score, row)."""
     order = np.lexsort((row_F, -score_F))[:k]
     return list(zip(row_F[order].tolist(), score_F[order].tolist(), strict=True))
 
 
 def best_of(found: list[tuple[Vectors, Rows]], fetch: int) -> tuple[Vectors, Rows]:
-    """The `fetch` highest scores of every query out of several searches over different rows: scores and rows, [Q, F],
-    best first, equal scores by row."""
+    """Return the `fetch` highest scores of every query out of several searches over different rows: scores and rows,
+    [Q, F], best first, equal scores by row."""
     if len(found) == 1:
         return found[0]
     score_QF, row_QF = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
@@ -208,7 +209,7 @@ def best_of(found: list[tuple[Vectors, Rows]], fetch: int) -> tuple[Vectors, Row
 
 
 def largest_row_norm(vectors_ND: Array) -> float:
-    """The largest L2 norm of a row."""
+    """Return the largest L2 norm of a row."""
     largest = 0.0
     step = max(1, SLICE_BYTES // (4 * vectors_ND.shape[1]))
     for start in range(0, len(vectors_ND), step):

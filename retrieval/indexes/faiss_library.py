@@ -26,7 +26,7 @@ faiss: Any = _Faiss()
 
 
 def faiss_installed() -> bool:
-    """Whether the module `faiss` can be found; does not import it."""
+    """Return whether the module `faiss` can be found; does not import it."""
     try:
         return find_spec("faiss") is not None
     except ValueError:  # it is in sys.modules without a specification
@@ -34,7 +34,7 @@ def faiss_installed() -> bool:
 
 
 def need_faiss(what: str) -> None:
-    """UserError, with `what` needs FAISS, where it is not installed."""
+    """Raise UserError, with `what` needs FAISS, where it is not installed."""
     if not faiss_installed():
         raise UserError(f"{what} needs FAISS, which is not installed; {_REMEDY}")
 

@@ -68,7 +68,7 @@ class Hybrid(LocalRetriever):
         self.depth = depth
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """All queries go to every member in one call."""
+        """Return hits as Retriever has it; all queries go to every member in one call."""
         depth = min(len(self), max(k, self.depth))
         found = [member.search(queries, depth) for member in self.members]
         self.stats.full_scans = sum(member.stats.full_scans for member in self.members)
@@ -86,7 +86,7 @@ class Hybrid(LocalRetriever):
 
 
 def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, depth: int = DEPTH) -> Hybrid:
-    """Joins the indexes in the folders `members` and writes `folder`, which appears whole or not at all.
+    """Join the indexes in the folders `members` and write `folder`, which appears whole or not at all.
 
     Every member is loaded by `load`, and so checked. UserError for a `folder` that exists, the same member twice, a
     member that is a hybrid itself, and as `Hybrid` has it.
@@ -115,7 +115,7 @@ def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, 
 
 
 def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load, verify: bool = True) -> Hybrid:
-    """Reads what `build_hybrid` wrote and loads the members, which share one corpus: `corpus`, or the one that the
+    """Read what `build_hybrid` wrote and load the members, which share one corpus: `corpus`, or the one that the
     manifest names. `load` reads a member. `verify` as `load_index` has it.
 
     UserError when `folder` is no hybrid index, a member is not to be found or was built anew since, and as the

@@ -71,8 +71,8 @@ class DenseIndex(LocalRetriever):
         self._search = search
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """All queries go to the encoder and to the search in one call. A query for which the encoder returns a zero
-        vector (no word that a passage holds) has no hits."""
+        """Return hits as Retriever has it. All queries go to the encoder and to the search in one call. A query for
+        which the encoder returns a zero vector (no word that a passage holds) has no hits."""
         query_QD = checked_vectors(self.encoder, self.encoder.encode_queries(queries), len(queries), self.dim)
         found = self._search.top(query_QD, k)
         self.stats.full_scans = self._search.full_scans
@@ -105,7 +105,7 @@ class ApproximateIndex(DenseIndex):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """What a search does: its parameter, under FAISS's name for it, and the candidates it fetches per hit."""
+        """The search parameter, under FAISS's name for it, and the candidates that a search fetches per hit."""
         return {self._search.candidates.parameter: self._search.value, "candidates": self._search.factor}
 
 

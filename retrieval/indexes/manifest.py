@@ -1,4 +1,4 @@
-"""What an index folder says about itself, so that it can refuse to be used with anything else.
+"""The manifest of an index folder, by which it refuses another corpus or encoder.
 
 The manifest is the last file written into a folder that appears whole or not at all, but for the hashes of them all: a
 folder without one is no index. The corpus is not copied into the index; its path is kept, relative (a run folder may
@@ -90,7 +90,7 @@ class Manifest:
 
 
 def write_index_hashes(folder: Path) -> None:
-    """Writes `hashes.json` over the files of a finished index folder, but for what a pass over the corpus left there,
+    """Write `hashes.json` over the files of a finished index folder, but for what a pass over the corpus left there,
     which is made anew where the corpus changed."""
     write_hashes(folder, leave_out=CACHE_FILES)
 
@@ -115,7 +115,8 @@ def open_folder(folder: Path, verify: bool, kinds: tuple[str, ...] = ()) -> tupl
 
 
 def kept_vectors(folder: Path, manifest: Manifest, hashes: Hashes | None) -> VectorFile:
-    """The file of the kept vectors of an index. UserError for a dtype that there is none for, and another size."""
+    """Return the file of the kept vectors of an index. UserError for a dtype that there is none for, and another
+    size."""
     if manifest.dtype not in KEPT_FILES:
         raise UserError(f'{folder}: "dtype" is {manifest.dtype!r}, which is no way to keep vectors; build it again')
     name = KEPT_FILES[manifest.dtype]
@@ -125,8 +126,8 @@ def kept_vectors(folder: Path, manifest: Manifest, hashes: Hashes | None) -> Vec
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads `folder/manifest.json`. UserError when there is no such folder, no manifest in it, or one that
-    lacks a key or holds the wrong kind of value."""
+    """Read `folder/manifest.json`. UserError when there is no such folder, no manifest in it, or one that lacks a key
+    or holds the wrong kind of value."""
     if not folder.is_dir():
         if folder.exists():
             raise UserError(f"{folder}: is a file; give the folder that thresher index build wrote")
@@ -163,14 +164,14 @@ def _fits(name: str, value: object, kind: Any) -> bool:
 
 
 def check_file(path: Path, size: int) -> None:
-    """UserError unless the file `path` has `size` bytes."""
+    """Raise UserError unless the file `path` has `size` bytes."""
     found = path.stat().st_size if path.is_file() else 0
     if found != size:
         raise UserError(f"{path}: expected {size} bytes, found {found}; build the index again")
 
 
 def corpus_paths(corpus: Corpus, folder: Path) -> list[str]:
-    """What `Manifest.corpus_paths` should hold for an index of `corpus` in `folder`."""
+    """Return the value of `Manifest.corpus_paths` for an index of `corpus` in `folder`."""
     if corpus.path is None:
         return []
     absolute = os.path.abspath(corpus.path)
@@ -178,9 +179,8 @@ def corpus_paths(corpus: Corpus, folder: Path) -> list[str]:
 
 
 def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None, verify: bool = True) -> Corpus:
-    """The corpus the index in `folder` was built from: `corpus` itself, or read again from where it was, `verify` as
-    `open_corpus` has it.
-    UserError when it is not to be found or not the same."""
+    """Return the corpus the index in `folder` was built from: `corpus` itself, or read again from where it was,
+    `verify` as `open_corpus` has it. UserError when it is not to be found or not the same."""
     if corpus is None:
         places = [folder / path for path in manifest.corpus_paths]
         place = next((place for place in places if place.is_file()), None)

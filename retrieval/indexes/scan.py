@@ -40,7 +40,7 @@ class RunningTop:
         self._step = max(GROUP, SCORES // len(query_QD) // GROUP * GROUP)
 
     def add(self, start: int, block_BD: Array) -> None:
-        """Looks through the rows `block_BD`, float32 or float16, of which the first is row `start`."""
+        """Look through the rows `block_BD`, float32 or float16, of which the first is row `start`."""
         with warnings.catch_warnings():
             # The file's map is read-only, and so is all that is done with it.
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -54,12 +54,12 @@ class RunningTop:
                 self._keep(start + first, start + first + len(part_BD), self._scores(part_BD))
 
     def found(self) -> tuple[Vectors, npt.NDArray[np.int64]]:
-        """Scores and rows, [Q, F], best first; -inf and row -1 where fewer were added."""
+        """Return scores and rows, [Q, F], best first; -inf and row -1 where fewer were added."""
         self._row_QF[self._score_QF == -torch.inf] = -1
         return self._score_QF.numpy(), self._row_QF.numpy()
 
     def _scores(self, rows_BD: torch.Tensor) -> torch.Tensor:
-        """[G, M, Q], row g * M + m of the block at (g, m); -inf fills up."""
+        """Return scores, [G, M, Q], row g * M + m of the block at (g, m); -inf fills up."""
         rows, queries = len(rows_BD), len(self._query_QD)
         groups = -(-rows // GROUP)
         score_BQ = torch.empty(groups * GROUP, queries)

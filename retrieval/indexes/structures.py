@@ -80,7 +80,7 @@ def read_structure(path: Path, kind: Kind, vectors: VectorFile, trusted: bool = 
 
 
 def _read_flags(kind: Kind) -> int:
-    """For FAISS's reading and writing: a structure that borrows its vectors leaves them out."""
+    """Return FAISS's flags for reading and writing: a structure that borrows its vectors leaves them out."""
     return int(faiss.IO_FLAG_SKIP_STORAGE) if kind.borrows else 0
 
 
@@ -192,17 +192,18 @@ def _trained(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> 
 
 
 def inner(index: Any) -> Any:
-    """The lists of `index`, behind its rotation if it has one."""
+    """Return the lists of `index`, behind its rotation if it has one."""
     return faiss.downcast_index(faiss.extract_index_ivf(index))
 
 
 def behind(index: Any) -> Any:
-    """The structure of `index` that stands behind its rotation or projection, if it has one."""
+    """Return the structure of `index` that stands behind its rotation or projection, if it has one."""
     return faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
 
 
 def rotation(index: Any) -> Array | None:
-    """The rotation, float32 [D, D], or projection, [P, D], in front of the structure, to be applied as A x; or None."""
+    """Return the rotation, float32 [D, D], or projection, [P, D], in front of the structure, to be applied as A x; or
+    None."""
     if not isinstance(index, faiss.IndexPreTransform):
         return None
     transform = faiss.downcast_VectorTransform(index.chain.at(0))
@@ -211,12 +212,12 @@ def rotation(index: Any) -> Array | None:
 
 
 def _rotated(part_BD: Array, matrix_DD: Array | None) -> Array:
-    """`part_BD` behind the rotation or projection `matrix_DD`, in C order."""
+    """Return `part_BD` behind the rotation or projection `matrix_DD`, in C order."""
     return np.ascontiguousarray(part_BD if matrix_DD is None else part_BD @ matrix_DD.T)
 
 
 def _projected(sample_SD: Array, index: Any) -> Any:
-    """`index`, of P dimensions, behind the projection on the P strongest directions of `sample_SD`."""
+    """Return `index`, of P dimensions, behind the projection on the P strongest directions of `sample_SD`."""
     dim = sample_SD.shape[1]
     moment_DD = np.zeros((dim, dim))
     for start in range(0, len(sample_SD), DIRECTIONS_CHUNK):
@@ -231,7 +232,7 @@ def _projected(sample_SD: Array, index: Any) -> Any:
 
 
 def _attach(index: Any, vectors: VectorFile, rows: int) -> None:
-    """Gives a graph read without its vectors the first `rows` of the file."""
+    """Give a graph read without its vectors the first `rows` of the file."""
     storage = faiss.IndexFlatIP(vectors.dim)
     _reserve(storage.codes, 4 * vectors.dim * vectors.rows)
     for _, part_BD in vectors.slices(0, rows):
@@ -243,7 +244,7 @@ def _attach(index: Any, vectors: VectorFile, rows: int) -> None:
 
 
 def _reserve(vector: Any, elements: int) -> None:
-    """Room for so many elements in one of FAISS's vectors, whose content stays."""
+    """Make room for so many elements in one of FAISS's vectors, whose content stays."""
     size = vector.size()
     vector.resize(max(size, elements))
     vector.resize(size)
@@ -251,9 +252,9 @@ def _reserve(vector: Any, elements: int) -> None:
 
 @contextmanager
 def _bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
-    """While FAISS reads `path`: no array may be larger than the file that should hold it, and `beyond` bytes that are
-    computed, so that a damaged length ends in an error and not in the machine's memory. Older versions of FAISS have no
-    such bound."""
+    """Limit FAISS while it reads `path`: no array may be larger than the file that should hold it and `beyond` bytes
+    that are computed, so that a damaged length ends in an error and not in the machine's memory. Older versions of
+    FAISS have no such bound."""
     if not hasattr(faiss, "set_deserialization_vector_byte_limit"):
         yield
         return
@@ -266,8 +267,8 @@ def _bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
 
 
 def _in_range(index: Any) -> bool:
-    """Whether links, levels and rows of `index` point at vectors that it has: what can be told of a structure without
-    hashes, of a graph by one pass over its links, of lists over their rows; of another structure nothing."""
+    """Return whether links, levels and rows of `index` point at vectors that it has: what can be told of a structure
+    without hashes, of a graph by one pass over its links, of lists over their rows; of another structure nothing."""
     structure = behind(index)
     if hasattr(structure, "hnsw"):
         return _graph_in_range(structure.hnsw, index.ntotal)
@@ -300,7 +301,7 @@ def _graph_in_range(hnsw: Any, count: int) -> bool:
 
 
 def write(index: Any, path: Path, flags: int = 0) -> None:
-    """`index` in the file `path`, which appears whole or not at all."""
+    """Write `index` into the file `path`, which appears whole or not at all."""
     with atomic_path(path) as temporary:
         try:
             # Through a file of ours: FAISS does not look whether its own could be flushed when it was closed.

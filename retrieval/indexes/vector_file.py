@@ -49,7 +49,7 @@ class VectorFile:
         return self._header_bytes() + self.rows * self._row_bytes
 
     def done(self) -> int:
-        """How many rows are safely on the disk."""
+        """Return how many rows are safely on the disk."""
         if not self.path.is_file():
             return 0
         if not self._counted.is_file():
@@ -59,7 +59,7 @@ class VectorFile:
         return rows if self.path.stat().st_size >= self._header_bytes() + rows * self._row_bytes else 0
 
     def append(self, values_ND: Array) -> None:
-        """Writes the next rows, [n, dim], behind those that are `done`. The last ones finish the file."""
+        """Write the next rows, [n, dim], behind those that are `done`. The last ones finish the file."""
         start = self.done()
         if values_ND.shape[1:] != (self.dim,) or start + len(values_ND) > self.rows:
             raise ValueError(f"{self.path}: {values_ND.shape} behind {start} rows does not fit {self.rows, self.dim}")
@@ -80,20 +80,20 @@ class VectorFile:
             self._counted.unlink(missing_ok=True)
 
     def slices(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Array]]:
-        """Yields (first row, [n, dim] mapped) from `start` on; a slice is gone when the next one is asked for."""
+        """Yield (first row, [n, dim] mapped) from `start` on; a slice is gone when the next one is asked for."""
         stop = self.rows if stop is None else stop
         step = max(1, SLICE_BYTES // self._row_bytes)
         for first in range(start, stop, step):
             yield first, self.read(first, min(step, stop - first))
 
     def read(self, first: int, count: int) -> Array:
-        """Rows first .. first + count - 1, mapped on their own."""
+        """Return rows first .. first + count - 1, mapped on their own."""
         self.verify(first, first + count)
         offset = self._header_bytes() + first * self._row_bytes
         return np.asarray(np.memmap(self.path, self.dtype, "r", offset, (count, self.dim)))
 
     def rows_at(self, row_S: npt.NDArray[np.int64]) -> Array:
-        """The rows `row_S`, ascending, copied: [len(row_S), dim]."""
+        """Return the rows `row_S`, ascending, copied: [len(row_S), dim]."""
         taken_SD = np.empty((len(row_S), self.dim), self.dtype)
         for first, part_ND in self.slices():
             here = slice(*np.searchsorted(row_S, (first, first + len(part_ND))))
@@ -101,8 +101,8 @@ class VectorFile:
         return taken_SD
 
     def take(self, row_S: npt.NDArray[np.int64]) -> Array:
-        """The rows `row_S`, in any order, each read on its own: [len(row_S), dim]. A map would draw 64 kB into the
-        process with every touch; this costs no memory but the rows'. Many are read by several threads, for a read
+        """Return the rows `row_S`, in any order, each read on its own: [len(row_S), dim]. A map would draw 64 kB into
+        the process with every touch; this costs no memory but the rows'. Many are read by several threads, for a read
         waits: for the disk, or for memory that no cache holds."""
         self._verify_rows(row_S)
         taken_SD = np.empty((len(row_S), self.dim), self.dtype)
@@ -116,13 +116,13 @@ class VectorFile:
         return taken_SD
 
     def verify(self, first: int, stop: int) -> None:
-        """Holds the rows first .. stop - 1 against the file's hashes, where it has some. Damaged where they differ."""
+        """Hold the rows first .. stop - 1 against the file's hashes, where it has some. Damaged where they differ."""
         if self._blocks is not None and first < stop:
             offset = self._header_bytes()
             self._blocks.touch(offset + first * self._row_bytes, offset + stop * self._row_bytes)
 
     def _verify_rows(self, row_S: npt.NDArray[np.int64]) -> None:
-        """`verify` for rows here and there, by their blocks."""
+        """Verify rows here and there, by their blocks, as `verify`."""
         if self._blocks is None or self._blocks.whole or not len(row_S):
             return
         if self._row_bytes > self._blocks.block:  # which no encoder makes
@@ -146,8 +146,8 @@ class VectorFile:
         return descriptor
 
     def open(self) -> Array:
-        """All of it, mapped: [rows, dim]. UserError when the file is absent or of another size, shape or dtype. Nothing
-        is verified yet: whoever reads rows calls `verify` before."""
+        """Return all of it, mapped: [rows, dim]. UserError when the file is absent or of another size, shape or dtype.
+        Nothing is verified yet: a reader of rows calls `verify` before."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size != self.size:
             raise UserError(f"{self.path}: expected {self.size} bytes, found {size}; build the index again")
@@ -163,7 +163,7 @@ class VectorFile:
         return np.asarray(mapped)
 
     def remove(self) -> None:
-        """Deletes the file, finished or not."""
+        """Delete the file, finished or not."""
         self._counted.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
@@ -181,7 +181,7 @@ class VectorFile:
 
 
 def sample_rows(rows: int, count: int, seed: int) -> npt.NDArray[np.int64]:
-    """`count` distinct rows out of `rows`, ascending; the same for the same arguments."""
+    """Return `count` distinct rows out of `rows`, ascending; the same for the same arguments."""
     chosen: npt.NDArray[np.int64] = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
     return chosen
 

@@ -68,7 +68,7 @@ DIALECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     max_queries: int = 8192  # a whole batch of a training run, with room
     max_characters: int = 65_536  # of one query; an encoder reads a few hundred words of it
@@ -86,8 +86,8 @@ class Request:
 
 
 def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) -> Request:
-    """The request in `body`. Refused, with status 400, for what is not JSON, lacks a key or has another, or is out of
-    bounds. One query may be blank among others (models do write such) and finds nothing, but not all of them."""
+    """Return the request in `body`. Refused, with status 400, for what is not JSON, lacks a key or has another, or is
+    out of bounds. One query may be blank among others (models do write such) and finds nothing, but not all of them."""
     record = _read_object(body)
     for key in record:
         if key not in (dialect.queries, dialect.k, dialect.scores):
@@ -111,7 +111,8 @@ def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) 
 
 
 def render_answer(found: Sequence[Sequence[Hit]], dialect: Dialect, scores: bool) -> bytes:
-    """The answer to a request of this dialect, as ASCII JSON: what Unicode cannot encode survives as an escape."""
+    """Return the answer to a request of this dialect, as ASCII JSON: what Unicode cannot encode survives as an
+    escape."""
     documents = [[{"id": hit.passage.id, "contents": contents(hit.passage)} for hit in hits] for hits in found]
     values = [[hit.score for hit in hits] for hits in found]
     answer: Any
@@ -132,12 +133,12 @@ def render_answer(found: Sequence[Sequence[Hit]], dialect: Dialect, scores: bool
 
 
 def contents(passage: Passage) -> str:
-    """A passage as wiki-18 writes it. A title is one line there: its line feeds become spaces."""
+    """Return a passage as wiki-18 writes it. A title is one line there: its line feeds become spaces."""
     return f'"{passage.title.replace(chr(10), " ")}"\n{passage.text}'
 
 
 def passage_of(identifier: str, written: str) -> Passage:
-    """The passage that `contents` wrote; a single line is all text, and a title may lack its quotes."""
+    """Return the passage that `contents` wrote; a single line is all text, and a title may lack its quotes."""
     title, line_feed, text = written.partition("\n")
     if not line_feed:
         return Passage(identifier, "", written)
@@ -188,7 +189,7 @@ def _bad(reason: str) -> Refused:
 
 
 def _shown(value: Any) -> str:
-    """A value for a reason: as JSON, and short."""
+    """Return a value as a reason shows it: as JSON, and short."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value)
@@ -209,17 +210,17 @@ class Metrics:
         self._seconds = 0.0
 
     def count(self, path: str, status: int) -> None:
-        """A request that was answered."""
+        """Count a request that was answered."""
         self.requests[path, status] += 1
 
     def served(self, queries: int, seconds: float) -> None:
-        """A request whose queries were searched, and the time from its last byte to its answer."""
+        """Count a request whose queries were searched, and the time from its last byte to its answer."""
         self.queries += queries
         self._buckets[bisect_left(LATENCY_BOUNDS, seconds)] += 1
         self._seconds += seconds
 
     def text(self, others: Iterable[tuple[str, str, str, float]]) -> str:
-        """All of it; `others` are (name, type, help, value) of what is counted elsewhere."""
+        """Return all figures; `others` are (name, type, help, value) of what is counted elsewhere."""
         lines = _header("requests_total", "counter", "requests by path and status")
         for (path, status), count in sorted(self.requests.items()):
             lines.append(f'thresher_requests_total{{path="{path}",code="{status}"}} {count}')
@@ -302,7 +303,8 @@ class Batcher:
         self._thread.start()
 
     def submit(self, queries: list[str], k: int, client: Hashable) -> "Future[Found]":
-        """The hits of all `queries`, some time, or Full; cancel it to give up. Raises Full."""
+        """Return the future of the hits of all `queries`; cancel it to give up. Full, at once or from the future, where
+        too many wait."""
         with self._changed:
             if self._closed or not self._make_room(len(queries)):
                 raise Full
@@ -317,19 +319,19 @@ class Batcher:
         return request.answer
 
     def busy_seconds(self) -> float:
-        """For how long the search that is running has been running; 0 if none is."""
+        """Return the seconds for which the present search has been running; 0 if none is."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self, timeout: float | None = None) -> None:
-        """Takes no more requests, and returns when those that wait are answered, or after `timeout` seconds."""
+        """Take no more requests, and return when those that wait are answered, or after `timeout` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join(timeout)
 
     def _make_room(self, queries: int) -> bool:
-        """Whether so many more may wait, once longer requests that have not begun are refused."""
+        """Return whether so many more may wait, once longer requests that have not begun are refused."""
         while self.waiting + queries > self.max_waiting:
             longest = max((one for one in self._requests if not one.taken), key=lambda one: one.left, default=None)
             if longest is None or longest.left <= queries:
@@ -351,7 +353,7 @@ class Batcher:
             self._busy_since = None
 
     def _take(self) -> _Batch:
-        """The next batch; empty once closed and done."""
+        """Return the next batch; empty once closed and done."""
         with self._changed:
             while True:
                 self._requests = [one for one in self._requests if not one.answer.cancelled()]
@@ -372,7 +374,7 @@ class Batcher:
             return [(request, self._begin(request, count)) for request, count in batch]
 
     def _first(self, most: int) -> list[tuple[_Queued, int]]:
-        """Requests with one k, and how many queries of each come next, together at most so many."""
+        """Return requests with one k, and how many queries of each come next, together at most so many."""
         order = sorted(self._requests, key=lambda one: (one.start + min(one.left, most), one.arrived))
         batch: list[tuple[_Queued, int]] = []
         size = 0
@@ -386,7 +388,7 @@ class Batcher:
         return batch
 
     def _begin(self, request: _Queued, count: int) -> list[str]:
-        """The next `count` queries of a request, which no longer wait."""
+        """Return the next `count` queries of a request, which no longer wait."""
         queries = request.queries[request.taken : request.taken + count]
         self._clock = max(self._clock, request.start)
         request.start += count
@@ -436,7 +438,7 @@ ReadBody = Callable[[], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a server is run. timeout: seconds for a body to arrive, and for a search."""
+    """Settings of a server. timeout: seconds for a body to arrive, and for a search."""
 
     k: int = 3  # passages for a request to /retrieve that does not say
     max_batch: int = 256  # queries searched at once
@@ -451,7 +453,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is served, as /health reports it. identity: names this index, in every answer."""
+    """The index that is served, as /health reports it. identity: names this index, in every answer."""
 
     passages: int
     kind: str
@@ -460,8 +462,8 @@ class Served:
 
     @classmethod
     def by(cls, manifest: Manifest, parameters: dict[str, int] | None = None) -> "Served":
-        """From the manifest of an index, and what replaces its parameters: what is encoded and searched the same way
-        is the same index."""
+        """Return the record of an index by its manifest, and what replaces its parameters: two that are encoded and
+        searched the same way are the same index."""
         built = (manifest.corpus_sha256, manifest.embed, manifest.encoder_fingerprint, manifest.kind, manifest.factory)
         searched = sorted((manifest.parameters | (parameters or {})).items())
         return cls(
@@ -500,7 +502,8 @@ class App:
     async def answer(
         self, method: str, path: str, hosts: Sequence[str], read_body: ReadBody, client: Hashable
     ) -> Reply:
-        """To a request of a `client` with these Host headers, whose body `read_body` waits for, or raises Refused."""
+        """Return the answer to a request of a `client` with these Host headers, whose body `read_body` waits for, or
+        raises Refused."""
         try:
             if not host_allowed(hosts, self._names):
                 raise _other_host(hosts)

@@ -81,7 +81,8 @@ class RemoteRetriever(Retriever):
         return found
 
     def _read_health(self) -> int | None:
-        """How many passages the server has, None if it does not say: /health is ours, and other servers lack it."""
+        """Return how many passages the server has, None if it does not say: /health is ours, and other servers lack
+        it."""
         response = self._ask("GET", self.url.removesuffix(PATH) + "/health", None)
         report = json_of(response) if response.status == 200 else None
         self._check_identity(response)
@@ -89,8 +90,8 @@ class RemoteRetriever(Retriever):
         return passages if type(passages) is int and passages > 0 else None
 
     def _ask(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
-        """A response with a status that is not a passing failure, however many attempts it takes. Unanswered when
-        patience ends."""
+        """Return a response with a status that is not a passing failure, however many attempts it takes. Unanswered
+        when patience ends."""
         deadline, pause = None, FIRST_PAUSE
         while True:
             headers = {"content-type": "application/json"} if body is not None else {}
@@ -164,7 +165,7 @@ class RemoteRetriever(Retriever):
 
 
 def _reason(response: HttpAnswer) -> str:
-    """What the server says about a refusal, as ours says it and as others do."""
+    """Return what the server says about a refusal, as ours says it and as others do."""
     report = json_of(response)
     reason = report.get("error", report.get("detail")) if isinstance(report, dict) else None
     return f" ({reason[:200]})" if isinstance(reason, str) else ""

@@ -97,7 +97,7 @@ class Connections:
         return listener
 
     async def sweep(self) -> None:
-        """Ends connections that wait for too long, or are too many; for ever."""
+        """End connections that wait for too long, or are too many; for ever."""
         while True:
             await asyncio.sleep(min(1.0, IDLE_SECONDS / 4))
             late = time.monotonic() - IDLE_SECONDS
@@ -107,8 +107,7 @@ class Connections:
                     _end(connection)
 
     async def close(self, timeout: float) -> None:
-        """What has arrived is answered, for up to so many seconds; who is still sending may send it to the next
-        server."""
+        """Answer requests that have arrived, for up to so many seconds, and end all other connections."""
         self._closing = True
         for connection, state in list(self._states.items()):
             if state.busy and not state.served:
@@ -121,7 +120,7 @@ class Connections:
             await asyncio.sleep(0.01)
 
     def end(self) -> None:
-        """Ends all of them, answered or not."""
+        """End all of them, answered or not."""
         for connection in self._states:
             _end(connection)
 
@@ -133,14 +132,14 @@ class Connections:
         return connection
 
     def _forget(self) -> None:
-        """Drops what is known of connections that are lost; those of the last second may not be made yet."""
+        """Drop what is known of connections that are lost; those of the last second may not be made yet."""
         recent = time.monotonic() - 1.0
         for connection, state in list(self._states.items()):
             if connection.transport is None and not state.busy and state.since < recent:
                 del self._states[connection]
 
     def _make_room(self) -> None:
-        """Ends the connections that have waited longest, until there may be one more."""
+        """End the connections that have waited longest, until there may be one more."""
         self._forget()
         # Of those just accepted, some may not be made yet.
         waiting = (one for one, state in self._states.items() if not state.served and one.transport is not None)
@@ -149,7 +148,7 @@ class Connections:
             _end(connection)
 
     def _make_room_for_body(self, mine: web.RequestHandler) -> None:
-        """Ends the connections that have been sending a body for longest, but for `mine`."""
+        """End the connections that have been sending a body for longest, but for `mine`."""
         for connection, state in list(self._states.items()):
             if self._bodies <= BODIES * self._app.settings.max_body:
                 return
@@ -187,7 +186,7 @@ class Connections:
         return response
 
     async def _read_body(self, request: web.BaseRequest, state: _State) -> bytes:
-        """Refused for one that is longer than allowed, ends early, is no HTTP, or takes too long."""
+        """Return the body. Refused for one that is longer than allowed, ends early, is no HTTP, or takes too long."""
         limit, timeout = self._app.settings.max_body, self._app.settings.timeout
         too_long = Refused(413, f"the body is longer than {limit} bytes; ask in several requests", CLOSE)
         if (request.content_length or 0) > limit:
@@ -251,7 +250,8 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def serve(self) -> None:
-        """Until SIGTERM, SIGINT or `stop`; requests that have arrived by then are answered, unless it comes twice."""
+        """Serve until SIGTERM, SIGINT or `stop`; requests that have arrived by then are answered, unless it comes
+        twice."""
         try:
             asyncio.run(self._serve())
         finally:
@@ -260,11 +260,11 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """The number of open connections."""
         return 0 if self._connections is None else len(self._connections)
 
     def stop(self) -> None:
-        """Makes `serve` return; may be called from any thread."""
+        """Make `serve` return; may be called from any thread."""
         self._stopped = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop)
@@ -312,7 +312,7 @@ def serve_folder(
     gpu: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Loads an index folder and serves it at `address`, a host and a port, until a signal ends it.
+    """Load an index folder and serve it at `address`, a host and a port, until a signal ends it.
 
     `say` is called with where, and what is served; `parameters`, `gpu` and `verify` as `load_retriever` has them.
     Returns the same as figures, with the number of queries that were searched. UserError as that, and as Server.
