@@ -160,7 +160,8 @@ KEEPS = (*KEPT_FILES, NOT_KEPT)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSettings:
     """Settings of a build. `keep` is how an approximate index keeps the vectors for exact scores: float32, float16 or
-    none; an exact kind keeps its own. `recall` is what its search parameters are chosen for. `reason` goes to the manifest.
+    none; an exact kind keeps its own. `recall` is what its search parameters are chosen for. `reason` goes to the
+    manifest.
 
     UserError for an unknown `keep` or `embed`, a `keep` for an exact kind, a recall outside (0, 1], and a graph that
     should keep no vectors."""
