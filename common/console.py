@@ -7,11 +7,12 @@ exact and not rounded. A command whose object should hold something else says so
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
@@ -152,6 +153,41 @@ def stage(label: str, total: int = 0) -> Iterator["Line"]:
         yield line
 
 
+class Stage(NamedTuple):
+    """How far a part of the work is: `done` of `total`, and a free text."""
+
+    label: str
+    done: int
+    total: int
+    text: str = ""
+
+
+@contextmanager
+def polling(ask: Callable[[], Stage | None]) -> Iterator[None]:
+    """Show what `ask` returns as a part of the line that is shown now; None: nothing to show.
+
+    A thread asks every REDRAW_SECONDS, so that the work itself calls nothing here: `ask` reads what it has noted.
+    """
+    if not _lines:
+        yield
+        return
+    over, line = threading.Event(), _PolledLine(ask)
+
+    def follow() -> None:
+        while not over.wait(REDRAW_SECONDS):
+            line.ask()
+            _lines[0].refresh()
+
+    thread = threading.Thread(target=follow, name="progress", daemon=True)
+    with _shown(line):
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
 @contextmanager
 def _shown(line: "Line") -> Iterator["Line"]:
     _lines.append(line)
@@ -243,6 +279,33 @@ class Line:
         """Show what it and the lines within it say now, if it is the one that is drawn and it is time."""
 
 
+class _PolledLine(Line):
+    """The part of a line that `polling` shows: the stage that was found last."""
+
+    def __init__(self, ask: Callable[[], Stage | None]) -> None:
+        super().__init__("", 0)
+        self._ask = ask
+        self._stage: Line | None = None
+
+    def ask(self) -> Line | None:
+        """Ask once; a stage with another label begins anew. The thread asks, and whoever draws the line."""
+        found, stage = self._ask(), self._stage
+        if found is None:
+            stage = None
+        else:
+            if stage is None or stage.label != found.label:
+                stage = Line(found.label, found.total)
+            stage._move(found.done)
+            stage.text = found.text
+        self._stage = stage
+        return stage
+
+    def shown(self) -> str:
+        """As Line has it, of what is found now; "" where there is nothing to show."""
+        stage = self.ask()
+        return "" if stage is None else stage.shown()
+
+
 class _BarLine(Line):
     """The line that is drawn."""
 
@@ -278,7 +341,8 @@ class _BarLine(Line):
             parts = [self.left(), self.text, *(line.shown() for line in _lines[1:])]
             self._bars.update(self._task, completed=self.done, text=visible("  ".join(filter(None, parts))))
         else:
-            console.print("  ".join([self.shown(), *(line.shown() for line in _lines[1:])]), soft_wrap=True)
+            parts = [self.shown(), *(line.shown() for line in _lines[1:])]
+            console.print("  ".join(filter(None, parts)), soft_wrap=True)
 
 
 def show_time(seconds: float) -> str:

@@ -2,13 +2,15 @@
 
     with handling():                                # once a process: cli/main.py
         with held("the step is finished first"):    # training: a signal is noted
-            with released():                        # a rollout, of which nothing would be kept: raised at once
+            with released():                        # an evaluation, of which nothing would be kept: raised at once
                 ..
+        with held("..", unless=lambda: step.collecting):    # the same, asked when a signal comes
+            ..
 
-The first signal raises `Interrupted` in the main thread; inside `held` it is noted, and raised where `released` begins
-or where `held` ends. It is raised once. A second Ctrl-C ends the process there and then with status 130. That is a
-kill, which files (common/files.py) and run folders are made for: it leaves temporary files, and nothing that is half
-written under its own name.
+The first signal raises `Interrupted` in the main thread; inside `held` it is noted, and raised where `released` begins,
+at `check()`, or where `held` ends. It is raised once. A second Ctrl-C ends the process there and then with status 130.
+That is a kill, which files (common/files.py) and run folders are made for: it leaves temporary files, and nothing that
+is half written under its own name.
 
 torchrun passes Ctrl-C on to ranks that the terminal has interrupted already, and ends after 30 s who goes on; so there
 a second one is no person's, and ignored.
@@ -49,6 +51,7 @@ class Interrupted(KeyboardInterrupt):
 class _Signals:
     noted: int | None = None  # the first signal that came
     first: str | None = None  # what is finished before it is raised; None: nothing
+    unless: Callable[[], bool] | None = None  # whether it is raised at once all the same
     raised: bool = False
 
 
@@ -93,8 +96,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
             os._exit(Interrupted().status)
         return
     _state.noted = number
-    if _state.first is None:
-        _raise_noted()
+    if _state.first is None or (_state.unless is not None and _state.unless()):
+        check()
     more = "" if under_torchrun() else "; Ctrl-C once more ends at once"
     if os.environ.get("RANK", "0") == "0":
         os.write(2, f"{signal.Signals(number).name}: {_state.first}{more}\n".encode())
@@ -106,13 +109,15 @@ def noted() -> int | None:
 
 
 @contextmanager
-def held(first: str) -> Iterator[None]:
-    """Within it nothing is raised. first: what is finished before, for the person who has interrupted."""
-    before, _state.first = _state.first, first
+def held(first: str, unless: Callable[[], bool] | None = None) -> Iterator[None]:
+    """Within it nothing is raised. first: what is finished before, for the person who has interrupted. unless: whether
+    a signal that comes now is raised at once all the same; one that came before waits for `check`."""
+    before = _state.first, _state.unless
+    _state.first, _state.unless = first, unless
     try:
         yield
     finally:
-        _state.first = before
+        _state.first, _state.unless = before
     _raise_noted()
 
 
@@ -127,10 +132,16 @@ def released() -> Iterator[None]:
         _state.first = before
 
 
-def _raise_noted() -> None:
-    if _state.first is None and _state.noted is not None:
+def check() -> None:
+    """Raise the signal that came, if one did, also inside `held`."""
+    if _state.noted is not None:
         _state.raised = True
         raise Interrupted(_state.noted)
+
+
+def _raise_noted() -> None:
+    if _state.first is None:
+        check()
 
 
 def interruption(error: BaseException) -> Interrupted | None:

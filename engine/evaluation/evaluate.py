@@ -54,7 +54,7 @@ def draw_parts(
 ) -> None:
     """Draw `jobs` but for the first `kept`, part by part, and hand each part to `keep`; a line shows how far it is."""
     size = PART * rollout.limits.max_num_seqs
-    with console.progress_line(label, len(jobs)) as line:
+    with console.progress_line(label, len(jobs)) as line, console.polling(rollout.stage):
         ended = kept
 
         def progress(more: int) -> None:

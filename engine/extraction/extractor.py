@@ -11,6 +11,7 @@ Its system's prompt, and of its episode the first turn, which ends where the evi
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
 from thresher.engine.compressors.options import Compressor
@@ -76,8 +77,10 @@ class Extractor:
         given = [question.passages for question in questions]
         questions = truncate_passages(questions, run.system, run.tools, run.renderer).questions
         jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
+        with console.polling(run.stage):
+            trajectories = run.run(jobs, 0.0)
         extractions = []
-        for whole, question, trajectory in zip(given, questions, run.run(jobs, 0.0), strict=True):
+        for whole, question, trajectory in zip(given, questions, trajectories, strict=True):
             pieces = trajectory.pieces(self.tokenizer)
             evidence = self._cut(_first(pieces, self.evidence_tag))
             rationale = None if self.rationale_tag is None else _first(pieces, self.rationale_tag)

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any, Protocol
 
+from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.jsonl import Record
 from thresher.common.locks import locked_file
@@ -389,10 +390,11 @@ def responses(rollout: Rollout | ApiRollout, questions: Sequence[Question]) -> I
     before it stopped to reply, with its endpoint's UserError, has been handed out."""
     jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
     played = rollout.stream(jobs, 0.0) if isinstance(rollout, ApiRollout) else rollout.run(jobs, 0.0)
-    for trajectory in played:
-        scored = score([questions[trajectory.group]], [trajectory], rollout.system, rollout.tokenizer)
-        check_all(scored, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context)
-        yield from scored
+    with console.polling(rollout.stage):
+        for trajectory in played:
+            scored = score([questions[trajectory.group]], [trajectory], rollout.system, rollout.tokenizer)
+            check_all(scored, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context)
+            yield from scored
 
 
 class Chat(Protocol):

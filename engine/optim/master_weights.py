@@ -1,4 +1,4 @@
-"""The weights that an update trains, as it sees them; and those of one process: a policy's own, or its master weights.
+"""The weights that an update trains, those of one process (a policy's own, or its master weights), and their optimiser.
 
 A policy that computes in bfloat16 is not trained itself, for at lr 1e-6 none of its weights would move. Beside it lie
 master weights, a float32 copy, which the optimiser steps:
@@ -10,9 +10,18 @@ Masters may lie in CPU memory (`optim.offload = "masters"`): then both go in str
 gradient stays on the device but the head's, to which the loss adds in float32 there. Where the policy computes in
 float32 it is its own master, and there is no way to go.
 
-Several ranks hold rows of the weights each: engine/parallel/sharded_weights.py.
+Several ranks hold rows of the weights each, and do the same with them: engine/parallel/sharded_weights.py. Where the
+weights lie is decided in training/weights.py.
+
+    optimizer_state_dtype
+                   offload         weights that are trained    moments                       stepped
+    float32        none            on the device               on the device                 there, by torch's AdamW
+    float32        moments         on the device               in CPU memory, pinned         there, some rows at a time
+    float32        masters         in CPU memory               in CPU memory                 there, by torch's AdamW
+    8bit           any of them     as above                    as above, in 8 bits           where the weights are
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -20,6 +29,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from thresher.engine.config.sections import OptimSection
+from thresher.engine.optim.adamw import PartwiseAdamW
 from thresher.policy.model import Policy
 
 STRETCH = 1 << 24  # values that go over at a time
@@ -86,6 +97,7 @@ class MasterWeights:
         self.policy = self.rollout_policy = policy
         self.master = policy if master is None else master
         self.module: nn.Module = self.master
+        self.head_VH = self.master.head_VH
         self.apart = apart and self.master is not policy
         self._head_grad: Tensor | None = None
         pinned = policy.device.type == "cuda"
@@ -98,7 +110,7 @@ class MasterWeights:
         return count
 
     def head_gradient(self) -> Tensor | None:
-        head_VH = self.master.head_VH
+        head_VH = self.head_VH
         if not head_VH.requires_grad:
             return None
         if self.apart:
@@ -117,7 +129,7 @@ class MasterWeights:
             grad, parameter.grad = parameter.grad, None
             if grad is None:
                 continue
-            if trained is self.master.head_VH and self._head_grad is not None:
+            if trained is self.head_VH and self._head_grad is not None:
                 self._head_grad.add_(grad)  # a tied embedding's share
             elif self.apart:
                 first = trained.grad is None
@@ -130,7 +142,7 @@ class MasterWeights:
 
     def complete(self) -> None:
         if self._head_grad is not None:
-            self.master.head_VH.grad = self._head_grad.to(self.master.device)
+            self.head_VH.grad = self._head_grad.to(self.master.device)
             self._head_grad = None
 
     def clip(self, largest: float) -> float:
@@ -169,3 +181,41 @@ class MasterWeights:
     @staticmethod
     def _stretches(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(one.reshape(-1).split(STRETCH), other.view(-1).split(STRETCH), strict=True)
+
+
+def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.optim.Optimizer:
+    """AdamW over all weights that are trained; norms and biases are not decayed."""
+    learning = [p for p in trained.parameters() if p.requires_grad]
+    decayed = [p for p in learning if p.dim() > 1]
+    other = [p for p in learning if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
+    # Masters are in CPU memory already; what has none, as SFT, keeps its weights and sends its moments there.
+    there = optim.offload == "moments" or (optim.offload == "masters" and any(p.device.type != "cpu" for p in learning))
+    if optim.optimizer_state_dtype == "float32" and not there:
+        return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
+    storage = torch.device("cpu") if there else None
+    return PartwiseAdamW(
+        groups, lr, optim.betas, optim.eps, eight_bit=optim.optimizer_state_dtype == "8bit", storage=storage
+    )
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Step at `lr` on the gradients that there are, and give them up."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def scheduled_lr(lr: float, schedule: str, warmup_ratio: float, step: int, total_steps: int) -> float:
+    """Linear warm-up over `warmup_ratio` of the steps, then constant, or linear or cosine down to 0 after the last.
+    Steps are the optimiser's, counted from 0."""
+    warmup = math.ceil(warmup_ratio * total_steps)
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / max(total_steps - warmup, 1)
+    if schedule == "linear":
+        return lr * max(0.0, 1.0 - done)
+    if schedule == "cosine":
+        return lr * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+    return lr

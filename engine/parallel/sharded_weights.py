@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from thresher.engine.config.sections import OptimSection
-from thresher.engine.optim.optimizer import make_optimizer
+from thresher.engine.optim.master_weights import make_optimizer
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.parallel.shards import all_rows, free_outside, local, on_first, rows_of, whole_weights
 from thresher.policy.model import Policy

@@ -25,8 +25,8 @@ from typing import Protocol
 
 import numpy as np
 
-from thresher.common import console
 from thresher.common.background import Background
+from thresher.common.console import Stage
 from thresher.common.errors import UserError
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
@@ -196,6 +196,7 @@ class EpisodeRunner:
         self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
         self.shuffle, self.unit = shuffle, unit
         self.clock = RolloutClock()
+        self.under_way: tuple[int, int] | None = None  # of `collect`: trajectories that have ended, and all
 
     def prompt(self, question: Question, room: int = 0) -> list[int]:
         """Return the ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the
@@ -260,21 +261,23 @@ class EpisodeRunner:
         jobs: Sequence[Job],
         writer: TurnWriter,
         on_progress: Callable[[int], None] | None,
-        line: console.Line | None = None,
     ) -> list[Trajectory]:
-        """Run `play` to the end; return the trajectories in the order of the jobs. line: says how far it is."""
+        """Run `play` to the end; return the trajectories in the order of the jobs."""
+        self.under_way = (0, len(jobs))
         done: dict[tuple[int, int], Trajectory] = {}
         with closing(self.play(jobs, writer)) as steps:
             for ended in steps:
                 done |= {(sample.job.group, sample.job.sample): sample.trajectory for sample in ended}
                 if ended and on_progress is not None:
                     on_progress(len(ended))
-                if line is not None:
-                    line.at(len(done), self._so_far)
+                self.under_way = (len(done), len(jobs))
+        self.under_way = None
         return [done[job.group, job.sample] for job in jobs]
 
-    def _so_far(self) -> str:
-        return f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
+    def stage(self) -> Stage | None:
+        """Return how far `collect` is, for `console.polling`; None while nothing is under way."""
+        text = f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
+        return None if self.under_way is None else Stage("rollout", *self.under_way, text)
 
 
 class Rollout(EpisodeRunner):
@@ -329,8 +332,7 @@ class Rollout(EpisodeRunner):
         recall = recall and bool(self.decoder.speculate)
         draw = SamplingParams(temperature=temperature)
         writer = DecoderWriter(self.decoder, draw, self._written if recall else {})
-        with console.stage("rollout", len(jobs)) as line:
-            trajectories = self.collect(jobs, writer, on_progress, line)
+        trajectories = self.collect(jobs, writer, on_progress)
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
         for trajectory in trajectories if recall else ():

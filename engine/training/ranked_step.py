@@ -18,7 +18,7 @@ from thresher.engine.training.step import GrpoStep, update_bounds
 from thresher.retrieval.questions import Question
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankedStep(GrpoStep):
     """`GrpoStep` of one of several ranks; `questions` are all of them, its groups a share."""
 

@@ -30,7 +30,7 @@ from thresher.common.jsonl import as_object
 from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
-from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.optim.master_weights import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.protocol.prompts import Renderer, fit
 from thresher.engine.training.attention import choose_attention

@@ -90,7 +90,7 @@ def write_analyses(
         policy, tokenizer, None, replace(arena, episode=explain), EpisodeConfig(TEMPLATE, 1), renderer, limits
     )
     jobs = jobs_of(fitting)
-    with console.progress_line("analyses", len(jobs)) as line:
+    with console.progress_line("analyses", len(jobs)) as line, console.polling(rollout.stage):
         done = 0
 
         def progress(count: int) -> None:

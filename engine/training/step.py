@@ -76,20 +76,29 @@ class StepResult:
     updates: list[UpdateStats] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GrpoStep:
-    """A step of a run in one process. ranked_step.py has that of several ranks."""
+    """A step of a run in one process. ranked_step.py has that of several ranks.
+
+    collecting: whether `collect` is under way, of which an interrupt loses nothing.
+    """
 
     parts: RunContext
     questions: Sequence[Question]
     rollout: Rollout
     judges: Judges
     updater: Updater
+    collecting: bool = field(default=False, init=False)
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult:
         """Run step number `step`, counted from 1. recorder: keeps what the first pass over the batch finds of each
         token. Raises Diverged where numbers stop being finite."""
-        return self.learn(self.collect(step), recorder)
+        self.collecting = True
+        try:
+            result = self.collect(step)
+        finally:
+            self.collecting = False
+        return self.learn(result, recorder)
 
     def collect(self, step: int) -> StepResult:
         """Sample and score the trajectories of a step. It changes no weights: an interrupted one is computed anew."""
@@ -139,14 +148,14 @@ class GrpoStep:
         recipe, step = self.parts.recipe, result.step
         epochs, count = recipe.grpo.epochs_per_batch, len(result.batches)
         for number, (epoch, sequences) in enumerate(itertools.product(range(epochs), result.batches)):
-            if self.updater.weights.most(len(sequences)) == 0:
-                continue  # every group of this step was without a signal, and the recipe drops those
             try:
                 place = (step - 1) * epochs * count + number
                 seen = recorder if epoch == 0 else None
                 stats = self.updater.update(sequences, place, recipe.rollout.temperature, seen)
             except NotFinite:  # in a second update of the step; before the first, what was sampled tells
                 raise diverged(step, "policy") from None
+            if stats is None:
+                continue  # every group of this step was without a signal, and the recipe drops those
             stats.epoch = epoch
             result.updates.append(stats)
             if not math.isfinite(stats.grad_norm):

@@ -10,7 +10,6 @@ finished first. Either way the last step that was learned is saved, on all ranks
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
-from thresher.common.signals import Interrupted, held, released
+from thresher.common.signals import Interrupted, check, held
 from thresher.engine.assemble import RunContext, load_judges, load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
@@ -115,7 +114,8 @@ def train(
         trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         trackers = tracking(run.path, recipe.run.trackers if ranks.first else (), checkpoint.step if checkpoint else -1)
-        with trackers, held("a step that is being learned is finished, and saved"):
+        finished = held("a step that is being learned is finished, and saved", unless=trainer.loses_nothing)
+        with trackers, finished, console.polling(lambda: updater.stage() or rollout.stage()):
             trainer.run(checkpoint, watch, before - started)
         if not ranks.first:
             return {}
@@ -225,6 +225,11 @@ class Trainer:
         )
         prune(self.run_folder.checkpoints, self.recipe.run.keep_checkpoints, spare=self._best())
 
+    def loses_nothing(self) -> bool:
+        """Return whether a signal may end at once what is under way. Several ranks end it together, by
+        `Ranks.interruptible`."""
+        return self.grpo_step.collecting and not self.ranks.several
+
     def step(self, step: int) -> dict[str, Any] | None:
         """One step, from questions to new weights; its trajectories are stored where due. Returns its metrics, on rank
         0."""
@@ -232,9 +237,9 @@ class Trainer:
         kept = bool(keep) and step % keep == 0
         recorder = TokenRecorder() if kept and self.recipe.run.token_stats_mib else None
         with in_a_sentence(self.updater, self.rollout):
-            with nullcontext() if self.ranks.several else released():  # several ranks leave it together
-                result = self.grpo_step.collect(step)
-            self.grpo_step.learn(result, recorder)
+            if not self.ranks.several:
+                check()  # a signal that came since the last step's rollout; several ranks leave theirs together
+            result = self.grpo_step(step, recorder)
         self._warn_of_cuts(result.shown)
         if kept:
             self._keep(result, recorder)

@@ -12,7 +12,7 @@ From top to bottom, as `Updater.update` and `Updater._backward` have it:
         backward through the layers            autograd
         gradients to the trained weights       `TrainedWeights.collect`
     what is left of that, once for all         `TrainedWeights.complete`: with several ranks their sums
-    clip, AdamW                                `TrainedWeights.clip`, optim/optimizer.py
+    clip, AdamW                                `TrainedWeights.clip`, `step_optimizer` (optim/master_weights.py)
     trained weights back to the policy         `TrainedWeights.refresh`
 
 `TrainedWeights` are those of optim/master_weights.py where one process has them whole, and of
@@ -31,10 +31,9 @@ from pathlib import Path
 
 import torch
 
-from thresher.common import console
+from thresher.common.console import Stage
 from thresher.engine.config.sections import GrpoSection, OptimSection
-from thresher.engine.optim.master_weights import TrainedWeights
-from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.optim.master_weights import TrainedWeights, make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import Batch, TrainSequence, idle_batch, pack, pack_shared
 from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
@@ -98,22 +97,27 @@ class Updater:
         self.partial = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
         self.begun = 0  # optimiser steps, since this was made
+        self._at: tuple[str, int, int] | None = None  # what is done now: its name, micro-batches done, of how many
 
     def update(
         self, items: Sequence[TrainSequence], step: int, temperature: float, recorder: TokenRecorder | None = None
-    ) -> UpdateStats:
-        """One optimiser step on all items. step: its number among the run's `total_steps` optimiser steps, from 0; it
-        sets the learning rate. recorder: keeps what is found of each token. Returns what happened."""
+    ) -> UpdateStats | None:
+        """Run one optimiser step on all items, and return what happened; None where no rank has an item.
+
+        step: its number among the run's `total_steps` optimiser steps, from 0; it sets the learning rate. recorder:
+        keeps what is found of each token.
+        """
+        if self.weights.most(len(items)) == 0:
+            return None
         started = time.perf_counter()
         self.begun += 1
         optim, stats = self.optim, UpdateStats()
         batches = self._batches(items)
-        with console.stage("update", len(batches)) as line:
-            for number, batch in enumerate(batches, 1):
-                found_R = self._backward(batch, temperature, stats)
-                if recorder is not None and batch.items:  # an idle one has none
-                    recorder.add([(items[n].key, len(items[n].positions)) for n in batch.items], found_R)
-                line.at(number, lambda: f"{stats.rows:,} tokens in the loss")
+        for number, batch in enumerate(batches):
+            self._at = ("update", number, len(batches))
+            found_R = self._backward(batch, temperature, stats)
+            if recorder is not None and batch.items:  # an idle one has none
+                recorder.add([(items[n].key, len(items[n].positions)) for n in batch.items], found_R)
         self.weights.complete()
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)
         stats.lr = scheduled_lr(optim.lr, optim.schedule, optim.warmup_ratio, step, self.total_steps)
@@ -121,6 +125,7 @@ class Updater:
         self.weights.refresh()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # or the optimiser's time would be the next rollout's
+        self._at = None
         stats.seconds = time.perf_counter() - started
         return stats
 
@@ -128,14 +133,18 @@ class Updater:
         """The policy's log-probs of every item's trained tokens, as the update computes them, without a gradient."""
         found: list[list[float]] = [[] for _ in items]
         batches = self._batches(items)
-        with console.stage("log-probs", len(batches)) as line:
-            for done, batch in enumerate(batches, 1):
-                with torch.no_grad():
-                    values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
-                for number in batch.items:
-                    found[number] = list(itertools.islice(values, len(items[number].positions)))
-                line.at(done, str)
+        for done, batch in enumerate(batches):
+            self._at = ("log-probs", done, len(batches))
+            with torch.no_grad():
+                values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
+            for number in batch.items:
+                found[number] = list(itertools.islice(values, len(items[number].positions)))
+        self._at = None
         return found
+
+    def stage(self) -> Stage | None:
+        """Return how far the update is, for `console.polling`; None while there is none."""
+        return None if self._at is None else Stage(*self._at)
 
     def savable(self) -> tuple[Policy, torch.optim.Optimizer] | None:
         """The trained weights and the optimiser's state, whole, on the rank that saves them; None elsewhere."""

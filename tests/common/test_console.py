@@ -1,6 +1,8 @@
 """What a person sees while a command runs."""
 
 import io
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,32 @@ def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
         "train 41/100  left 102 min  reward 1  evaluation  eval 1/4  left 2 min",
     ]
     assert len(made) == 4  # a text is made where it is shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_polled_is_a_part_of_the_line(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=written, width=160, force_terminal=terminal))
+    monkeypatch.setattr(console, "REDRAW_SECONDS", 0.001)
+    monkeypatch.setattr(console, "PLAIN_SECONDS", 0.001)
+    stages = {"rollout 1/3": console.Stage("rollout", 1, 3, "7 tokens"), "update 2/8": console.Stage("update", 2, 8)}
+    asked: list[int] = []
+
+    def ask() -> console.Stage | None:
+        asked.append(threading.get_ident())
+        return next((stage for text, stage in stages.items() if text not in written.getvalue()), None)
+
+    with console.polling(ask):  # without a line nobody asks
+        pass
+    with console.progress_line("train", 9) as line, console.polling(ask):
+        until = time.monotonic() + 60
+        while "update 2/8" not in written.getvalue() and time.monotonic() < until:
+            time.sleep(0.001)
+        line.to(1, "reward 1")
+    over = len(asked)
+    assert "7 tokens" in written.getvalue() and "update 2/8" in written.getvalue()
+    time.sleep(0.01)
+    assert len(asked) == over and set(asked) - {threading.get_ident()}
 
 
 def test_a_stage_without_a_line_shows_nothing_and_one_on_a_terminal_rewrites_it(

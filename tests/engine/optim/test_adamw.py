@@ -10,7 +10,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.sections import OptimSection
 from thresher.engine.optim import adamw as module
 from thresher.engine.optim.adamw import PartwiseAdamW
-from thresher.engine.optim.optimizer import make_optimizer
+from thresher.engine.optim.master_weights import make_optimizer
 from thresher.engine.store.checkpoint import load_optimizer, save_checkpoint
 
 LARGE, SMALL = (17, 300), (11,)  # two blocks a row, of which the second is not full

@@ -11,7 +11,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from thresher.engine.config.sections import OptimSection
-from thresher.engine.optim.optimizer import make_optimizer, step_optimizer
+from thresher.engine.optim.master_weights import make_optimizer, step_optimizer
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.parallel.sharded_weights import ShardedWeights
 from thresher.engine.parallel.shards import rows_of

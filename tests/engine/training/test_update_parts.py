@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
-from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.optim.optimizer import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.optim.master_weights import MasterWeights, make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import LossNormalizer, advantages, build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.model import Policy
