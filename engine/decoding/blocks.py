@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class Page:
+class RadixNode:
     """A node of the tree: the tokens of one block, which follow those of its parents. Only a full page has children.
 
     ready: whether keys and values of all its tokens lie in the block, or are yet to be computed by who took it.
@@ -34,9 +34,9 @@ class Page:
 
     block: int
     tokens: list[int]
-    parent: "Page | None"
+    parent: "RadixNode | None"
     ready: bool = True
-    children: dict[int, list["Page"]] = field(default_factory=dict)  # by their first token
+    children: dict[int, list["RadixNode"]] = field(default_factory=dict)  # by their first token
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Prefix:
     """
 
     blocks: list[int]
-    last: Page
+    last: RadixNode
     tail: int | None = None
     tail_tokens: int = 0
     wait: bool = False
@@ -62,49 +62,51 @@ class BlockPool:
             raise ValueError(f"a pool needs at least 2 blocks of at least 1 slot, got {num_blocks} of {page_size}")
         self.page_size = page_size
         self.num_blocks = num_blocks
-        self.owners_P = np.zeros(num_blocks, np.int64)
-        self.root = Page(0, [], None)
+        self.ref_count_P = np.zeros(num_blocks, np.int64)
+        self.root = RadixNode(0, [], None)
         self._free = list(range(num_blocks - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
-        self._pages: dict[int, Page] = {}  # block -> its page
+        self._pages: dict[int, RadixNode] = {}  # block -> its page
 
     @property
-    def free(self) -> int:
-        """Blocks that `take` could hand out."""
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out."""
         return len(self._free) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def take(self, count: int) -> Ints:
+    def allocate(self, count: int) -> Ints:
         """New blocks with one owner each. RuntimeError if there are not so many."""
-        if count > self.free:
-            raise RuntimeError(f"{count} blocks asked of a pool that has {self.free}: the scheduler should have waited")
+        if count > self.num_free:
+            raise RuntimeError(
+                f"{count} blocks asked of a pool that has {self.num_free}: the scheduler should have waited"
+            )
         while len(self._free) < count:
             self._forget(self._pages[next(iter(self._idle))])
         taken = np.array(self._free[len(self._free) - count :], np.int64)
         del self._free[len(self._free) - count :]
-        self.owners_P[taken] = 1
+        self.ref_count_P[taken] = 1
         return taken
 
-    def share(self, blocks: Sequence[int]) -> None:
+    def add_ref(self, blocks: Sequence[int]) -> None:
         """One owner more for each."""
         for block in blocks:
             self._idle.pop(block, None)
-        self.owners_P[blocks] += 1
+        self.ref_count_P[blocks] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """One owner less for each; the last of a sequence's blocks are the first to be taken by somebody else."""
         for block in reversed(blocks):
-            self.owners_P[block] -= 1
-            if self.owners_P[block] == 0:
+            self.ref_count_P[block] -= 1
+            if self.ref_count_P[block] == 0:
                 if block in self._pages:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
 
-    def match(self, ids: Sequence[int], most: int) -> Prefix:
-        """The longest known beginning of `ids`, of at most `most` tokens. Owners are not counted; see `share`."""
+    def match_prefix(self, ids: Sequence[int], most: int) -> Prefix:
+        """The longest known beginning of `ids`, of at most `most` tokens. Owners are not counted; see `add_ref`."""
         found = Prefix([], self.root)
         at = 0
         while at < most:
@@ -129,7 +131,9 @@ class BlockPool:
             at += agreed
         return found
 
-    def remember(self, ids: Sequence[int], blocks: Sequence[int], after: Page, start: int, ready: bool) -> list[Page]:
+    def insert(
+        self, ids: Sequence[int], blocks: Sequence[int], after: RadixNode, start: int, ready: bool
+    ) -> list[RadixNode]:
         """Put ids[start:] into the tree, behind `after`, the page of all before; blocks: the sequence's, all of them.
 
         Returns the pages that the rest now lies on, in order. A page that is known from another block stays that one's.
@@ -139,7 +143,7 @@ class BlockPool:
             tokens, block = list(ids[at : at + self.page_size]), blocks[at // self.page_size]
             page = self._child(after, tokens, block)
             if page is None:
-                page = Page(block, tokens, after, ready)
+                page = RadixNode(block, tokens, after, ready)
                 after.children.setdefault(tokens[0], []).append(page)
                 self._pages[block] = page
             elif page.block == block and len(tokens) > len(page.tokens):
@@ -148,16 +152,16 @@ class BlockPool:
             after = page
         return path
 
-    def forget_unready(self, pages: Sequence[Page]) -> None:
+    def drop_unready(self, pages: Sequence[RadixNode]) -> None:
         """Who was to compute these will not."""
         for page in pages:
             if self._pages.get(page.block) is page and not page.ready:
                 self._forget(page)
 
-    def knows(self, page: Page) -> bool:
+    def contains(self, page: RadixNode) -> bool:
         return page is self.root or self._pages.get(page.block) is page
 
-    def _child(self, after: Page, tokens: list[int], block: int) -> Page | None:
+    def _child(self, after: RadixNode, tokens: list[int], block: int) -> RadixNode | None:
         own = self._pages.get(block)
         if own is not None and own.parent is after:
             return own
@@ -166,7 +170,7 @@ class BlockPool:
         same = (page for page in after.children.get(tokens[0], ()) if page.tokens[: len(tokens)] == tokens)
         return next(same, None)
 
-    def _forget(self, page: Page) -> None:
+    def _forget(self, page: RadixNode) -> None:
         """Take a page and all behind it out of the tree; their blocks are free unless they are owned."""
         siblings = page.parent.children[page.tokens[0]] if page.parent is not None else []
         siblings.remove(page)
@@ -179,7 +183,7 @@ class BlockPool:
                 self._free.append(gone.block)
 
 
-def _subtree(page: Page) -> Iterator[Page]:
+def _subtree(page: RadixNode) -> Iterator[RadixNode]:
     stack = [page]
     while stack:
         page = stack.pop()

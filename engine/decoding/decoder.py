@@ -104,9 +104,9 @@ class Decoder:
 
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         pool = BlockPool(self.num_blocks, self.page_size)
-        if pool.blocks_for(longest) > pool.free:
+        if pool.blocks_for(longest) > pool.num_free:
             raise UserError(
-                f"the KV cache of {pool.free * self.page_size} tokens is too small for a sequence of {longest}; raise "
+                f"the KV cache of {pool.num_free * self.page_size} tokens is too small for a sequence of {longest}; raise "
                 "kv_tokens or lower the longest context"
             )
         self.clock, self.pool = clock, pool
@@ -193,14 +193,12 @@ class Decoder:
     # --- Who runs
 
     def _admit(self) -> None:
-        for sequence, prefix, count in self.scheduler.admit():
-            self.pool.share(prefix.blocks)
-            blocks = [*prefix.blocks, *self.pool.take(count).tolist()]
-            cached = len(prefix.blocks) * self.page_size + prefix.tail_tokens
-            if prefix.tail is not None:
+        for admitted in self.scheduler.admit():
+            sequence, cached = admitted.sequence, admitted.cached
+            if admitted.copy is not None:
                 assert self.cache is not None
-                self.cache.copy([(prefix.tail, blocks[len(prefix.blocks)])])
-            lane = self.batch.open(sequence, cached, blocks)
+                self.cache.copy([admitted.copy])
+            lane = self.batch.open(sequence, cached, admitted.blocks)
             if self.drafter is not None:
                 self.drafter.open(lane, sequence.earlier)
             self._of_lane[lane], self._lanes_N = sequence, None
@@ -209,7 +207,6 @@ class Decoder:
                 sequence.prompt.waiting -= 1
                 self.clock.shared_tokens += cached
             (self._from_prompt if cached == len(sequence.ids) else self._prefilling).append(sequence)
-            self.scheduler.begin(sequence, prefix, cached, blocks)
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
         lane, blocks = sequence.lane, self.batch.blocks_of(sequence)
@@ -228,15 +225,15 @@ class Decoder:
             runs = self._runs()
             wanted_N = -(-(runs.start_N + runs.count_N) // self.page_size) - self.batch.blocks_B[runs.table_N]
             wanted_N = np.maximum(wanted_N, 0)
-            count = int(wanted_N.sum())
-            if count <= self.pool.free:
+            blocks = self.scheduler.allocate(int(wanted_N.sum()))
+            if blocks is not None:
                 break
             if self._give_way():
                 continue
             self._leave(self.scheduler.preempt(), keep=True)
             self.clock.preemptions += 1
-        if count:
-            self.batch.extend(runs.table_N, wanted_N, self.pool.take(count))
+        if len(blocks):
+            self.batch.extend(runs.table_N, wanted_N, blocks)
         return runs
 
     def _give_way(self) -> bool:
@@ -280,7 +277,7 @@ class Decoder:
         rows = int(runs.count_N.sum())
         if not rows:
             return None
-        shared_P = self.pool.owners_P > 1 if self.share_prefix else None
+        shared_P = self.pool.ref_count_P > 1 if self.share_prefix else None
         shared_P = None if shared_P is not None and not shared_P.any() else shared_P
         assert isinstance(self.cache, PagedKV)
         step = PagedStep(self.cache, self.batch.table_BP, runs, shared_P)

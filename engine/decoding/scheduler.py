@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from thresher.engine.decoding.blocks import BlockPool, Page, Prefix
+from thresher.engine.decoding.blocks import BlockPool, Ints, Prefix, RadixNode
 from thresher.engine.decoding.stop_tags import Hit
 
 
@@ -78,9 +78,11 @@ class TokenSequence:
     stop_state: int = 0  # of the stop automaton, while it has no lane
     finish: str = ""
     hit: Hit | None = None
-    page: Page | None = None  # the last full page of it that is in the pool's tree
+    page: RadixNode | None = None  # the last full page of it that is in the pool's tree
     noted: int = 0  # tokens up to that page's end
-    unready: list[tuple[Page, int]] = field(default_factory=list)  # pages that it is about to fill, up to which token
+    unready: list[tuple[RadixNode, int]] = field(
+        default_factory=list
+    )  # pages that it is about to fill, up to which token
     prefilled: int = 0
     earlier: npt.NDArray[np.int32] | None = (
         None  # what was written before for the same question, in which drafts are looked up
@@ -97,8 +99,19 @@ class TokenSequence:
         return self.ids[self.turn_start :]
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that begins now, with its blocks, of which the first hold `cached` tokens of it. copy: the block to copy
+    the last of these from, and the one to copy it to, before anything is computed; None: all are its own or shared."""
+
+    sequence: TokenSequence
+    cached: int
+    blocks: list[int]
+    copy: tuple[int, int] | None
+
+
 class Scheduler:
-    """Admission, oldest first. `reuse` off: nothing that another sequence computed is used."""
+    """Admission, oldest first, with blocks of the pool. `reuse` off: nothing that another sequence computed is used."""
 
     def __init__(self, pool: BlockPool, max_running: int, reuse: bool = True) -> None:
         self.pool, self.max_running, self.reuse = pool, max_running, reuse
@@ -115,9 +128,8 @@ class Scheduler:
             self._number += 1
         bisect.insort(self.waiting, sequence, key=attrgetter("number"))
 
-    def admit(self) -> Iterator[tuple[TokenSequence, Prefix, int]]:
-        """Sequences that begin now, each with what is known of it and how many blocks it is to take. The caller takes
-        them before it asks for the next."""
+    def admit(self) -> Iterator[Admission]:
+        """Let in the sequences that may begin now, one after the other; each has its blocks."""
         passed: list[TokenSequence] = []
         while self.waiting and len(self.running) < self.max_running and len(passed) < self.max_running:
             sequence = self.waiting[0]
@@ -131,31 +143,39 @@ class Scheduler:
                 continue
             # A block for each that may need one soon, or the next step would have to send one of them back.
             growing = sum(one.grows for one in self.running)
-            idle = int((self.pool.owners_P[prefix.blocks] == 0).sum())
-            if self.running and self.pool.free - idle < blocks + growing:
+            idle = int((self.pool.ref_count_P[prefix.blocks] == 0).sum())
+            if self.running and self.pool.num_free - idle < blocks + growing:
                 break
             held = self.pool.blocks_for(len(sequence.ids))
             sequence.grows = sequence.most is None or self.pool.blocks_for(sequence.most) > held
             self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=attrgetter("number"))
-            yield sequence, prefix, blocks
+            yield self._begin(sequence, prefix, blocks)
         self.waiting[:0] = passed
+
+    def _begin(self, sequence: TokenSequence, prefix: Prefix, count: int) -> Admission:
+        """Give it `count` blocks beside those of its prefix, and note that it is about to compute the rest."""
+        shared = prefix.blocks
+        self.pool.add_ref(shared)
+        blocks = [*shared, *self.pool.allocate(count).tolist()]
+        cached = len(shared) * self.pool.page_size + prefix.tail_tokens
+        if cached < len(sequence.ids):
+            sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
+        sequence.page, sequence.noted = prefix.last, len(shared) * self.pool.page_size
+        if self.reuse:
+            self._remember(sequence, sequence.ids, blocks, ready=False)
+        return Admission(sequence, cached, blocks, None if prefix.tail is None else (prefix.tail, blocks[len(shared)]))
+
+    def allocate(self, count: int) -> Ints | None:
+        """Return so many new blocks; None while the pool has too few, and somebody has to give way."""
+        return self.pool.allocate(count) if count <= self.pool.num_free else None
 
     def _prefix(self, sequence: TokenSequence) -> Prefix:
         if not self.reuse:
             return Prefix([], self.pool.root)
         # All of it is of use only where the last token's hidden state is known as well.
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
-        return self.pool.match(sequence.ids, len(sequence.ids) - (0 if whole else 1))
-
-    def begin(self, sequence: TokenSequence, prefix: Prefix, cached: int, blocks: Sequence[int]) -> None:
-        """It has its blocks, `cached` tokens of it in the first of them, and is about to compute the rest."""
-        page_size = self.pool.page_size
-        if cached < len(sequence.ids):
-            sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
-        sequence.page, sequence.noted = prefix.last, len(prefix.blocks) * page_size
-        if self.reuse:
-            self._remember(sequence, sequence.ids, blocks, ready=False)
+        return self.pool.match_prefix(sequence.ids, len(sequence.ids) - (0 if whole else 1))
 
     def computed(self, sequence: TokenSequence, cached: int) -> None:
         """Others that wait for its pages may have those of its first `cached` tokens."""
@@ -167,18 +187,18 @@ class Scheduler:
         if self.reuse:
             if cached < len(sequence.prompt.ids):
                 sequence.prompt.filling = False
-            self.pool.forget_unready([page for page, _ in sequence.unready])
+            self.pool.drop_unready([page for page, _ in sequence.unready])
             sequence.unready = []
             if keep:
                 self._remember(sequence, sequence.ids[:cached], blocks, ready=True)
-        self.pool.release(blocks)
+        self.pool.free(blocks)
 
     def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
         """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
         page_size = self.pool.page_size
-        if sequence.page is None or not self.pool.knows(sequence.page):
+        if sequence.page is None or not self.pool.contains(sequence.page):
             sequence.page, sequence.noted = self.pool.root, 0
-        path = self.pool.remember(ids, blocks, sequence.page, sequence.noted, ready)
+        path = self.pool.insert(ids, blocks, sequence.page, sequence.noted, ready)
         for number, page in enumerate(path):
             end = min(sequence.noted + (number + 1) * page_size, len(ids))
             if not page.ready and page.block == blocks[(end - 1) // page_size]:

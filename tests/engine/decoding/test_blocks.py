@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.decoding.blocks import BlockPool, Page, Prefix
+from thresher.engine.decoding.blocks import BlockPool, Prefix, RadixNode
 
 Content = tuple[int, ...]  # of a slot: the tokens from the sequence's start, on all of which its key depends
 
@@ -19,9 +19,9 @@ class Writer:
 
     def __init__(self, ids: list[int]) -> None:
         self.ids, self.blocks, self.written = ids, list[int](), 0
-        self.page: Page | None = None
+        self.page: RadixNode | None = None
         self.noted = 0
-        self.unready: list[tuple[Page, int]] = []
+        self.unready: list[tuple[RadixNode, int]] = []
 
 
 class Memory:
@@ -34,26 +34,26 @@ class Memory:
 
     def find(self, ids: list[int], most: int) -> Prefix:
         """`match`, held to what the blocks hold."""
-        found = self.pool.match(ids, most)
+        found = self.pool.match_prefix(ids, most)
         assert len(found.blocks) * self.size + found.tail_tokens <= most
         assert (found.tail is None) == (found.tail_tokens == 0) and 0 <= found.tail_tokens < self.size
         slots = [content for block in found.blocks for content in self.slots[block]]
         if found.tail is not None:
             slots += self.slots[found.tail][: found.tail_tokens]
         assert slots == [tuple(ids[: at + 1]) for at in range(len(slots))]
-        assert self.pool.knows(found.last) and found.last.block == (found.blocks[-1] if found.blocks else 0)
+        assert self.pool.contains(found.last) and found.last.block == (found.blocks[-1] if found.blocks else 0)
         return found
 
     def begin(self, ids: list[int]) -> bool:
         """A new sequence, unless it has to wait or there is no room."""
         found = self.find(ids, len(ids) - 1)
         count = self.pool.blocks_for(len(ids)) - len(found.blocks)
-        idle = sum(self.pool.owners_P[block] == 0 for block in found.blocks)
-        if found.wait or self.pool.free - idle < count:
+        idle = sum(self.pool.ref_count_P[block] == 0 for block in found.blocks)
+        if found.wait or self.pool.num_free - idle < count:
             return False
         writer = Writer(list(ids))
-        self.pool.share(found.blocks)
-        writer.blocks = [*found.blocks, *self.pool.take(count).tolist()]
+        self.pool.add_ref(found.blocks)
+        writer.blocks = [*found.blocks, *self.pool.allocate(count).tolist()]
         writer.written = len(found.blocks) * self.size + found.tail_tokens
         if found.tail is not None:
             self.slots[writer.blocks[len(found.blocks)]] = list(self.slots[found.tail])
@@ -63,10 +63,10 @@ class Memory:
         return True
 
     def remember(self, writer: Writer, tokens: int, ready: bool) -> None:
-        if not self.pool.knows(writer.page):
+        if not self.pool.contains(writer.page):
             writer.page, writer.noted = self.pool.root, 0
         assert writer.page is not None
-        path = self.pool.remember(writer.ids[:tokens], writer.blocks, writer.page, writer.noted, ready)
+        path = self.pool.insert(writer.ids[:tokens], writer.blocks, writer.page, writer.noted, ready)
         assert [page.tokens[: self.size] for page in path[:-1]] == [
             writer.ids[at : at + self.size] for at in range(writer.noted, tokens - self.size, self.size)
         ]
@@ -82,7 +82,7 @@ class Memory:
         """The next tokens go to their slots."""
         for at in range(writer.written, min(writer.written + tokens, len(writer.ids))):
             block = writer.blocks[at // self.size]
-            assert self.pool.owners_P[block] == 1, "written to by one of several owners"
+            assert self.pool.ref_count_P[block] == 1, "written to by one of several owners"
             self.slots[block][at % self.size] = tuple(writer.ids[: at + 1])
             writer.written = at + 1
         while writer.unready and writer.unready[0][1] <= writer.written:
@@ -92,24 +92,24 @@ class Memory:
         """Tokens behind those that are all written, as far as there is room."""
         self.write(writer, len(writer.ids))
         needed = self.pool.blocks_for(len(writer.ids) + len(ids)) - len(writer.blocks)
-        if needed <= self.pool.free:
-            writer.blocks += self.pool.take(needed).tolist()
+        if needed <= self.pool.num_free:
+            writer.blocks += self.pool.allocate(needed).tolist()
             writer.ids += ids
             self.write(writer, len(ids))
 
     def leave(self, writer: Writer, keep: bool) -> None:
-        self.pool.forget_unready([page for page, _ in writer.unready])
+        self.pool.drop_unready([page for page, _ in writer.unready])
         writer.unready = []
         if keep:
             self.remember(writer, writer.written, ready=True)
-        self.pool.release(writer.blocks)
+        self.pool.free(writer.blocks)
         self.writers.remove(writer)
 
     def check(self) -> None:
         pool = self.pool
         owners = Counter(block for writer in self.writers for block in writer.blocks)
-        assert all(pool.owners_P[block] == owners[block] >= 0 for block in range(pool.num_blocks))
-        assert pool.free + len(owners) == pool.num_blocks - 1, "a block is lost or handed out twice"
+        assert all(pool.ref_count_P[block] == owners[block] >= 0 for block in range(pool.num_blocks))
+        assert pool.num_free + len(owners) == pool.num_blocks - 1, "a block is lost or handed out twice"
         assert 0 not in owners, "block 0 belongs to nobody"
         for writer in self.writers:
             read = [content for block in writer.blocks for content in self.slots[block]][: writer.written]
@@ -146,9 +146,9 @@ def test_what_is_found_is_right_and_nothing_is_lost(
     for writer in list(memory.writers):
         memory.leave(writer, keep=True)
         memory.check()
-    assert memory.pool.free == num_blocks - 1
-    assert len(memory.pool.take(num_blocks - 1)) == num_blocks - 1
-    assert memory.pool.match([0] * 9, 9) == Prefix([], memory.pool.root), "every block is somebody else's now"
+    assert memory.pool.num_free == num_blocks - 1
+    assert len(memory.pool.allocate(num_blocks - 1)) == num_blocks - 1
+    assert memory.pool.match_prefix([0] * 9, 9) == Prefix([], memory.pool.root), "every block is somebody else's now"
 
 
 def kept(memory: Memory, ids: list[int]) -> Writer:
@@ -209,18 +209,20 @@ def test_what_a_sequence_wrote_since_it_began_is_found_too() -> None:
 
 def test_a_page_belongs_to_one_block_and_a_block_to_one_page() -> None:
     pool = BlockPool(1 + 4, 3)
-    a, b, c, d = pool.take(4).tolist()
+    a, b, c, d = pool.allocate(4).tolist()
 
     def remember(ids: list[int], *blocks: int) -> list[int]:
-        return [page.block for page in pool.remember(ids, blocks, pool.root, 0, ready=True)]
+        return [page.block for page in pool.insert(ids, blocks, pool.root, 0, ready=True)]
 
     assert remember([1, 2], a) == [a] and remember([1], b) == [a]
     assert remember([1, 2, 3, 4], b, c) == [b, c]
     # Now the same is known of a as of b, and who follows a's page has c behind it.
     assert remember([1, 2, 3], a) == [a] and remember([1, 2, 3, 4, 5], d, c) == [a, c]
-    assert pool.match([1, 2, 3, 4, 5], 5).blocks == [a] and pool.match([1, 2, 3, 4, 5], 5).tail == c
-    pool.release([a, b, c, d])
-    assert sorted(pool.take(4).tolist()) == [1, 2, 3, 4] and pool.match([1, 2, 3], 3) == Prefix([], pool.root)
+    assert pool.match_prefix([1, 2, 3, 4, 5], 5).blocks == [a] and pool.match_prefix([1, 2, 3, 4, 5], 5).tail == c
+    pool.free([a, b, c, d])
+    assert sorted(pool.allocate(4).tolist()) == [1, 2, 3, 4] and pool.match_prefix([1, 2, 3], 3) == Prefix(
+        [], pool.root
+    )
 
 
 def test_a_newcomer_shares_full_blocks_and_copies_the_broken_one() -> None:
@@ -264,7 +266,7 @@ def test_what_its_writer_left_unwritten_is_forgotten() -> None:
     memory.leave(writer, keep=True)
     found = memory.find(ids, 9)
     assert not found.wait and found.blocks == writer.blocks[:1] and found.tail_tokens == 2, "6 of 9 are written"
-    memory.pool.forget_unready([found.last])
+    memory.pool.drop_unready([found.last])
     assert memory.find(ids, 9) == found, "what is there is not forgotten with the rest"
     memory.check()
 
@@ -283,54 +285,54 @@ def test_of_two_that_computed_the_same_the_firsts_is_kept() -> None:
         found = memory.find([1, 2, 3, 4, 5], 5)
         assert [*found.blocks, found.tail] == first.blocks
     memory.check()
-    assert memory.pool.free == 29
+    assert memory.pool.num_free == 29
 
 
 def test_who_gave_up_first_goes_first_and_of_each_the_end() -> None:
     memory = Memory(1 + 5, 2)
     first, second = kept(memory, [1, 2, 3, 4]), kept(memory, [5, 6, 7, 8])
-    assert memory.pool.free == 5
-    memory.pool.take(1)  # of which nothing was known
+    assert memory.pool.num_free == 5
+    memory.pool.allocate(1)  # of which nothing was known
     for left in ([2, 2], [1, 2], [0, 2], [0, 1], [0, 0]):
         found = [memory.find(writer.ids, 4).blocks for writer in (first, second)]
         assert found == [writer.blocks[:count] for writer, count in zip((first, second), left, strict=True)]
         if any(left):
-            memory.pool.take(1)
+            memory.pool.allocate(1)
 
 
 def test_who_is_asked_for_again_goes_last() -> None:
     memory = Memory(1 + 4, 2)
     first, second = kept(memory, [1, 2, 3, 4]), kept(memory, [5, 6, 7, 8])
-    memory.pool.share(first.blocks)
-    memory.pool.release(first.blocks)
-    assert sorted(memory.pool.take(2).tolist()) == sorted(second.blocks)
+    memory.pool.add_ref(first.blocks)
+    memory.pool.free(first.blocks)
+    assert sorted(memory.pool.allocate(2).tolist()) == sorted(second.blocks)
     assert memory.find([1, 2, 3, 4], 4).blocks == first.blocks and not memory.find([5, 6], 2).blocks
 
 
 def test_what_lies_behind_a_block_that_went_is_forgotten_but_stays_its_owners() -> None:
     pool = BlockPool(1 + 4, 2)
-    first, second = pool.take(2).tolist()
-    pages = pool.remember([1, 2, 3, 4], [first, second], pool.root, 0, ready=True)
-    assert pool.match([1, 2, 3, 4], 4).blocks == [first, second]
-    pool.release([first])
-    assert pool.match([1, 2, 3, 4], 4).blocks == [first, second], "nobody has needed it yet"
-    assert all(map(pool.knows, pages))
-    assert second not in pool.take(3) and pool.free == 0
-    assert pool.match([1, 2, 3, 4], 4) == Prefix([], pool.root) and pool.owners_P[second] == 1
-    assert not any(map(pool.knows, pages)) and pool.knows(pool.root)
-    pool.release([second])
-    assert pool.take(1).tolist() == [second]
+    first, second = pool.allocate(2).tolist()
+    pages = pool.insert([1, 2, 3, 4], [first, second], pool.root, 0, ready=True)
+    assert pool.match_prefix([1, 2, 3, 4], 4).blocks == [first, second]
+    pool.free([first])
+    assert pool.match_prefix([1, 2, 3, 4], 4).blocks == [first, second], "nobody has needed it yet"
+    assert all(map(pool.contains, pages))
+    assert second not in pool.allocate(3) and pool.num_free == 0
+    assert pool.match_prefix([1, 2, 3, 4], 4) == Prefix([], pool.root) and pool.ref_count_P[second] == 1
+    assert not any(map(pool.contains, pages)) and pool.contains(pool.root)
+    pool.free([second])
+    assert pool.allocate(1).tolist() == [second]
 
 
 def test_an_owned_block_is_never_handed_out() -> None:
     pool = BlockPool(6, 2)
-    mine = pool.take(3)
-    pool.share(mine[:1].tolist())
-    pool.release(mine.tolist())
-    assert pool.free == 4 and mine[0] not in pool.take(4) and pool.free == 0
+    mine = pool.allocate(3)
+    pool.add_ref(mine[:1].tolist())
+    pool.free(mine.tolist())
+    assert pool.num_free == 4 and mine[0] not in pool.allocate(4) and pool.num_free == 0
     with pytest.raises(RuntimeError, match="1 blocks asked of a pool that has 0"):
-        pool.take(1)
-    assert pool.take(0).tolist() == [] and pool.owners_P.tolist() == [0, 1, 1, 1, 1, 1]
+        pool.allocate(1)
+    assert pool.allocate(0).tolist() == [] and pool.ref_count_P.tolist() == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (160, 10)])
@@ -346,5 +348,5 @@ def test_a_pool_of_nothing_is_refused(blocks: int, size: int) -> None:
 
 def test_blocks_are_handed_out_as_an_array() -> None:
     """The lanes' tables are filled from it."""
-    taken = BlockPool(5, 4).take(3)
+    taken = BlockPool(5, 4).allocate(3)
     assert taken.dtype == np.int64 and taken.shape == (3,)

@@ -25,7 +25,7 @@ AT_ONCE = 25  # of which so many share a decoder
 
 
 def nobody_owns_a_block(decoder: Decoder) -> bool:
-    return decoder.pool.free == decoder.pool.num_blocks - 1 and not decoder.pool.owners_P.any()
+    return decoder.pool.num_free == decoder.pool.num_blocks - 1 and not decoder.pool.ref_count_P.any()
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_whatever_is_asked_the_results_are_those_of_one_sequence_at_a_time(
     for changes in ({}, full, {"reuse": False}):
         decoder = make_device_decoder(tiny_policy, tiny_tokenizer, **changes)
         agree(play(decoder, prompts, plans), wanted)
-        assert decoder.pool.free == decoder.pool.num_blocks - 1 and not decoder.pool.owners_P.any()
+        assert decoder.pool.num_free == decoder.pool.num_blocks - 1 and not decoder.pool.ref_count_P.any()
         assert decoder.clock.sampled_tokens == sum(len(turn[0]) for record in wanted for turn in record)
 
 
@@ -99,7 +99,7 @@ def test_no_guess_changes_a_result(
     for changes in ({}, full, {"reuse": False, "share_prefix": False}):
         decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=4, **changes)
         agree(play(decoder, prompts, plans), wanted)
-        assert decoder.pool.free == decoder.pool.num_blocks - 1 and not decoder.pool.owners_P.any()
+        assert decoder.pool.num_free == decoder.pool.num_blocks - 1 and not decoder.pool.ref_count_P.any()
         assert decoder.clock.sampled_tokens == sum(len(turn[0]) for record in wanted for turn in record)
         assert 0 < decoder.clock.accepted_tokens < decoder.clock.drafted_tokens
 

@@ -58,7 +58,7 @@ def steady(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> Callable[..., Deco
             decoder.begin_turn(sequence, STOPS[n % len(STOPS)] if mixed else (), 50)
         for _ in range(4):
             assert decoder.step() == []
-        assert (decoder.pool.owners_P.max() > 1) == siblings and decoder.clock.preemptions == 0
+        assert (decoder.pool.ref_count_P.max() > 1) == siblings and decoder.clock.preemptions == 0
         return decoder
 
     return make

@@ -192,7 +192,7 @@ def test_a_sequence_may_be_released_at_any_time(decoder: Decoder) -> None:
     assert not waits.ids[len(PROMPT) :] and not waits.finish and not runs.finish
     decoder.release(stays)
     decoder.release(stays)
-    assert decoder.idle and decoder.step() == [] and not decoder.pool.owners_P.any()
+    assert decoder.idle and decoder.step() == [] and not decoder.pool.ref_count_P.any()
 
 
 @pytest.mark.parametrize("max_running", [1, 64])

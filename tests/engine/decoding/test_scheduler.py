@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.decoding.blocks import BlockPool, Page
+from thresher.engine.decoding.blocks import BlockPool
 from thresher.engine.decoding.scheduler import SamplingParams, Scheduler, SharedPrompt, TokenSequence
 
 
@@ -19,7 +19,6 @@ class Simulation:
         self.scheduler = Scheduler(pool, max_running, reuse)
         self.blocks: dict[TokenSequence, list[int]] = {}
         self.cached: dict[TokenSequence, int] = {}
-        self.pages: dict[TokenSequence, list[Page]] = {}
         self.admitted: list[TokenSequence] = []
         self.preempted: list[TokenSequence] = []
         self.computed = 0
@@ -32,28 +31,18 @@ class Simulation:
 
     def admit(self) -> list[TokenSequence]:
         new = []
-        for sequence, prefix, count in self.scheduler.admit():
-            assert not prefix.wait and not sequence.prompt.filling
-            self.pool.share(prefix.blocks)
-            self.blocks[sequence] = [*prefix.blocks, *self.pool.take(count).tolist()]
-            self.cached[sequence] = len(prefix.blocks) * self.pool.page_size + prefix.tail_tokens
+        for admitted in self.scheduler.admit():
+            sequence = admitted.sequence
+            assert sequence not in self.blocks and len(admitted.blocks) == self.pool.blocks_for(len(sequence.ids))
+            self.blocks[sequence], self.cached[sequence] = admitted.blocks, admitted.cached
             if not sequence.begun:
                 sequence.begun, sequence.prompt.waiting = True, sequence.prompt.waiting - 1
-            self.pages[sequence] = []
-            if self.scheduler.reuse:
-                sequence.prompt.filling = len(sequence.ids) == len(sequence.prompt.ids) > self.cached[sequence]
-                start = len(prefix.blocks) * self.pool.page_size
-                path = self.pool.remember(sequence.ids, self.blocks[sequence], prefix.last, start, ready=False)
-                self.pages[sequence] = [page for page in path if page.block in self.blocks[sequence]]
             new.append(sequence)
         self.admitted += new
         return new
 
     def leave(self, sequence: TokenSequence) -> None:
-        self.pool.forget_unready(self.pages.pop(sequence))
-        if self.cached.pop(sequence) < len(sequence.prompt.ids):
-            sequence.prompt.filling = False
-        self.pool.release(self.blocks.pop(sequence))
+        self.scheduler.leave(sequence, self.cached.pop(sequence), self.blocks.pop(sequence), keep=False)
 
     def release(self, sequence: TokenSequence) -> None:
         self.scheduler.running.remove(sequence)
@@ -62,7 +51,7 @@ class Simulation:
     def step(self) -> list[TokenSequence]:
         """Those that have written all they had room for; they go on running."""
         self.admit()
-        while self.wanted() > self.pool.free:
+        while self.wanted() > self.pool.num_free:
             oldest = self.scheduler.running[0]
             sequence = self.scheduler.preempt()
             assert sequence is not oldest, "the oldest can always go on"
@@ -74,14 +63,13 @@ class Simulation:
             self.cached[sequence] += fed
             self.computed += fed
             blocks = self.blocks[sequence]
-            blocks += self.pool.take(max(self.pool.blocks_for(self.cached[sequence]) - len(blocks), 0)).tolist()
+            blocks += self.pool.allocate(max(self.pool.blocks_for(self.cached[sequence]) - len(blocks), 0)).tolist()
             if self.cached[sequence] >= len(sequence.prompt.ids):
                 sequence.prompt.filling = False
             if self.cached[sequence] == len(sequence.ids):
                 if self.scheduler.reuse and sequence.prompt.waiting and len(sequence.ids) == len(sequence.prompt.ids):
                     sequence.prompt.hidden_H = "computed"  # type: ignore[assignment]
-                for page in self.pages[sequence]:
-                    page.ready = True
+                self.scheduler.computed(sequence, self.cached[sequence])
                 if sequence.writing:
                     sequence.ids.append(7)
                     sequence.room -= 1
@@ -102,7 +90,7 @@ class Simulation:
         assert len(self.scheduler.running) <= self.scheduler.max_running
         assert set(self.scheduler.running) == set(self.blocks) and not set(self.blocks) & set(self.scheduler.waiting)
         owned = {block for blocks in self.blocks.values() for block in blocks}
-        assert self.pool.free + len(owned) == self.pool.num_blocks - 1
+        assert self.pool.num_free + len(owned) == self.pool.num_blocks - 1
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)
@@ -128,7 +116,7 @@ def test_everybody_comes_to_an_end_and_in_time(data: st.DataObject) -> None:
         simulation.check()
         steps -= 1
         assert steps >= 0, "somebody starves"
-    assert pool.free == pool.num_blocks - 1 and not simulation.scheduler.waiting
+    assert pool.num_free == pool.num_blocks - 1 and not simulation.scheduler.waiting
     assert simulation.scheduler.preemptions == len(simulation.preempted)
 
 
@@ -151,7 +139,7 @@ def test_the_first_in_line_is_not_overtaken_for_want_of_room() -> None:
     """Each needs its blocks, and one more for every sequence that runs; the short one behind would fit, and waits."""
     simulation = Simulation(BlockPool(1 + 8, 4), 10)
     first, long, _ = (simulation.submit([n] * length, 5) for n, length in enumerate((16, 16, 4)))
-    assert simulation.admit() == [first] and simulation.pool.free == 4
+    assert simulation.admit() == [first] and simulation.pool.num_free == 4
     simulation.release(first)
     assert simulation.admit()[0] is long
 
@@ -164,7 +152,7 @@ def test_what_is_shared_takes_no_room() -> None:
     second = simulation.submit([1] * 17, 5)
     assert simulation.admit() == [], "it shares 4 blocks, takes the fifth, and none is left for the first"
     simulation.release(first)
-    assert simulation.admit() == [second] and pool.free == 0
+    assert simulation.admit() == [second] and pool.num_free == 0
 
 
 def test_idle_blocks_that_are_shared_are_not_counted_as_room() -> None:
@@ -175,7 +163,7 @@ def test_idle_blocks_that_are_shared_are_not_counted_as_room() -> None:
     simulation.step()
     simulation.release(first)
     other = simulation.submit([2] * 4, 9)
-    assert simulation.admit() == [other] and pool.free == 5
+    assert simulation.admit() == [other] and pool.num_free == 5
     simulation.submit([1] * 17, 5)
     assert simulation.admit() == [], "4 shared, one taken and none for the other"
 
@@ -275,4 +263,4 @@ def test_one_that_is_preempted_with_nothing_to_write_does_not_wait() -> None:
 def test_a_lone_sequence_begins_in_a_pool_that_just_holds_it() -> None:
     simulation = Simulation(BlockPool(1 + 4, 4), 10)
     sequence = simulation.submit([1] * 16, 1)
-    assert simulation.admit() == [sequence] and simulation.pool.free == 0
+    assert simulation.admit() == [sequence] and simulation.pool.num_free == 0
