@@ -70,18 +70,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out."""
+        """The number of blocks that `allocate` could return."""
         return len(self._free) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> Ints:
-        """New blocks with one owner each. RuntimeError if there are not so many."""
+        """Return new blocks with one owner each. RuntimeError if there are not so many."""
         if count > self.num_free:
-            raise RuntimeError(
-                f"{count} blocks asked of a pool that has {self.num_free}: the scheduler should have waited"
-            )
+            raise RuntimeError(f"{count} blocks asked of a pool of {self.num_free}: the scheduler should have waited")
         while len(self._free) < count:
             self._forget(self._pages[next(iter(self._idle))])
         taken = np.array(self._free[len(self._free) - count :], np.int64)
@@ -90,13 +88,13 @@ class BlockPool:
         return taken
 
     def add_ref(self, blocks: Sequence[int]) -> None:
-        """One owner more for each."""
+        """Add one owner to each."""
         for block in blocks:
             self._idle.pop(block, None)
         self.ref_count_P[blocks] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One owner less for each; the last of a sequence's blocks are the first to be taken by somebody else."""
+        """Remove one owner of each. The last of a sequence's blocks are the first to be allocated again."""
         for block in reversed(blocks):
             self.ref_count_P[block] -= 1
             if self.ref_count_P[block] == 0:
@@ -106,7 +104,7 @@ class BlockPool:
                     self._free.append(block)
 
     def match_prefix(self, ids: Sequence[int], most: int) -> Prefix:
-        """The longest known beginning of `ids`, of at most `most` tokens. Owners are not counted; see `add_ref`."""
+        """Return the longest known beginning of `ids`, of at most `most` tokens. It adds no owners; `add_ref` does."""
         found = Prefix([], self.root)
         at = 0
         while at < most:
@@ -153,7 +151,7 @@ class BlockPool:
         return path
 
     def drop_unready(self, pages: Sequence[RadixNode]) -> None:
-        """Who was to compute these will not."""
+        """Remove nodes whose keys will not be computed after all."""
         for page in pages:
             if self._pages.get(page.block) is page and not page.ready:
                 self._forget(page)

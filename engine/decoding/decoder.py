@@ -106,8 +106,8 @@ class Decoder:
         pool = BlockPool(self.num_blocks, self.page_size)
         if pool.blocks_for(longest) > pool.num_free:
             raise UserError(
-                f"the KV cache of {pool.num_free * self.page_size} tokens is too small for a sequence of {longest}; raise "
-                "kv_tokens or lower the longest context"
+                f"the KV cache of {pool.num_free * self.page_size} tokens is too small for a sequence of {longest}; "
+                "raise kv_tokens or lower the longest context"
             )
         self.clock, self.pool = clock, pool
         self.scheduler = Scheduler(pool, self.max_running, self.reuse)

@@ -101,8 +101,10 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence that begins now, with its blocks, of which the first hold `cached` tokens of it. copy: the block to copy
-    the last of these from, and the one to copy it to, before anything is computed; None: all are its own or shared."""
+    """A sequence that begins now, with its blocks; the first of them hold `cached` of its tokens.
+
+    copy: blocks (from, to) to copy before anything is computed, where those tokens end within a block; else None.
+    """
 
     sequence: TokenSequence
     cached: int

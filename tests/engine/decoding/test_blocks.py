@@ -330,7 +330,7 @@ def test_an_owned_block_is_never_handed_out() -> None:
     pool.add_ref(mine[:1].tolist())
     pool.free(mine.tolist())
     assert pool.num_free == 4 and mine[0] not in pool.allocate(4) and pool.num_free == 0
-    with pytest.raises(RuntimeError, match="1 blocks asked of a pool that has 0"):
+    with pytest.raises(RuntimeError, match="1 blocks asked of a pool of 0"):
         pool.allocate(1)
     assert pool.allocate(0).tolist() == [] and pool.ref_count_P.tolist() == [0, 1, 1, 1, 1, 1]
 

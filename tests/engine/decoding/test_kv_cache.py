@@ -77,5 +77,5 @@ def test_the_memory_is_what_was_said() -> None:
 
 @pytest.mark.parametrize("page_size", [0, 1, 8, 24])
 def test_a_page_size_that_breaks_the_sums_is_refused(page_size: int) -> None:
-    with pytest.raises(UserError, match=rf"page_size is {page_size}; expected a multiple of 16"):
+    with pytest.raises(UserError, match=rf"kv_block_size is {page_size}; expected a multiple of 16"):
         PagedKV(make_config(), 5, page_size)

@@ -83,7 +83,7 @@ def test_no_guess_changes_a_result(seed: int, tiny_policy: Policy, tiny_tokenize
             assert ids == result.token_ids
     assert sum(r.accepted for results in guessed for r in results) <= sum(r.drafted for rs in guessed for r in rs)
     pool = generator._decoder.pool  # type: ignore[union-attr]
-    assert pool.free == pool.num_blocks - 1 and not pool.owners_P.any()
+    assert pool.num_free == pool.num_blocks - 1 and not pool.ref_count_P.any()
 
 
 @pytest.mark.parametrize("speculate", [1, 8, "auto"])

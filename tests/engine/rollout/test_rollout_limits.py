@@ -243,7 +243,7 @@ def test_pages_come_back_and_results_keep_the_order_of_the_jobs(
     assert [(t.question_id, t.sample) for t in trajectories] == [(job.question.id, job.sample) for job in jobs]
     assert sum(ended) == len(jobs) and min(ended) >= 1
     pool = run.decoder.pool
-    assert pool.free == pool.num_blocks - 1 == 5 * 6 and not pool.owners_P.any()
+    assert pool.num_free == pool.num_blocks - 1 == 5 * 6 and not pool.ref_count_P.any()
     assert run.clock.sampled_tokens == sum(t.count(Source.POLICY) for t in trajectories)
     assert run.run([], 1.0) == [] and run.clock.forwards == 0
 
