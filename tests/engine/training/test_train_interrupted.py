@@ -14,7 +14,7 @@ from train_cases import assert_same_run, metrics, single_threaded
 from thresher.common import signals
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.rollout.rollout import DecoderWriter
 from thresher.engine.store.run_folder import saved_so_far
 from thresher.engine.training import step as step_module
 from thresher.engine.training import update as update_module
@@ -64,7 +64,7 @@ def interrupt_in(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, 
 
 WHERE = {
     "in the update of step 3": (update_module, "grpo_loss", signal.SIGINT, 3, [2, 3]),
-    "in the rollout of step 2": (Rollout, "_episode", signal.SIGTERM, 1, [1]),
+    "in the rollout of step 2": (DecoderWriter, "begin", signal.SIGTERM, 1, [1]),
     "while step 2 is judged": (step_module, "score", signal.SIGINT, 1, [1]),
 }
 
