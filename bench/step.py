@@ -122,6 +122,7 @@ class Ours:
         advantage = advantages(rewards, [trajectory.group for trajectory in trajectories], self.grpo)
         items = build_train_sequences(trajectories, advantage, self.grpo)
         stats = self.updaters[share_prefix].update(items, self.steps, 1.0)
+        assert stats is not None
         wait(self.setting.device)
         seconds = Seconds(sampled - wall, time.perf_counter() - wall, sampled_cpu - cpu, time.process_time() - cpu)
         self.steps += 1
