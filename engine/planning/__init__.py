@@ -1,4 +1,4 @@
-"""What a run needs of memory and time, by arithmetic, before anything is loaded.
+"""The memory and time that a run needs, by arithmetic, before anything is loaded.
 
 memory.py   bytes of every part at each moment of a run, and what of a recipe decides them
 time.py     seconds of a step, by floors and the rates of a chip

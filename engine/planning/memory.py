@@ -145,7 +145,7 @@ def one_layer(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSetting:
-    """What of a recipe decides its memory, in one flat record that can be varied.
+    """The part of a recipe that decides its memory, in one flat record that can be varied.
 
     item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: where the
     frozen copy lies, "device", "cpu" or "auto". checkpoint_activations: "on", "off" or "auto". offload: what lies on
@@ -204,7 +204,8 @@ class PlanSetting:
 
     @property
     def prompt_once(self) -> bool:
-        """Whether an update computes a group's prompt once. A shorter prompt makes a smaller group, except for one that
+        """True where an update computes a group's prompt once. A shorter prompt makes a smaller group, except for one
+        that
         is not quite worth sharing (packing.py)."""
         return self.share_rows and worth_sharing(self.prompt, self.own, self.group)
 
@@ -217,7 +218,7 @@ class PlanSetting:
 
     @property
     def frozen_copy(self) -> bool:
-        """Whether the reference is a model of its own: with adapters it is the base."""
+        """True where the reference is a model of its own: with adapters it is the base."""
         return self.beta and self.adapters is None
 
     @property
@@ -352,7 +353,7 @@ def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """By phase, bytes of each of PARTS. host: beside a GPU, the parts that lie in the machine's memory, at most."""
+    """Bytes of each of PARTS, by phase. host: beside a GPU, the parts that lie in the machine's memory, at most."""
 
     phases: dict[str, Parts]
     host: Parts

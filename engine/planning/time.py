@@ -92,7 +92,7 @@ LOWEST_SHARE = 0.1
 
 
 class DeviceRates(Protocol):
-    """What a chip does in a second: of a data sheet, or measured."""
+    """The work that a chip does in a second: of a data sheet, or measured."""
 
     @property
     def flops_per_s(self) -> float: ...

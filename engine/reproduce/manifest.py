@@ -97,7 +97,7 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What is trained or run; see the top of this file. `options` are the system's or the baseline's."""
+    """A method to train or to run; see the top of this file. `options` are the system's or the baseline's."""
 
     label: str
     system: str | None = None

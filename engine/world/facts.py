@@ -28,7 +28,8 @@ BLIND_HOPS = (1, 3)  # searches of a blind transcript: never the two that most q
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much to invent. Entities are counted per kind; `held_out` is the share set aside with its own facts."""
+    """Numbers of things to invent. Entities are counted per kind; `held_out` is the share set aside with its own
+    facts."""
 
     people: int = 240
     places: int = 160

@@ -98,7 +98,7 @@ def _fact(world: InventedWorld, rng: random.Random) -> Fact:
 
 
 def _note(facts: Sequence[Fact], rng: random.Random) -> str:
-    """The facts as a note has them: in any order, each with a mark or none, and sometimes a second line."""
+    """Return the facts as a note has them: in any order, each with a mark or none, and sometimes a second line."""
     mark = rng.choice(("* ", "* ", "* ", "", "- "))
     lines = [mark + fact.sentence for fact in rng.sample(list(facts), len(facts))]
     return rng.choice(("\n", " ")).join(lines) + rng.choice(("", "\n- the rest"))

@@ -1,24 +1,44 @@
-"""The report: what it says of a run, what it leaves out, and that nothing sampled acts on the page or the terminal."""
+"""Test reports: what a page says of a run and leaves out, several runs over each other, the trajectories that are
+chosen, charts, and that nothing sampled acts on the page or the terminal."""
 
 import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from report_cases import CHARTS, Page, eval_record, make_run, step_record, trajectory
 from rich.console import Console
 from stored_cases import stored
 
+from thresher.cli import main as cli
+from thresher.common.console import visible
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.reports import report
-from thresher.engine.reports.charts import charts_of
-from thresher.engine.reports.report import print_trajectories, write_report
+from thresher.engine.reports.charts import (
+    DPI,
+    PALETTE,
+    SIZE,
+    STYLE,
+    Chart,
+    Series,
+    _draw_axes,
+    charts_of,
+    smooth,
+    smoothing,
+)
+from thresher.engine.reports.pages import choose, parts_of
+from thresher.engine.reports.report import print_trajectories, write_comparison, write_curves, write_report
 from thresher.engine.store.run_folder import RunFolder
 from thresher.policy.model import Policy
 from thresher.retrieval.building.commands import build
+from thresher.rewards.transcript import Source
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -222,18 +242,10 @@ def test_on_the_terminal(tmp_path: Path, terminal: Callable[[], str]) -> None:
     ).replace("\x1b[32m", "")
 
 
-@pytest.mark.parametrize(
-    ("em", "questions", "expected"),
-    [
-        (0.975, 200, "94.3% to 98.9%"),
-        (0.0, 8, "0.0% to 32.4%"),
-        (1.0, 50, "92.9% to 100.0%"),
-        (None, 9, ""),
-        (1, 0, ""),
-    ],
-)
-def test_interval(em: float | None, questions: int, expected: str) -> None:
-    assert report._interval({"em": em, "questions": questions}) == expected
+def test_interval() -> None:
+    known = {(0.975, 200): "94.3% to 98.9%", (0.0, 8): "0.0% to 32.4%", (1.0, 50): "92.9% to 100.0%"}
+    for (em, questions), expected in (known | {(None, 9): "", (1, 0): ""}).items():
+        assert report._interval({"em": em, "questions": questions}) == expected
 
 
 def test_an_index_without_vectors_is_not_of_0_dimensions(tmp_path: Path) -> None:
@@ -241,3 +253,245 @@ def test_an_index_without_vectors_is_not_of_0_dimensions(tmp_path: Path) -> None
     build(tmp_path / "corpus.jsonl", tmp_path / "words", "bm25")
     said = report._retrieval(RetrievalSection(index=str(tmp_path / "words"), k=3))
     assert said == "1 passages, bm25; 3 passages a search, best first"
+
+
+NAMES = [f"q{number}" for number in range(12)]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
+    """The charts, which are not drawn: each takes a tenth of a second or two."""
+    charts: list[Chart] = []
+
+    def draw(chart: Chart, path: Path) -> None:
+        charts.append(chart)
+        path.write_bytes(b"PNG")
+
+    monkeypatch.setattr(report, "draw", draw)
+    return charts
+
+
+def run_with(path: Path, right: int, steps: int = 3, **sections: dict[str, object]) -> RunFolder:
+    """A run whose last evaluation has so many of NAMES right."""
+    run = make_run(path, **sections)
+    run.append_start({"step": 2, "at": "2026-11-22T10:00:00", "commit": "abc123+", "machine": "2 x Chip", "gpu": None})
+    for step in range(1, steps + 1):
+        run.append_metrics(step_record(step, sampled_tokens=1000 * right))
+    run.append_metrics(eval_record(steps, right / 12, questions=12))
+    run.write_evaluation(0, [trajectory(name, False) for name in NAMES])
+    run.write_evaluation(steps, [trajectory(name, place < right) for place, name in enumerate(NAMES)])
+    return run
+
+
+def test_runs_lie_over_each_other(tmp_path: Path, drawn: list[Chart]) -> None:
+    first = run_with(tmp_path / "first", 2)
+    more = {"grpo": {"kl_value": "k2", "beta": 0.02}, "run": {"steps": 30, "seed": 8}}
+    second = run_with(tmp_path / "second", 10, steps=5, **more)
+    second.write_summary({"seconds": 130.0})
+    tests = write_comparison([first.path, second.path], tmp_path / "new" / "page.html")
+    html = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    page = Page(html)
+    assert list(page.pictures.values()) == [b"PNG"] * len(drawn)
+    assert "http" not in html and "Thresher: 2 runs" in page.text
+
+    charts = {chart.title: chart for chart in drawn}
+    assert [
+        (series.label, series.values.tolist()) for series in charts["Reward: sampled, training questions"].series
+    ] == [
+        ("A", [1 / 30, 2 / 30, 3 / 30]),
+        ("B", [1 / 30, 2 / 30, 3 / 30, 4 / 30, 5 / 30]),
+    ]
+    assert [series.values.tolist() for series in charts["Exact match: greedy, held-out questions"].series] == [
+        [2 / 12],
+        [10 / 12],
+    ]
+    assert charts["Seconds per step"].series[0].values[0] == pytest.approx(1.01)  # its layers' sum
+    assert charts["Trajectories without an answer"].series[0].values[0] == pytest.approx(4 / 16)
+    assert {"KL to the reference, by estimator: k3", "Entropy (nats per sampled token)"} <= charts.keys()
+    assert not any("k1" in title or "coefficient" in title for title in charts)
+    assert not any(chart.stacked or chart.rule for chart in drawn)
+
+    em = tests[0]["differences"]["em"]
+    assert (em["first"], em["second"], em["count"]) == (2 / 12, 10 / 12, 12) and em["p"] == pytest.approx(2 / 2**8)
+    assert "Exact match 16.7% 83.3% +66.7 pts" in page.text and "0.0078 12" in page.text
+    assert "rewarded differently" not in page.text
+    assert "Steps 3 of 30 5 of 30" in page.text and "In all - 2 min 10 s" in page.text
+    assert "Rollout, tokens per second 5,000 25,000" in page.text
+    assert 'grpo .kl_value "k3" "k2"' in page.text and "run .seed 7 8" in page.text and "run .steps" not in page.text
+    assert "abc123+" in page.text and "2 x Chip" in page.text and "last resumed from step 2" in page.text
+
+
+def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, drawn: list[Chart]) -> None:
+    seeds = [run_with(tmp_path / str(right), right, steps=right).path for right in (2, 4)]
+    other = run_with(tmp_path / "other", 10)
+    out = tmp_path / "curves.html"
+    write_curves("Both", {"Ours": seeds, "Theirs": [other.path], "None": []}, out, ["reward", "em"])
+    assert len(drawn) == 4 and list(Page(out.read_text("utf-8")).pictures.values()) == [b"PNG"] * 4
+    ours, theirs = next(chart for chart in drawn if chart.title.startswith("Exact match: greedy")).series
+    assert (ours.label, theirs.label) == ("Ours", "Theirs") and theirs.spread is None and ours.spread is not None
+    assert ours.steps.tolist() == [2, 4] and ours.values.tolist() == [2 / 12, 4 / 12]  # never both at one step
+    reward = next(chart for chart in drawn if chart.title.startswith("Reward: sampled")).series[0]
+    assert reward.values.tolist() == pytest.approx([1 / 30, 2 / 30, 3 / 30, 4 / 30]) and reward.spread is not None
+    assert reward.spread.tolist() == [0.0] * 4
+
+
+def test_what_runs_do_not_share_is_said(tmp_path: Path, drawn: list[Chart]) -> None:
+    first, other, fresh = run_with(tmp_path / "a", 3), run_with(tmp_path / "b", 5), make_run(tmp_path / "c")
+    other.write_evaluation(9, [trajectory("else", True)])
+    assert write_comparison([first.path, other.path, fresh.path], tmp_path / "page.html") == []
+    text = Page((tmp_path / "page.html").read_text(encoding="utf-8")).text
+    assert "no question is in both" in text and "C has no evaluation of held-out questions yet." in text
+    assert "not recorded" in text and "all keys are the same" in text
+    assert all([series.label for series in chart.series] == ["A", "B"] for chart in drawn)
+    again = make_run(tmp_path / "d")
+    with pytest.raises(UserError, match="share neither a metric nor a question"):
+        write_comparison([fresh.path, again.path], tmp_path / "none.html")
+    with pytest.raises(UserError, match=r"page: expected a file ending in \.html"):
+        write_comparison([first.path, other.path], tmp_path / "page")
+    with pytest.raises(UserError, match="from 2 to 7 runs"):
+        write_comparison([first.path] * 8, tmp_path / "page.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_comparison([first.path, other.path], tmp_path / "file" / "page.html")
+
+
+def test_the_command(tmp_path: Path, drawn: list[Chart], capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(run_with(tmp_path / name, 4).path) for name in ("a", "b")]
+    assert cli.run(["report", *paths]) == 2 and "expected --out with several runs" in capsys.readouterr().err
+    assert cli.run(["report", *paths, "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert cli.run(["report", *paths, str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
+
+
+@pytest.mark.parametrize(
+    ("records", "before", "count", "expected"),
+    [
+        ([], set(), 3, []),
+        ([("a", True, 1), ("b", True, 2), ("c", False, 1)], set(), 3, ["b", "a", "c"]),
+        ([("a", True, 1), ("b", True, 1), ("c", True, 1)], {"a"}, 2, ["b", "c"]),  # what was learnt first
+        ([("a", True, 1), ("b", True, 1)], {"a", "b"}, 1, ["a"]),
+        ([("a", True, 0), ("b", False, 0)], set(), 3, ["b", "a"]),  # fewer than asked for
+        ([("a", False, 3), ("a", True, 1), ("a", True, 2)], set(), 3, ["a"]),  # no question twice
+        ([("a", True, 2), ("b", True, 1), ("c", False, 1)], set(), 0, []),
+    ],
+)
+def test_choice(records: list[tuple[str, bool, int]], before: set[str], count: int, expected: list[str]) -> None:
+    chosen = choose([trajectory(*record) for record in records], before, count)
+    assert [record["id"] for record in chosen] == expected
+
+
+def test_parts_name_the_block_of_every_stretch() -> None:
+    segments = [
+        {"source": "prompt", "text": "<answer> no </answer>"},
+        {"source": "policy", "text": "so <think> a </think><search> q </search>"},
+        {"source": "retrieved", "text": "\n\n<information> p </information>\n"},
+        {"source": "policy", "text": "<ANSWER> <answer> long"},
+        {"source": "somebody", "text": "else"},
+    ]
+    parts = parts_of(segments, TAGS, 100)
+    found = [[[(c.text, c.is_tag, c.span) for c in line] for line in part.lines] for part in parts]
+    assert [part.source for part in parts] == [Source.POLICY, Source.RETRIEVED, Source.POLICY]
+    think, search = ("<think>", True, "think"), ("<search>", True, "search")
+    assert found[0] == [
+        [("so ", False, "")],
+        [think, (" a ", False, "think"), ("</think>", True, "think")],
+        [search, (" q ", False, "search"), ("</search>", True, "search")],
+    ]
+    assert found[1][0][1] == (" p ", False, "information")
+    assert found[2] == [[("<ANSWER> ", False, "")], [("<answer>", True, "answer"), (" long", False, "answer")]]
+    (untagged,), *_ = (part.lines for part in parts_of(segments, (), 100))
+    assert [chunk.text for chunk in untagged] == [segments[1]["text"]]
+    opened = parts_of(segments, TAGS, 10)[0].lines[1]  # cut right after the tag
+    assert [chunk.text for chunk in opened] == ["<think>", " … (31 characters more)"]
+
+
+TEXTS = st.lists(st.sampled_from([*TAGS, "a", "\n", "<", "think>", "\x1b", "\u202e", "é"]), max_size=12).map("".join)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["policy", "retrieved", "feedback"]), TEXTS), max_size=4))
+def test_parts_lose_nothing_and_add_nothing(segments: list[tuple[str, str]]) -> None:
+    parts = parts_of([{"source": source, "text": text} for source, text in segments], TAGS, 10**6)
+    shown = [(part.source, "".join(chunk.text for line in part.lines for chunk in line)) for part in parts]
+    expected = [(source, visible(text).strip("\n")) for source, text in segments]
+    assert shown == [(source, text) for source, text in expected if text]
+    assert all((chunk.text in TAGS) == chunk.is_tag for part in parts for line in part.lines for chunk in line)
+
+
+def test_visible() -> None:
+    assert visible("a\tb\nc é 名") == "a\tb\nc é 名"
+    assert visible("\x00\x1b\x7f\x9b\u202e\u2066\ud800") == "␀␛" + r"\u007f\u009b\u202e\u2066\ud800"
+    visible("".join(map(chr, range(0x11000)))).encode()  # whatever there is can be written
+
+
+def test_charts_hold_the_numbers_of_the_records() -> None:
+    records = [eval_record(0, 0.25), step_record(1), step_record(2, searches=None, em=0.5), eval_record(2, 0.75)]
+    charts = {chart.name: chart for chart in charts_of(records, **CHARTS)}
+    sampled, held_out = charts["em"].series
+    assert sampled.steps.tolist() == [1, 2] and sampled.values.tolist() == [1 / 30, 0.5]
+    assert held_out.steps.tolist() == [0, 2] and held_out.values.tolist() == [0.25, 0.75] and held_out.dots
+    assert [series.values[0] for series in charts["kl"].series] == [-0.01, 0.02, 0.01]
+    assert [series.values[0] for series in charts["kl_largest"].series] == [4.5, 3.0] and charts["kl_largest"].log
+    assert [series.values[0] for series in charts["tokens_per_s"].series] == [1000 / 0.4, 3000 / 0.6]
+    assert charts["zero_advantage"].series[0].values.tolist() == [0.25, 0.25]
+    assert [(s.label, s.values[0]) for s in charts["unanswered"].series] == [
+        ("turn limit", 3 / 16),
+        ("context full", 1 / 16),
+    ]
+    assert np.isnan(charts["searches"].series[0].values[1]) and charts["searches"].series[0].values[0] == 1.5
+    assert sum(series.values[0] for series in charts["time"].series) == pytest.approx(0.6 + 0.4 + 0.01)
+    assert "0.02 × k2" in charts["kl"].caption and charts["grad_norm"].rule == (1.0, "clipped to 1")
+
+
+def test_charts_without_numbers_are_left_out() -> None:
+    assert charts_of([], **CHARTS) == []
+    assert charts_of([{"step": 1, "entropy": None}], **CHARTS) == []
+    no_reference = [{key: value for key, value in step_record(1).items() if not key.startswith("kl_")}]
+    names = [chart.name for chart in charts_of(no_reference, **CHARTS | {"beta": 0.0, "max_grad_norm": math.inf})]
+    assert not {"kl", "kl_largest"} & set(names) and "em" in names
+    exact = charts_of([step_record(1, logprob_gap=0.0, logprob_gap_max=0.0)], **CHARTS)
+    assert "logprob_gap" not in [chart.name for chart in exact]  # 0 has no place on a log axis
+
+
+def test_smoothing() -> None:
+    nan = math.nan
+    assert smooth(np.array([0.0, 3.0, 6.0, 3.0]), 3).tolist() == [1.5, 3.0, 4.0, 4.5]
+    found = smooth(np.array([nan, nan, nan, 2.0, nan, 4.0]), 3)
+    assert np.isnan(found[:2]).all() and found[2:].tolist() == [2.0, 2.0, 3.0, 4.0]
+    assert [smoothing(count) for count in (0, 1, 19)] == [1, 1, 1]
+    assert all(smoothing(count) % 2 == 1 and 3 <= smoothing(count) <= count / 5 for count in range(20, 2000))
+
+
+def test_a_reward_of_a_single_part_is_not_drawn_twice() -> None:
+    records = [step_record(step, parts={"answer": 0.5}) for step in (1, 2)]
+    assert not [chart for chart in charts_of(records, **CHARTS) if chart.name.startswith("parts")]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_band_is_as_far_below_the_mean_as_above_and_above_0_on_a_log_axis(log: bool) -> None:
+    steps, values, spread = np.arange(3.0), np.array([4.0, 4.0, 4.0]), np.array([8.0, 8.0, 8.0])
+    series = Series("a", PALETTE[0], steps, values, dots=True, spread=spread)
+    axes = Figure().add_subplot()
+    _draw_axes(axes, Chart(name="x", title="KL", caption="", series=(series,), log=log))
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert {round(float(height), 6) for height in heights} == {12.0, round(4 / 3, 6) if log else -4.0}
+
+
+@pytest.mark.parametrize("labels", [["A", "B"], ["+ SEN + EQR"] * 7, ["a name of a run that is as long as a line"] * 3])
+def test_a_legend_stays_within_its_picture_and_off_the_title(labels: list[str]) -> None:
+    steps = np.arange(3.0)
+    series = tuple(Series(label, color, steps, steps) for label, color in zip(labels, PALETTE, strict=False))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+        axes = figure.add_subplot()
+        _draw_axes(axes, Chart(name="x", title="Reward", caption="", series=series))
+        figure.draw_without_rendering()
+        legend = axes.get_legend()
+        assert legend is not None
+        box, above = legend.get_window_extent(), axes._left_title.get_window_extent()  # type: ignore[attr-defined]
+    assert box.x1 <= SIZE[0] * DPI and box.y1 <= above.y0
+    assert axes.get_window_extent().width > 0.75 * SIZE[0] * DPI

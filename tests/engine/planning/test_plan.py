@@ -1,6 +1,8 @@
-"""The plan: parts by hand, monotone in what it should be, the largest settings at the edge, advice that is true."""
+"""Test plans: parts by hand, monotone in what they should be, the largest settings at the edge, advice that is true,
+seconds, several GPUs, names of chips, and the statement of every shipped recipe."""
 
 import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,16 @@ from thresher.bench.roofline import MODELS
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.common.machine import cpu_memory
+from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.planning import plan as check
-from thresher.engine.planning.memory import PARTS, all_weights, demand, kv_tokens, one_layer, read_setting
-from thresher.engine.planning.plan import Plan, check_memory, plan
-from thresher.engine.planning.time import CHIPS
-from thresher.policy.config import write_config
+from thresher.engine.planning.memory import PARTS, all_weights, demand, head_weights, kv_tokens, one_layer, read_setting
+from thresher.engine.planning.plan import GB, Plan, check_memory, plan
+from thresher.engine.planning.time import CHIPS, this_chip
+from thresher.policy.config import ModelConfig, config_from_dict, write_config
 from thresher.policy.model import init_policy
 
-GB = 10**9
 ROLLOUT = {"group_size": 8, "questions_per_step": 64, "max_policy_tokens": 1024, "max_context": 4096}
 
 
@@ -30,6 +32,13 @@ def recipe(**changes: dict[str, Any]) -> Recipe:
     tables = {"model": {"path": "m", "dtype": "bfloat16", "device": "cuda"}, "rollout": ROLLOUT}
     tables |= {name: tables.get(name, {}) | table for name, table in changes.items()}
     return from_dict(Recipe, tables, "test")
+
+
+def update_seconds(changed: Recipe) -> float:
+    """Of 3B on an A100."""
+    seconds = plan(MODELS["3B"], changed, rates=CHIPS["A100-80"]).seconds
+    assert seconds is not None
+    return seconds["update"]
 
 
 def test_weights_are_counted_to_the_last_bias() -> None:
@@ -167,25 +176,16 @@ def test_several_gpus_divide_states_and_gather_weights() -> None:
     assert update["gathered copy"] > 2 * 2 * outside, "embedding and head, of policy and reference"
     adapters = plan(MODELS["7B"], recipe(lora={"rank": 16}), gpus=4).phases["rollout"]
     assert adapters["weights"] > one["weights"] // 4
-    assert all("checkpoint" in line or "micro_batch" in line or "lora" in line for line in several_advice())
-
-
-def several_advice() -> list[str]:
-    """Where four GPUs do not do, only what several ranks can run is advised."""
+    # Where four GPUs do not do, only what several ranks can run is advised.
     off = recipe(optim={"checkpoint_activations": "off", "micro_batch_tokens": 65_536})
     advice = plan(MODELS["7B"], off, gpus=4, memory_bytes=80 * GB).advice
-    assert advice
-    return advice
+    assert advice and all("checkpoint" in line or "micro_batch" in line or "lora" in line for line in advice)
 
 
 def test_more_passes_take_as_many_times_as_long() -> None:
-    def update(**grpo: Any) -> float:
-        seconds = plan(MODELS["3B"], recipe(grpo=grpo), rates=CHIPS["A100-80"]).seconds
-        assert seconds is not None
-        return seconds["update"]
-
-    assert update(epochs_per_batch=4) == pytest.approx(4 * update())
-    assert update() < update(old_logprobs="recomputed") < 1.6 * update()
+    once, four = (update_seconds(recipe(grpo={"epochs_per_batch": passes})) for passes in (1, 4))
+    assert four == pytest.approx(4 * once)
+    assert once < update_seconds(recipe(grpo={"old_logprobs": "recomputed"})) < 1.6 * once
 
 
 def test_seconds_are_those_of_the_floors() -> None:
@@ -196,22 +196,14 @@ def test_seconds_are_those_of_the_floors() -> None:
     twice = replace(chip, flops_per_s=2 * chip.flops_per_s, bytes_per_s=2 * chip.bytes_per_s)
     fast = plan(MODELS["3B"], recipe(), rates=twice)
     assert fast.seconds_per_step == pytest.approx(slow.seconds_per_step / 2)
-
-    def update(changed: Recipe) -> float:
-        seconds = plan(MODELS["3B"], changed, rates=chip).seconds
-        assert seconds is not None
-        return seconds["update"]
-
-    assert update(recipe(lora={"rank": 16})) < slow.seconds["update"]
-    assert update(recipe(grpo={"beta": 0.0})) < slow.seconds["update"]
+    for less in (recipe(lora={"rank": 16}), recipe(grpo={"beta": 0.0})):
+        assert update_seconds(less) < slow.seconds["update"]
 
 
 def test_the_update_takes_what_the_roofline_predicts() -> None:
     """docs/gpu.md: 3B on an A100, 127.7 ms per 1,000 tokens of 1,500-token trajectories with 300 sampled."""
     shape = {"group_size": 8, "questions_per_step": 32, "max_policy_tokens": 300, "max_context": 1500}
-    found = plan(MODELS["3B"], recipe(rollout=shape), rates=CHIPS["A100-80"])
-    assert found.seconds is not None
-    assert found.seconds["update"] == pytest.approx(0.1277 * 256 * 1.5, rel=1e-3)
+    assert update_seconds(recipe(rollout=shape)) == pytest.approx(0.1277 * 256 * 1.5, rel=1e-3)
 
 
 def test_every_switch_takes_what_it_says() -> None:
@@ -380,3 +372,102 @@ def test_this_machine_has_memory() -> None:
 def test_the_sentence_names_the_largest_first() -> None:
     found = plan(MODELS["3B"], recipe())
     assert isinstance(found, Plan) and found.sentence().startswith("activations 5")
+
+
+ARENA = Path(__file__).parents[3] / "recipes" / "arena" / "qwen2.5-7b.toml"
+
+
+def planned(gpus: int, *changes: str, **options: Any) -> Plan:
+    return plan(MODELS["7B"], read_run_recipe(ARENA, list(changes)), gpus, **options)
+
+
+@pytest.mark.parametrize("change", ["optim.offload=masters", "optim.offload=moments", "grpo.reference=cpu"])
+def test_what_lies_in_the_machines_memory_is_each_ranks_share(change: str) -> None:
+    one, four = planned(1, change), planned(4, change)
+    assert one.host and one.host.keys() == four.host.keys()
+    for name, size in one.host.items():
+        assert four.host[name] == size // 4, name
+
+
+def test_masters_elsewhere_leave_the_heads_gradient_on_the_device() -> None:
+    """The loss adds to it there, whole, whatever the number of ranks."""
+    for gpus in (1, 4):
+        parts = planned(gpus, "optim.offload=masters").phases["loss"]
+        assert parts["gradients"] == 4 * head_weights(MODELS["7B"]) and parts["masters"] == parts["moments"] == 0
+
+
+def test_two_small_gpus_are_offered_what_one_is() -> None:
+    found = planned(2, memory_bytes=40 * GB)
+    assert not found.fits
+    assert any('optim.offload = "masters"' in line for line in found.advice), found.advice
+    assert not any("sharded over" in line for line in found.advice)
+
+
+ROOT = Path(__file__).parents[3]
+GPU, LAPTOP = 80 * GB, 16 * GB
+START = "# Memory, by thresher plan: "
+# All but those of SFT: a plan is of a GRPO run.
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.toml") if "[sft]" not in path.read_text("utf-8"))
+
+
+def model_of(path: Path, named: str) -> ModelConfig:
+    """The model that a recipe is for: a size of Qwen2.5, the config beside it, or two layers of the smallest."""
+    if (path.parent / "config.json").exists():
+        return config_from_dict(json.loads((path.parent / "config.json").read_text("utf-8")), "config.json")
+    size = next((size for size in MODELS if f"-{size}-" in named), None)
+    return MODELS["0.5B"].replace(num_hidden_layers=2) if size is None else MODELS[size]
+
+
+def statement(path: Path) -> list[str]:
+    """The lines that belong at a recipe's head."""
+    recipe = read_run_recipe(path, [])
+    cuda = recipe.model.device == "cuda"
+    found = plan(model_of(path, recipe.model.path), recipe, memory_bytes=GPU if cuda else LAPTOP)
+    where = "an 80 GB GPU" if cuda else "a CPU with 16 GB"
+    total = f"{found.total_bytes / GB:.1f} GB"
+    if found.fits:
+        turned = ["activations recomputed"] if found.checkpointed else []
+        turned += ["the reference in CPU memory"] if found.reference == "cpu" else []
+        how = f", with {' and '.join(turned)}" if turned else ""
+        return [f"{START}{total} at most{how}; it fits {where}."]
+    advice = "; or ".join(found.advice)
+    return textwrap.wrap(f"{START}{total}; it does not fit {where}: {advice}.", 118, subsequent_indent="# ")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_recipe_states_what_it_needs(path: Path) -> None:
+    text, wanted = path.read_text("utf-8"), "\n".join(statement(path))
+    assert text.count(START) == 1
+    assert f"\n{wanted}\n\n" in text, f"{path.name} should say:\n{wanted}"
+
+
+def test_a_recipe_of_all_weights_of_7b_says_that_it_takes_several_gpus() -> None:
+    full = [path for path in RECIPES if "7b" in path.name]
+    assert len(RECIPES) > 10 and full
+    for path in full:
+        assert "sharded over" in " ".join(statement(path)), path
+
+
+def test_chips_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        name, total_memory = "", 80e9
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Found)
+    for name, chip in (
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA A100 80GB PCIe", "A100-80"),
+    ):
+        Found.name = name
+        assert this_chip(torch.device("cuda")) is CHIPS[chip]
+    Found.name, Found.total_memory = "NVIDIA A100-SXM4-40GB", 42e9
+    assert this_chip(torch.device("cuda")) is CHIPS["A100-40"]
+    for name, rate, bandwidth in (("NVIDIA H100 PCIe", 756e12, 2.0e12), ("NVIDIA H800", 989e12, 3.35e12)):
+        Found.name = name
+        chip_here = this_chip(torch.device("cuda"))
+        assert chip_here is not None and (chip_here.flops_per_s, chip_here.bytes_per_s) == (rate, bandwidth)
+        assert chip_here.name not in CHIPS
+    Found.name = "Tesla T4"
+    assert this_chip(torch.device("cuda")) is None and this_chip(torch.device("cpu")) is None

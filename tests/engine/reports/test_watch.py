@@ -1,4 +1,4 @@
-"""A run looked at while it goes on: where it stands, what is said in a terminal, and who is answered by the page."""
+"""Test the view of a run that goes on: where it stands, its lines in a terminal, its page, and that page's script."""
 
 import http.client
 import json
@@ -8,18 +8,22 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import run_page
 from report_cases import eval_record, make_run, step_record, trajectory
 from rich.console import Console
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
-from thresher.engine.reports import watch
+from thresher.engine.reports import watch as watch_module
 from thresher.engine.reports.watch import (
+    FIRST,
+    FOOT,
     HOST,
     LivePage,
     PageServer,
@@ -74,7 +78,7 @@ def test_a_line_for_each_new_step(run: RunFolder, capsys: pytest.CaptureFixture[
     def nothing() -> None: ...
 
     happens = iter([partial(run.append_metrics, step_record(step)) for step in (1, 2)] + [nothing, nothing, run.close])
-    monkeypatch.setattr(watch.time, "sleep", lambda _: next(happens)())
+    monkeypatch.setattr(watch_module.time, "sleep", lambda _: next(happens)())
     assert watch_terminal(run.path).last_step == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0].partition("  ")[0] for line in lines] == [
@@ -92,8 +96,8 @@ def test_the_view_of_a_terminal(run: RunFolder, monkeypatch: pytest.MonkeyPatch)
     rude = trajectory("bob", False, answer="\x1b[31m[bold]red")
     run.write_trajectories(2, [trajectory("ann", True), trajectory("ann", False), rude])
     console = Console(force_terminal=True, width=120, color_system=None, highlight=False, legacy_windows=False)
-    monkeypatch.setattr(watch, "console", console)
-    monkeypatch.setattr(watch.time, "sleep", lambda _: run.close())
+    monkeypatch.setattr(watch_module, "console", console)
+    monkeypatch.setattr(watch_module.time, "sleep", lambda _: run.close())
     with console.capture() as capture:
         watch_terminal(run.path)
     shown = capture.get()
@@ -120,7 +124,7 @@ def served(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Li
         page.write_text(f"<body><main>step {read_state(run).last_step}</main>\n</body>\n</html>")
         return page
 
-    monkeypatch.setattr(watch, "write_report", write)
+    monkeypatch.setattr(watch_module, "write_report", write)
     page = LivePage(run.path)
     server = PageServer((HOST, 0), handler(page))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -178,7 +182,7 @@ def test_who_is_answered_and_what_there_is(served: tuple[LivePage, Get]) -> None
 
 
 def test_a_connection_beyond_the_limit_is_closed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(watch_module, "MOST_CONNECTIONS", 2)
     with PageServer((HOST, 0), handler(LivePage(run.path))) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -219,8 +223,8 @@ def test_it_is_drawn_while_somebody_looks(run: RunFolder, served: tuple[LivePage
             raise KeyboardInterrupt
 
     page._looked = page._rest = -100.0
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watch_module.time, "sleep", sleep)
     monkeypatch.setattr(page, "draw", lambda: (drawn.append(clock[0]), setattr(page, "_version", 1)))
     with pytest.raises(KeyboardInterrupt):
         page.keep_up(2.0)
@@ -245,7 +249,89 @@ def test_leaving_it_is_no_mistake(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch, "watch_terminal", interrupted)
-    monkeypatch.setattr(watch, "serve_page", interrupted)
+    monkeypatch.setattr(watch_module, "watch_terminal", interrupted)
+    monkeypatch.setattr(watch_module, "serve_page", interrupted)
     assert cli.run(["watch", str(tmp_path), *how]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+LOST = "no answer from thresher watch: this page shows what it sent last"
+SCRIPT = files("thresher.engine.reports").joinpath("watch.js").read_text(encoding="utf-8")
+LOOK = """
+const foot = document.getElementById("watch");
+const look = () => ({ foot: foot.textContent, title: document.title, main: texts("main")[0] });
+"""
+
+
+def page(text: str) -> str:
+    sections = f"<h2>Reward</h2><details>{text}</details><h2>Samples</h2><details></details>"
+    picture = '<img loading="lazy" src="data:,">'
+    return f"<html><head><title>run {text}</title></head><body><main>{sections}{picture}</main>\n{FOOT}\n</html>"
+
+
+def state(version: int, says: str) -> dict[str, Any]:
+    return {"text": json.dumps({"version": version, "says": says})}
+
+
+def watch(scenario: str, states: list[dict[str, Any]], pages: list[dict[str, Any]]) -> Any:
+    return run_page(page("one"), LOOK + scenario, scripts=[SCRIPT], answers={"/state": states, "/": pages})
+
+
+def test_a_newer_page_takes_the_place_of_the_old_one() -> None:
+    found = watch(
+        """
+        const seen = [look()];
+        seen.push(await tick(), look());
+        document.querySelectorAll("details")[1].open = true;
+        scrollY = 500;
+        document.querySelectorAll("h2").forEach((section, n) => { section.top = 100 + 1000 * n; });
+        seen.push(await tick(), look());
+        const open = document.querySelectorAll("details").map((details) => details.open);
+        document.hidden = true;
+        await tick();
+        seen.push(await tick());
+        return { seen, open, asked, scrolled: log.scrolled, lazy: texts("img[loading]").length };
+        """,
+        [state(1, "step 1"), state(1, "step 2"), state(2, "step 3"), state(2, "step 4"), state(2, "step 5")],
+        [{"text": page("two")}],
+    )
+    one, two = ({"title": f"run {name}", "main": f"Reward{name}Samples"} for name in ("one", "two"))
+    assert found["seen"] == [
+        {"foot": "step 1"} | one,
+        3000,
+        {"foot": "step 2"} | one,
+        3000,
+        {"foot": "step 3"} | two,
+        12000,
+    ]
+    assert found["asked"] == ["/state", "/state", "/state", "/", "/state", "/state"]
+    assert found["open"] == [False, True] and found["lazy"] == 0
+    # The section that is read was 100 below the top and is at 0 on the new page: the page is moved so far back.
+    assert found["scrolled"] == [[0, 500], [0, -100]]
+
+
+@pytest.mark.parametrize(
+    ("states", "pages"),
+    [
+        ([{"error": True}], []),
+        ([{"status": 500, "text": '{"version": 2, "says": "wrong"}'}], []),
+        ([{"cut": True}], []),
+        ([{"text": '{"version": 2, "sa'}], []),
+        ([state(2, "step 2")], [{"error": True}]),
+        ([state(2, "step 2")], [{"status": 403, "text": page("refused")}]),
+        ([state(2, "step 2")], [{"cut": True, "text": page("cut")}]),
+        ([state(2, "step 2")], [{"text": FIRST.format(says="a server that was started anew")}]),
+    ],
+    ids=["no-server", "state-500", "state-cut", "state-half", "no-page", "page-403", "page-cut", "page-being-drawn"],
+)
+def test_after_a_failed_answer_the_page_stays_and_is_asked_for_again(
+    states: list[dict[str, Any]], pages: list[dict[str, Any]]
+) -> None:
+    found = watch(
+        "await tick(); const lost = look(); const ms = await tick(); return { lost, ms, again: look() };",
+        [state(1, "step 1"), *states, state(2, "step 3")],
+        [*pages, {"text": page("two")}],
+    )
+    assert found["lost"] == {"foot": LOST, "title": "run one", "main": "RewardoneSamples"}
+    assert found["ms"] == 3000
+    assert found["again"] == {"foot": "step 3", "title": "run two", "main": "RewardtwoSamples"}
