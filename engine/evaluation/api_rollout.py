@@ -256,8 +256,6 @@ class ApiRollout(EpisodeRunner):
 class ApiWriter:
     """Writes turns by an endpoint: a step is one call of it, for all turns that are due. contexts: as messages."""
 
-    overlaps = False
-
     def __init__(self, rollout: ApiRollout, temperature: float) -> None:
         self.rollout, self.temperature, self.unit = rollout, temperature, rollout.unit
         self.contexts: dict[Sample, list[dict[str, str]]] = {}

@@ -152,12 +152,10 @@ class Written:
 class TurnWriter(Protocol):
     """Writes the turns of one run.
 
-    unit: tokens of the trajectory that count as one of a request's `max_tokens`. overlaps: turns are written while a
-    server searches. idle: no turn is due.
+    unit: tokens of the trajectory that count as one of a request's `max_tokens`. idle: no turn is due.
     """
 
     unit: int
-    overlaps: bool
 
     @property
     def idle(self) -> bool: ...
@@ -346,7 +344,7 @@ class Rollout(EpisodeRunner):
 class DecoderWriter:
     """Writes turns with the decoder. earlier: by question, ids in which drafts are looked up."""
 
-    unit, overlaps = 1, True
+    unit = 1
 
     def __init__(self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s]) -> None:
         self.decoder, self.draw, self.earlier = decoder, draw, earlier
@@ -491,12 +489,12 @@ class _Play:
 
     def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
-        Where a server searches, a writer that overlaps goes on meanwhile."""
+        Where a server searches, the others go on writing meanwhile."""
         while waiting := self._advance_all(ready):
             self.clock.search_queries += len(waiting)
             self.clock.search_calls += 1
             retriever, queries = self._retriever(), [query for _, query in waiting]
-            if retriever.elsewhere and self.writer.overlaps:
+            if retriever.elsewhere:
                 if self.searcher is None:
                     self.searcher = self.stack.enter_context(Background[list[list[Hit]]]())
                 search = self.searcher.submit(partial(retriever.search, queries, self.runner.renderer.k))

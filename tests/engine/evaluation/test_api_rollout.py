@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 from chat_server import ChatServer
 from evaluate_cases import refusal, write_asked
+from rollout_cases import system_of
 from stored_cases import stored
 
 from thresher.cli import main as cli
-from thresher.engine.episode import Turn
-from thresher.engine.evaluation.api_rollout import ContinuingEndpoint, cut
-from thresher.policy.tokenizer import Tokenizer
+from thresher.engine.episode import EpisodeConfig, Generate, Prompt, Retrieved, Search, Turn
+from thresher.engine.evaluation.api_rollout import ApiRollout, Continued, ContinuingEndpoint, cut
+from thresher.engine.protocol.prompts import Renderer
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.rollout import Job, Limits
+from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.questions import Question
+from thresher.retrieval.retriever import Retriever
 
 FAST = ("--set", "judge.retry_seconds=0")
 
@@ -228,3 +233,48 @@ def test_a_reply_is_cut_at_its_first_stop() -> None:
     assert cut("<search>a</search> b <answer>c</answer>", stop) == Turn(b"<search>a</search>", "</search>")
     assert cut("<answer>c</answer></search>", stop) == Turn(b"<answer>c</answer>", "</answer>")
     assert cut("plain", stop) == Turn(b"plain", None)
+
+
+def test_limits_end_a_turn_of_an_endpoint_and_a_server_searches_for_it(tiny_index: Retriever) -> None:
+    """In bytes, of which 4 count as a token; a reply of more than the context has room for is cut there."""
+
+    def episode(question: Question, tools: EpisodeConfig) -> Any:
+        yield Prompt("{question}", question.question)
+        yield Retrieved((yield Search("mayor")), "<search>", "</search>")
+        yield Generate(("</search>",), 2)
+        yield Generate(("</search>",))
+        return "done"
+
+    class Remote:
+        elsewhere = True
+
+        def search(self, queries: list[str], k: int) -> Any:
+            return tiny_index.search(queries, k)
+
+    asked: list[int] = []
+
+    class Scripted:
+        def continued(self, asked_for: Any, temperature: float) -> list[Continued]:
+            asked.extend(most for _, _, most in asked_for)
+            return [Continued(Turn(texts.pop(0), None), full=True) for _ in asked_for]
+
+    def played(limits: dict[str, int]) -> Trajectory:
+        tokenizer, system, tools = train_bpe((), 256), system_of(episode), EpisodeConfig("", 1)
+        renderer = Renderer(
+            tokenizer=tokenizer, tags=system.tags, k=1, chat=False, max_passage_tokens=999, passage_format="{text}"
+        )
+        given = {"max_turn_tokens": 40, "max_policy_tokens": 999, "max_context": 999, "max_num_seqs": 1} | limits
+        rollout = ApiRollout(Scripted(), tokenizer, Remote(), system, tools, renderer, Limits(**given), False, 4)
+        (found,) = rollout.run([Job(Question("q", "Who?", ("Anna",)), 0, 0, 0)], 0.0)
+        assert rollout.clock.search_queries == 1 and found.from_api
+        return found
+
+    texts = [b"x" * 8, b"y" * 40]
+    whole = played({})
+    assert (whole.reason, asked) == ("turn_tokens", [2, 10])  # what the episode allows ends no trajectory
+    before = len(whole) - 48
+    texts, asked = [b"x" * 8, b"y" * 40], []
+    cut_off = played({"max_context": before + 11})
+    assert (cut_off.reason, len(cut_off), asked) == ("context", before + 11, [2, 1])
+    texts, asked = [b"x" * 8], []
+    assert (played({"max_policy_tokens": 8}).reason, asked) == ("tokens", [2])
