@@ -1,32 +1,43 @@
-"""Baselines, which need no training: ways to get an answer out of any instruct model, one file each.
+"""Baselines, which need no training: ways to get an answer out of any instruct model.
 
-A new one may come in as a file like those of `thresher.engine.systems`, with `Options` (a frozen dataclass of its
-switches) and `system(options) -> System`; every file here but common.py is a baseline, under the file's name. They
-share a reward, the exact match of the final answer, and an option `examples`, a file of worked examples to be put
-before the prompt.
-
-R1 of the papers' tables (GRPO with nothing retrieved) is trained, and so a switch of naive_grpo, not one of these.
+A new one may come in as a function of its switches that returns a System, in reading.py or searching.py, and as a line
+of BASELINES. They share a reward, the exact match of the final answer, and an option `examples`, a file of worked
+examples to be put before the prompt. R1 of the papers' tables (GRPO with nothing retrieved) is trained: a system.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from thresher.common.errors import UserError
+from thresher.engine.baselines import reading, searching
+from thresher.engine.baselines.common import Options
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
 
-NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py") if path.stem != "common"))
+BASELINES: dict[str, tuple[type[Options], Callable[[Any], System]]] = {
+    "cot": (reading.CotOptions, reading.cot),
+    "direct": (Options, reading.direct),
+    "evidence": (reading.EvidenceOptions, reading.evidence),
+    "extract_only": (Options, reading.extract_only),
+    "full_passages": (Options, reading.full_passages),
+    "ircot": (searching.IrcotOptions, searching.ircot),
+    "iter_retgen": (searching.IterRetgenOptions, searching.iter_retgen),
+    "naive_rag": (reading.NaiveRagOptions, reading.naive_rag),
+    "released": (searching.ReleasedOptions, searching.released),
+    "search_loop": (Options, searching.untrained_search_loop),
+    "search_o1": (searching.SearchO1Options, searching.search_o1),
+    "self_ask": (searching.SelfAskOptions, searching.self_ask),
+    "sure": (reading.SureOptions, reading.sure),
+}
+NAMES = tuple(BASELINES)
 
 
 def load_baseline(name: str, options: Mapping[str, Any]) -> System:
-    """The baseline of that name with its switches set; an unknown name or switch is a UserError."""
-    if name not in NAMES:
+    """Return the baseline of that name with its switches set; an unknown name or switch is a UserError."""
+    if name not in BASELINES:
         near = get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}"
         raise UserError(f"baseline {name!r} is unknown; {hint}")
-    module = import_module(f"thresher.engine.baselines.{name}")
-    made: System = module.system(from_dict(module.Options, dict(options), f"baseline {name}"))
-    return made
+    kind, make = BASELINES[name]
+    return make(from_dict(kind, dict(options), f"baseline {name}"))

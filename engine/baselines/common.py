@@ -6,10 +6,10 @@ The answer is the first closed `<answer>` span that the policy wrote, as everywh
 tags has not answered, and `answered` says how often that happened.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from thresher.common.errors import UserError
 from thresher.common.files import read_text
@@ -22,6 +22,7 @@ from thresher.engine.episode import (
     SubCall,
     System,
     over_given,
+    pair_tags,
     read_template,
 )
 from thresher.retrieval.passages import Passage
@@ -103,6 +104,39 @@ def with_examples(template: str, options: Options) -> str:
         if place in examples:
             raise UserError(f"{options.examples}: examples hold no {place}; write their questions and passages out")
     return f"{examples}\n\n{template}"
+
+
+def baseline(
+    name: str,
+    options: Options,
+    tags: Sequence[str],
+    episode: Callable[..., Episode],
+    *,
+    prompt: str | None = None,
+    given: int | None = None,
+    shows: bool = False,
+    k: int | None = None,
+    rollout: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> System:
+    """Return a System whose reward is the exact match of its final answer, unless `more` has another.
+
+    tags: names of pairs. prompt: the name of its template, where that is not the baseline's. given: so many passages
+    are retrieved for a question that brings none, and all stand in the prompt; `shows`: passages of another origin do.
+    k: passages of a search. rollout: that section of the preset.
+    """
+    room = {"max_passage_tokens": 3072} if given is not None else {}
+    passages = given if given is not None else k
+    preset: dict[str, dict[str, Any]] = {} if passages is None else {"retrieval": {"k": passages}}
+    return System(
+        name=name,
+        tags=pair_tags(*tags),
+        episode=episode,
+        template=built_in(prompt or name, options, passages=shows or given is not None),
+        preset=preset | {"rollout": {"max_turns": 1} | room | dict(rollout or {})},
+        given_passages=given is not None,
+        **{"reward": answer_reward} | more,
+    )
 
 
 def one_turn(shown: Callable[[Question], tuple[Passage, ...]] = lambda question: ()) -> Callable[..., Episode]:

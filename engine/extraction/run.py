@@ -31,7 +31,7 @@ from thresher.common.jsonl import Record
 from thresher.common.locks import locked_file
 from thresher.engine.assemble import load_retrieval, load_run_context
 from thresher.engine.baselines import load_baseline
-from thresher.engine.baselines.evidence import answers_from
+from thresher.engine.baselines.reading import answers_from
 from thresher.engine.compressors.compressors import load_compressor
 from thresher.engine.compressors.options import FILCO_TEMPLATE, CompressorOptions
 from thresher.engine.config.recipe import Recipe, make_recipe, read_tables

@@ -17,7 +17,7 @@ from thresher.cli import main as cli
 from thresher.common import records as records_module
 from thresher.common.errors import UserError
 from thresher.common.records import RecordLog, read_records, write_records
-from thresher.engine.baselines.evidence import read_evidence
+from thresher.engine.baselines.reading import read_evidence
 from thresher.engine.evaluation.compare import compare, read_evaluation
 from thresher.engine.evaluation.folder import EvalFolder, Generated
 from thresher.engine.protocol.trajectory import Segment, Trajectory

@@ -17,7 +17,7 @@ from extract_cases import PASSAGES, SMALL, extracted, lines, make_plan
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.common.records import read_object, write_object
-from thresher.engine.baselines.evidence import read_evidence
+from thresher.engine.baselines.reading import read_evidence
 from thresher.engine.compressors.options import Name, compressor_options
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
 from thresher.retrieval.questions import Question

@@ -12,7 +12,7 @@ import pytest
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
-from thresher.engine.baselines.evidence import answers_from
+from thresher.engine.baselines.reading import answers_from
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.planning.time import CHIPS
 from thresher.engine.reports import report as comparison

@@ -8,7 +8,7 @@ import pytest
 from episode_cases import drive as play
 
 from thresher.engine.baselines import load_baseline
-from thresher.engine.baselines.sure import chosen, listed
+from thresher.engine.baselines.reading import chosen, listed
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, SubCall, System
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout

@@ -12,7 +12,7 @@ from episode_cases import kinds
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
-from thresher.engine.baselines.released import PROTOCOLS, last_boxed
+from thresher.engine.baselines.searching import PROTOCOLS, last_boxed
 from thresher.engine.episode import Retrieved, Search, System
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout

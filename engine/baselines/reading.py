@@ -1,0 +1,247 @@
+"""Baselines of one prompt: answers from the model's own knowledge, from the question's passages, or from evidence."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+
+from thresher.common.errors import UserError
+from thresher.common.jsonl import Record, iter_list, string_field
+from thresher.common.records import ON_PURPOSE, read_records
+from thresher.engine.baselines.common import Options, baseline, calls, one_turn, reward_of
+from thresher.engine.config.tables import Count
+from thresher.engine.episode import (
+    BranchPrompt,
+    Episode,
+    EpisodeConfig,
+    Generate,
+    Prompt,
+    SubCall,
+    System,
+    Turn,
+    read_template,
+)
+from thresher.retrieval.passages import Passage
+from thresher.retrieval.questions import Question
+from thresher.rewards.attempt import RewardInput
+from thresher.rewards.result import RewardResult
+from thresher.rewards.tags import blocks
+from thresher.rewards.transcript import TextSegment
+
+SUMMARY = read_template(Path(__file__).with_name("sure_summary.txt"), passages=True)
+VALIDITY, RANKING = (read_template(Path(__file__).with_name(f"sure_{name}.txt")) for name in ("validity", "ranking"))
+
+
+def direct(options: Options) -> System:
+    """Direct inference: the question, and the answer from the model's own knowledge."""
+    return baseline("direct", options, ("answer",), one_turn())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CotOptions(Options):
+    """passages: show the question's passages, or those retrieved for it."""
+
+    passages: bool = False
+
+
+def cot(options: CotOptions) -> System:
+    """Chain of thought (Wei et al. 2022), without examples unless some are given: step by step, then the answer.
+
+    Closed-book as in Search-R1's and Eval-RAR's tables; with `passages`, over documents as in EviOmni's.
+    """
+    tags = ("think", "answer")
+    if not options.passages:
+        return baseline("cot", options, tags, one_turn())
+    return baseline("cot", options, tags, one_turn(lambda question: question.passages), prompt="cot_passages", given=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaiveRagOptions(Options):
+    """k: passages shown, at most."""
+
+    k: Count = 5
+
+
+def naive_rag(options: NaiveRagOptions) -> System:
+    """Naive RAG: the k best passages for the question, and the answer from them.
+
+    Retrieval comes before the prompt, with the question as its query. Of passages that came with the question the first
+    k are shown: the best ones where a retriever put them there, any others where a data set mixed them (`full_passages`
+    is the baseline for those).
+    """
+    shown = one_turn(lambda question: question.passages[: options.k])
+    return baseline("naive_rag", options, ("answer",), shown, prompt="passages", given=options.k)
+
+
+def full_passages(options: Options) -> System:
+    """Full passages: all that came with the question, in their order, and the answer from them."""
+    shown = one_turn(lambda question: question.passages)
+    return baseline("full_passages", options, ("answer",), shown, prompt="passages", given=5)
+
+
+def extract_only(options: Options) -> System:
+    """Extract-only: evidence from the passages without a rationale before it, then the answer from it.
+
+    It is the vanilla evidence that EviOmni's and LEAR's empirical study holds rational evidence against (Table 1): the
+    same prompt and the same tags less the reasoning. There its evidence has 100 tokens at most (`thresher extract
+    --evidence-tokens 100`).
+    """
+    tags = ("extract", "answer")
+    return baseline("extract_only", options, tags, extract_and_answer, given=5, rollout={"max_turns": 2})
+
+
+def extract_and_answer(question: Question, tools: EpisodeConfig) -> Episode:
+    yield Prompt(tools.template, question.question, question.passages)
+    turn = yield Generate(stop=("</extract>",))
+    if not turn.stopped_at("</extract>"):
+        return "ended"
+    turn = yield Generate(stop=("</answer>",))
+    return "answered" if turn.inside("answer") else "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvidenceOptions(Options):
+    """file: JSONL with an id and evidence (a string, which may be empty) in every line."""
+
+    file: str | None = None
+
+
+def evidence(options: EvidenceOptions) -> System:
+    """Evidence of another model: the question with what an extractor left of its passages, and the answer from that.
+
+    The evidence comes from a file of `thresher extract`, by the question's id, and is the one passage of the prompt
+    that `full_passages` shows whole passages in, and that a generator is tuned on (`sft.format = "qa"`): who answers
+    cannot tell evidence from a passage by the prompt. A question whose evidence is empty is asked all the same, with
+    none; one that the file does not know ends the run. Evidence is never cut: one that is longer than
+    rollout.max_passage_tokens, 3,072 as of whole passages, ends the run too.
+    """
+    if options.file is None:
+        raise UserError(
+            "baseline evidence: no file to answer from; add --set system.options.file=FILE, which thresher "
+            "extract wrote"
+        )
+    return answers_from(read_evidence(options.file), options.file, options)
+
+
+def answers_from(evidence: Mapping[str, str], source: str, options: Options | None = None) -> System:
+    """A system that answers a question from `evidence[question.id]`; `source` is where an absent one was looked for."""
+
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
+        if question.id not in evidence:
+            raise UserError(
+                f"{source}: holds no evidence for question {question.id}; extract from these questions first"
+            )
+        text = evidence[question.id].strip()
+        yield Prompt(tools.template, question.question, (Passage("evidence", "", text),) if text else ())
+        turn = yield Generate(stop=("</answer>",))
+        return "answered" if turn.inside("answer") else "ended"
+
+    preset = {"max_turns": 1, "max_passage_tokens": 3072}
+    return baseline(
+        "evidence", options or Options(), ("answer",), episode, prompt="passages", shows=True, rollout=preset
+    )
+
+
+def read_evidence(path: str | Path) -> dict[str, str]:
+    """Return id -> evidence. UserError, naming file and line, for a record without one of them or with an id seen
+    before."""
+    evidence: dict[str, str] = {}
+    for where, record in _records(Path(path)):
+        id_ = string_field(record, "id", where)
+        if id_ in evidence:
+            raise UserError(f"{where}: the id {id_!r} was used before; keep one record for each question")
+        evidence[id_] = string_field(record, "evidence", where, may_be_empty=True)
+    return evidence
+
+
+def _records(path: Path) -> Iterator[tuple[str, Record]]:
+    if path.name.removesuffix(".gz").endswith(".json"):
+        return iter_list(path)
+    return ((f"{path}:{n}", record) for n, record in read_records(path, foreign=True, remedy=ON_PURPOSE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SureOptions(Options):
+    """candidates: at most so many of those that were written."""
+
+    candidates: Count = 2
+
+
+def sure(options: SureOptions) -> System:
+    """SuRe (Kim et al. 2024): candidate answers, a summary of the passages for each, and the candidate whose summary
+    holds.
+
+        question, passages  ->  <candidates>one a line</candidates>
+        for each candidate  ->  call: a summary of the passages that argues for it
+                                call: does the summary support it?            v = 1 for yes, else 0
+        for each two        ->  two calls, in both orders: which summary says more about the question?
+                                r = the share of its comparisons that a candidate's summary wins
+        answer = the candidate with the largest v + r, the first of equals
+
+    A call's verdict is the text of its <verdict>, yes or no, 1 or 2; another counts for nobody [assumed]. The answer is
+    a candidate, so the reward reads it from what the policy wrote and from the calls. Preset: 2 candidates, 5 passages
+    where a question brings none [assumed].
+    """
+    most = options.candidates
+    return baseline(
+        "sure",
+        options,
+        ("candidates", "support", "verdict"),
+        partial(argue, most=most),
+        given=5,
+        reward=partial(chosen_reward, most=most),
+        answer=partial(chosen, most=most),
+    )
+
+
+def argue(question: Question, tools: EpisodeConfig, most: int) -> Episode:
+    yield Prompt(tools.template, question.question, question.passages)
+    turn = yield Generate(stop=("</candidates>",))
+    candidates = listed(turn.inside("candidates"), most)
+    if len(candidates) < 2:
+        return "answered" if candidates else "ended"
+    summaries = []
+    for candidate in candidates:
+        about = f"{question.question}\n\nCandidate answer: {candidate}"
+        read: Turn = yield SubCall(BranchPrompt(Prompt(SUMMARY, about, question.passages), (), ("</support>",)))
+        summaries.append(read.inside("support") or "none was written")
+    for candidate, summary in zip(candidates, summaries, strict=True):
+        about = f"{question.question}\n\nCandidate answer: {candidate}\n\nSummary: {summary}"
+        yield SubCall(BranchPrompt(Prompt(VALIDITY, about), (), ("</verdict>",)))
+    for one, other in permutations(summaries, 2):
+        about = f"{question.question}\n\nSummary 1: {one}\n\nSummary 2: {other}"
+        yield SubCall(BranchPrompt(Prompt(RANKING, about), (), ("</verdict>",)))
+    return "answered"
+
+
+def listed(text: str | None, most: int) -> list[str]:
+    """The candidates, one a line, without marks of a list and those that were named before."""
+    lines = (line.strip().lstrip("-*").strip() for line in (text or "").splitlines())
+    return list(dict.fromkeys(line for line in lines if line))[:most]
+
+
+def chosen(attempt: RewardInput, most: int) -> str | None:
+    """The answer; None without candidates, and where a call is missing."""
+    spans = blocks(attempt.pieces, "candidates")
+    candidates = listed(spans[0].text if spans else None, most)
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    count, said = len(candidates), [verdict(pieces) for pieces in calls(attempt)]
+    if len(said) < count + count * count:
+        return None
+    scores = [float(said[count + number] == "yes") for number in range(count)]
+    for (one, other), won in zip(permutations(range(count), 2), said[2 * count :], strict=True):
+        if won in ("1", "2"):
+            scores[one if won == "1" else other] += 0.5 / (count - 1)
+    return candidates[scores.index(max(scores))]
+
+
+def chosen_reward(attempt: RewardInput, most: int) -> RewardResult:
+    """Exact match of the chosen candidate."""
+    return reward_of(chosen(attempt, most), attempt)
+
+
+def verdict(pieces: Sequence[TextSegment]) -> str:
+    spans = blocks(pieces, "verdict")
+    return spans[0].text.lower().rstrip(".") if spans else ""
