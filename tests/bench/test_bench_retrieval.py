@@ -41,7 +41,7 @@ from thresher.bench.retrieval_sets import (
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.retrieval.encoders import Vectors
-from thresher.retrieval.indexes.approximate import ApproximateSearch
+from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
 from thresher.retrieval.indexes.exact import ExactRows, Rows, RowScores
 from thresher.retrieval.indexes.faiss_library import faiss
 from thresher.retrieval.indexes.kinds import parse_kind
@@ -104,7 +104,7 @@ def test_recall_counts_what_was_found(made: VectorSet, truth: ExactAnswers) -> N
 def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, tmp_path: Path, name: str) -> None:
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)
-    search = ApproximateSearch(kind.candidates(index), RowScores(made.vectors.take), N, 1, 4 if "PCA" in name else 1)
+    search = ApproximateSearch(candidates_of(kind, index), RowScores(made.vectors.take), N, 1, 4 if "PCA" in name else 1)
     curve = follow(search, truth, {"torch": exact_peers(made.vectors.open())["torch"]}, math.inf)
     chosen = curve.chosen()
     assert chosen is not None and chosen.recall["5"] >= 0.95 and all(len(point.ms) == 8 for point in curve.points)
