@@ -125,11 +125,13 @@ def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[
     shape = UpdateShape(trajectories=batch)
     costs = floors.update_costs(config, shape)
     states = floors.state_bytes(config)
+    fields = asdict(shape)
+    del fields["checkpointed"]  # of runs; a row's update keeps its activations
     return {
         "kind": "update",
         "chip": chip.name,
         "model": name,
-        "shape": asdict(shape),
+        "shape": fields,
         "weights": trained_weights(config),
         "parts_of_a_token": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
         "floor_seconds_per_1000_tokens": 1000 * floors.floor_s(costs, chip),

@@ -104,7 +104,9 @@ def test_recall_counts_what_was_found(made: VectorSet, truth: ExactAnswers) -> N
 def test_a_curve_rises_to_what_is_wanted(made: VectorSet, truth: ExactAnswers, tmp_path: Path, name: str) -> None:
     kind = parse_kind(name, N, D)
     index = grow(kind, made.vectors, tmp_path, lambda *_: None)
-    search = ApproximateSearch(candidates_of(kind, index), RowScores(made.vectors.take), N, 1, 4 if "PCA" in name else 1)
+    search = ApproximateSearch(
+        candidates_of(kind, index), RowScores(made.vectors.take), N, 1, 4 if "PCA" in name else 1
+    )
     curve = follow(search, truth, {"torch": exact_peers(made.vectors.open())["torch"]}, math.inf)
     chosen = curve.chosen()
     assert chosen is not None and chosen.recall["5"] >= 0.95 and all(len(point.ms) == 8 for point in curve.points)

@@ -124,6 +124,7 @@ def test_the_command_prints_and_keeps_every_row(tmp_path: Path, capsys: pytest.C
         for model in ("1.5B", "7B")
         for kind in ("decode", "decode", "update")
     ]
+    assert list(rows[2]["shape"]) == ["trajectories", "length", "sampled", "full", "reference"]
     said = capsys.readouterr().out
     assert "nothing here was measured" in said and max(map(len, said.splitlines()[:-1])) <= 80
     by_hand = floors.floor_s(floors.decode_costs(MODELS["7B"], SHARED), CHIPS["H200"])
