@@ -31,8 +31,8 @@ from thresher.common.files import atomic_path, atomic_write_text
 from thresher.common.hashes import read_hashes, write_list
 from thresher.retrieval.passages import (
     LINES,
+    CorpusFormat,
     EmptyPassage,
-    Format,
     chunks,
     detect_format,
     iter_located,
@@ -249,7 +249,7 @@ class _Scan:
     """One pass over a file, and any number of them: iterating yields (where, byte at which the record starts, passage)
     and counts."""
 
-    def __init__(self, path: Path, fmt: Format, chunk_words: int, skip_empty: bool) -> None:
+    def __init__(self, path: Path, fmt: CorpusFormat, chunk_words: int, skip_empty: bool) -> None:
         if chunk_words < 0:
             raise UserError(f"{path}: chunk_words is {chunk_words}; expected at least 1 word, or 0 for whole passages")
         self.path, self.fmt, self.chunk_words, self.skip_empty = path, fmt, chunk_words, skip_empty
@@ -339,7 +339,7 @@ def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
 class _StoredCorpus(Corpus):
     """A corpus left on the disk: file and offsets are open, passages are read when asked for."""
 
-    def __init__(self, path: Path, cache: Path, ledger: Ledger, fmt: Format, verify: bool) -> None:
+    def __init__(self, path: Path, cache: Path, ledger: Ledger, fmt: CorpusFormat, verify: bool) -> None:
         self.path = path
         self.records, self.skipped, self.sha256 = ledger.records, ledger.skipped, ledger.sha256
         self._stored = cache / COPY_FILE if ledger.copied else path

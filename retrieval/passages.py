@@ -57,7 +57,7 @@ class EmptyPassage(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class CorpusFormat:
     """The layout of records in a file. kind: lines, list, titles or tsv. seekable: one record can be read without those
     before it. columns: of a TSV, in the file's order."""
 
@@ -66,10 +66,10 @@ class Format:
     columns: tuple[str, ...] = ()
 
 
-LINES = Format(kind="lines", seekable=True)
+LINES = CorpusFormat(kind="lines", seekable=True)
 
 
-def detect_format(path: str | Path) -> Format:
+def detect_format(path: str | Path) -> CorpusFormat:
     """Return the format of the file `path`. UserError when it is absent, unreadable, or in none that is understood."""
     path = Path(path)
     head = read_head(path).removeprefix(BOM).lstrip()
@@ -77,24 +77,24 @@ def detect_format(path: str | Path) -> Format:
     plain = path.suffix != ".gz"
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix == ".tsv":
-        return Format(kind="tsv", seekable=plain, columns=_tsv_columns(path, first))
+        return CorpusFormat(kind="tsv", seekable=plain, columns=_tsv_columns(path, first))
     if suffix == ".jsonl" or not head:
-        return Format(kind="lines", seekable=plain)
+        return CorpusFormat(kind="lines", seekable=plain)
     if head.startswith(b"["):
-        return Format(kind="list", seekable=False)
+        return CorpusFormat(kind="list", seekable=False)
     if head.startswith(b"{"):
         if suffix == ".json" and not _is_passage(first):
-            return Format(kind="titles", seekable=False)
-        return Format(kind="lines", seekable=plain)
+            return CorpusFormat(kind="titles", seekable=False)
+        return CorpusFormat(kind="lines", seekable=plain)
     if set(_tsv_cells(first)) >= TSV_COLUMNS:
-        return Format(kind="tsv", seekable=plain, columns=_tsv_columns(path, first))
+        return CorpusFormat(kind="tsv", seekable=plain, columns=_tsv_columns(path, first))
     raise UserError(
         f"{path}: not a corpus in a known format; expected JSONL, a JSON list or a JSON object of title -> sentences, "
         "or a TSV with the header id, text, title (any of them gzipped, named .gz); convert the file"
     )
 
 
-def iter_located(path: str | Path, fmt: Format) -> Iterator[tuple[str, int, Record]]:
+def iter_located(path: str | Path, fmt: CorpusFormat) -> Iterator[tuple[str, int, Record]]:
     """Yield (where, start, record) for every record of `path`. `where` is what an error message should start with;
     `start` the byte at which the record begins, of use if the format is seekable. UserError for a malformed one."""
     path = Path(path)
@@ -108,7 +108,7 @@ def iter_located(path: str | Path, fmt: Format) -> Iterator[tuple[str, int, Reco
         yield from ((where, 0, record) for where, record in iter_list(path))
 
 
-def record_at(data: bytes, fmt: Format, where: str) -> Record:
+def record_at(data: bytes, fmt: CorpusFormat, where: str) -> Record:
     """Return the first record in `data`, bytes that begin where a record of a seekable format does. UserError as
     `iter_located`."""
     if fmt.kind == "lines":

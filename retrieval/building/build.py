@@ -218,21 +218,16 @@ def build_index(
     encoder: Encoder,
     folder: str | Path,
     embed: str = "text",
-    on_progress: Callable[[int], None] | None = None,
+    on_stage: OnStage = lambda stage, done, total: None,
 ) -> Index:
     """Encode every passage (its text, or title and text, see `embedded_text`) and write an exact index into `folder`.
 
     The folder appears when all is written, or not at all, and an interrupted build leaves nothing; for one that
-    resumes, and for other kinds, see `build_folder`. A folder that exists is refused with a UserError.
-    `on_progress` is called with the number of passages encoded so far.
+    resumes, and for other kinds, and for `on_stage`, see `build_folder`. A folder that exists is refused with a
+    UserError.
     """
     check_embed(embed)
     folder = Path(folder)
-
-    def on_stage(stage: str, done: int, total: int) -> None:
-        if on_progress is not None:
-            on_progress(done)
-
     with staged_folder(folder) as staged:
         kind = parse_kind("flat", len(corpus), encoder.dim)
         fill_folder(staged, folder, corpus, encoder, BuildSettings(kind=kind, embed=embed), on_stage)

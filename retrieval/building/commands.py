@@ -5,7 +5,7 @@ Parsing of flags, progress bars and tables belong to the command line; nothing h
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ def build(
     encoder_name: str = LexicalEncoder.name,
     embed: str = "text",
     dim: int = DEFAULT_DIM,
-    on_progress: Callable[[int], None] | None = None,
     *,
     kind: str | None = None,
     memory: str | None = None,
@@ -51,15 +50,15 @@ def build(
     encoder_options: dict[str, Any] | None = None,
     chunk_words: int = 0,
     skip_empty: bool = False,
-    on_stage: OnStage | None = None,
+    on_stage: OnStage = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Read a corpus, take or fit the encoder, and write the index folder `out`; run again after a kill, it resumes.
 
     encoder_name: "lexical" (of `dim` dimensions), "bm25" (with settings, see `parse_bm25`), or the folder of a trained
     encoder, to which `encoder_options` go as `load_encoder` has them. kind: as `kinds` has it; without it `memory`
     ("16GB") decides, and without either it is flat; with both the kind must fit. recall, keep: as BuildSettings has
-    them. chunk_words, skip_empty: as `open_corpus` has them. `on_progress` is called with the number of passages
-    encoded so far, `on_stage` with every stage's name, how far it is, and of how many.
+    them. chunk_words, skip_empty: as `open_corpus` has them. `on_stage` is called with every stage's name, how far it
+    is, and of how many.
 
     Returns figures: corpus, index, kind, passages, encoder, embed and seconds; with vectors also dim and vectors_mib
     (MiB in float32), and for an approximate kind search parameters, recall and a note where that disappoints; reason
@@ -75,23 +74,17 @@ def build(
     if chunk_words or skip_empty:
         figures |= {"records": corpus.records, "skipped_empty": corpus.skipped}
 
-    def report(stage: str, done: int, total: int) -> None:
-        if on_stage is not None:
-            on_stage(stage, done, total)
-        if on_progress is not None and stage == "encoding":
-            on_progress(done)
-
     if encoder_name.partition(":")[0] == WORDS:
         if kind is not None or memory is not None or encoder_options:
             raise UserError("kind, memory and a model's settings are for vectors, and bm25 makes none; leave them out")
-        _build_words(encoder_name, corpus, out, embed, report)
+        _build_words(encoder_name, corpus, out, embed, on_stage)
         figures |= {"kind": WORDS, "encoder": encoder_name, "embed": embed}
     else:
-        encoder = _encoder(encoder_name, corpus, embed, dim, encoder_options or {}, report)
+        encoder = _encoder(encoder_name, corpus, embed, dim, encoder_options or {}, on_stage)
         settings = _settings(kind, memory, len(corpus), encoder.dim, embed, recall, keep)
-        if on_stage is not None and not work_folder(out).exists():
+        if not work_folder(out).exists():
             on_stage("encoding", 0, len(corpus))  # a trained encoder takes a minute or two for its first batch
-        manifest = build_folder(corpus, encoder, out, settings, report)
+        manifest = build_folder(corpus, encoder, out, settings, on_stage)
         figures |= {"dim": encoder.dim, "encoder": encoder_name, "embed": embed, "kind": manifest.factory}
         figures["vectors_mib"] = len(corpus) * encoder.dim * 4 / 2**20
         figures |= manifest.parameters | manifest.recall

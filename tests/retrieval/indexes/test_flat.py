@@ -227,7 +227,7 @@ def test_built_loaded_and_described(tmp_path):
     corpus = lexical_corpus(2500)
     seen: list[int] = []
     encoder = LexicalEncoder.fit((embedded_text(passage, "title+text") for passage in corpus), 64)
-    built = build_index(corpus, encoder, tmp_path / "ix", "title+text", seen.append)
+    built = build_index(corpus, encoder, tmp_path / "ix", "title+text", lambda stage, done, total: seen.append(done))
     assert seen == [1024, 2048, 2500]
     manifest = json.loads((tmp_path / "ix/manifest.json").read_text())
     assert manifest == {
@@ -388,11 +388,11 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="embed is 'both'"):
         build_index(corpus, Numbers(2), tmp_path / "ix", "both")
 
-    def killed(done: int) -> None:
+    def killed(*stage: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_index(Corpus(corpus[:1]), Numbers(2), tmp_path / "ix", on_progress=killed)
+        build_index(Corpus(corpus[:1]), Numbers(2), tmp_path / "ix", on_stage=killed)
     assert list(tmp_path.iterdir()) == []
     build_index(Corpus(corpus[:1]), Numbers(2), tmp_path / "ix")
     with pytest.raises(UserError, match="ix: exists already"):
