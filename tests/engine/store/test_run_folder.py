@@ -156,6 +156,7 @@ def test_resume_restores_folders_that_a_copy_lost(tmp_path: Path) -> None:
     with RunFolder.resume(tmp_path / "run", RECIPE) as run:
         run.truncate_after(0)
         assert run.trajectories.is_dir() and run.checkpoints.is_dir() and run.plots.is_dir()
+        assert not run.metrics_file.exists()
 
 
 def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_metrics_are_plain_json_lines(tmp_path: Path) -> None:
         for record in ({"loss": 1.0}, {"step": "1"}, {"step": None}):
             with pytest.raises(ValueError, match='integer "step"'):
                 run.append_metrics(record)
-        assert len(read_metrics(run.path)) == 2
+        assert len(RunFolder(run.path).metrics()) == 2  # reading needs no lock
 
 
 @pytest.mark.parametrize(
@@ -363,24 +364,11 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
         run.check_checkpoints(every)
 
 
-def test_truncate_after_without_metrics(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", RECIPE) as run:
-        run.truncate_after(0)
-        assert not run.metrics_file.exists()
-
-
 def test_summary(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", RECIPE) as run:
         run.write_summary({"em_before": 0.25, "em_after": math.nan})
         metrics = {"records": 0, "sha256": sha256().hexdigest()}
         assert run.summary() == {"em_before": 0.25, "em_after": None, "metrics": metrics}
-
-
-def test_reading_needs_no_lock(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", RECIPE) as run:
-        run.append_metrics({"step": 1})
-        reader = RunFolder(tmp_path / "run")
-        assert read_metrics(reader.metrics_file) == [{"step": 1}]
 
 
 @pytest.mark.parametrize(
