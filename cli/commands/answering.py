@@ -31,8 +31,7 @@ from thresher.cli.parser import POSITIONAL, REPEATED, Command, OneOf
 from thresher.common import console, signals
 from thresher.common.errors import UserError
 from thresher.engine.compressors.options import Name, Unit, compressor_options
-from thresher.engine.config.overrides import parse_overrides
-from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
+from thresher.engine.config.recipe import Recipe, make_recipe, parse_overrides, read_tables
 from thresher.engine.config.sampling import BOUNDS
 from thresher.engine.config.sections import RolloutSection
 from thresher.engine.store.run_folder import Best, RunFolder, best_checkpoint

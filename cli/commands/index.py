@@ -12,7 +12,7 @@ from thresher.cli.flags import Count, Device, Float, Port, SearchParameters, Tex
 from thresher.cli.parser import POSITIONAL, REPEATED, Command, Group
 from thresher.common import console, signals
 from thresher.common.errors import UserError
-from thresher.engine.config.overrides import parse_overrides
+from thresher.engine.config.recipe import parse_overrides
 
 if TYPE_CHECKING:
     from thresher.retrieval.building.plan import IndexPlan

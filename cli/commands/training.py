@@ -351,9 +351,8 @@ class Recipe(
     device: ModelDevice = None
 
     def __call__(self) -> None:
-        from thresher.engine.config.recipe import load_recipe
+        from thresher.engine.config.recipe import load_recipe, shipped_recipes
         from thresher.engine.config.reference import explain, keys_of, markdown
-        from thresher.engine.config.shipped import shipped_recipes
         from thresher.engine.systems import NAMES, load_system
 
         changes = flags.overrides(self.set, self.device)
@@ -386,7 +385,7 @@ class Recipe(
 def _copy(name: str, out: Path) -> None:
     """Write the recipe `name` to a new file."""
     from thresher.common.files import atomic_write_text
-    from thresher.engine.config.shipped import shipped_recipe
+    from thresher.engine.config.recipe import shipped_recipe
 
     source = shipped_recipe(name)
     if os.path.lexists(out):

@@ -7,6 +7,9 @@ Its sections, with every key, its bounds and its default, are in sections.py.
 Paths are kept as written, relative to the current directory. A section that only some commands use (data,
 retrieval, system, sft) may be absent; the command asks for it with `recipe.need(DataSection)`.
 
+`--set` says "key=value": a value is read as TOML and, where it is none, taken as a bare string. Nothing behind the
+equals sign takes a key away; the empty string is `key=""`. A recipe that came with Thresher is found by its name.
+
 Deliberately absent: inheritance between files, and environment variables or templating in values.
 """
 
@@ -16,12 +19,13 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, atomic_write_text, read_bytes
-from thresher.engine.config.overrides import override, unsets
 from thresher.engine.config.renamed import current_override, current_tables
 from thresher.engine.config.sections import (
     DataSection,
@@ -36,10 +40,10 @@ from thresher.engine.config.sections import (
     SftSection,
     SystemSection,
 )
-from thresher.engine.config.shipped import find_recipe
 from thresher.engine.config.tables import (
     FieldError,
     Section,
+    Unfit,
     check_key,
     from_dict,
     hints,
@@ -51,6 +55,7 @@ from thresher.engine.config.tables import (
 )
 
 S = TypeVar("S", bound=Section)
+FOLDER = Path(str(files("thresher.recipes")))
 SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)"
 
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
@@ -211,7 +216,7 @@ def load_recipe(
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file, of any content; by its name one that came with Thresher (shipped.py)."""
+    """The tables of a TOML file, of any content; by its name one that came with Thresher (`find_recipe`)."""
     path = find_recipe(path)
     if path.is_dir():
         found = min(path.glob("*.toml"), default=None)  # in a run's folder, or one of recipes
@@ -244,3 +249,118 @@ def make_recipe(
             if isinstance(tables.setdefault(name, {}), dict):
                 tables[name] = values | tables[name]
     return from_dict(Recipe, tables, where, flags=flags)
+
+
+# What `--set` says.
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Return "key=value" strings as a table, values read as TOML or taken as bare strings."""
+    table: dict[str, Any] = {}
+    for text in texts:
+        key, equals, written = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {text}: expected key=value")
+        if written.strip():
+            table[key.strip()] = _value(written.strip())
+        else:
+            table.pop(key.strip(), None)
+    return table
+
+
+def override(table: dict[str, Any], text: str) -> str:
+    """Set one "section.key=value" in nested tables, or take away what "section.key=" or "section=" names; returns its
+    dotted key."""
+    dotted, equals, written = text.partition("=")
+    path = [part.strip() for part in dotted.split(".")]
+    if equals and all(path) and not written.strip():
+        _remove(table, path)
+        return ".".join(path)
+    if not equals or len(path) < 2 or not all(path):
+        raise UserError(f"--set {text}: expected section.key=value, such as run.seed=1")
+    for parent in path[:-1]:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {text}: {parent} is not a table in the recipe; expected section.key=value")
+    table[path[-1]] = _value(written.strip())
+    return ".".join(path)
+
+
+def unsets(text: str) -> bool:
+    """Return whether an override takes its key away."""
+    _, equals, written = text.partition("=")
+    return bool(equals) and not written.strip()
+
+
+def _remove(table: dict[str, Any], path: Sequence[str]) -> None:
+    for parent in path[:-1]:
+        table = table.get(parent, {})
+        if not isinstance(table, dict):
+            return
+    table.pop(path[-1], None)
+
+
+def _value(written: str) -> Any:
+    try:
+        (value,) = tomllib.loads(f"value = {written}").values()
+        return plain(value)
+    except (ValueError, RecursionError, Unfit):  # Unfit: a date to TOML, the name of a folder to us
+        return written
+
+
+# Recipes that came with Thresher.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippedRecipe:
+    """A recipe that came with Thresher. about: the first sentence of its head. system, model: as it names them."""
+
+    name: str
+    path: Path
+    about: str
+    system: str | None
+    model: str
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """Return all of them, by name."""
+    return [_read(path) for path in sorted(FOLDER.glob("*/*.toml"))]
+
+
+def find_recipe(path: str | Path) -> Path:
+    """Return `path`, or the recipe that came with Thresher under that name where there is nothing at `path`."""
+    path = Path(path)
+    return path if os.path.exists(path) else _shipped(path) or path
+
+
+def shipped_recipe(name: str | Path) -> Path:
+    """Return the file of the recipe that came with Thresher under that name. UserError where there is none."""
+    if (found := _shipped(Path(name))) is None:
+        names = [recipe.name for recipe in shipped_recipes()]
+        close = get_close_matches(str(name), names, 1)
+        hint = f"did you mean {close[0]}?" if close else "thresher recipe --list shows them"
+        raise UserError(f"{name}: no recipe of this name came with Thresher; {hint}")
+    return found
+
+
+def _shipped(name: Path) -> Path | None:
+    parts = name.parts[1:] if name.parts[:1] == ("recipes",) else name.parts
+    wanted = FOLDER.joinpath(*parts)
+    return wanted if len(parts) == 2 and wanted.suffix == ".toml" and ".." not in parts and wanted.is_file() else None
+
+
+def _read(path: Path) -> ShippedRecipe:
+    text = path.read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    head = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        head.append(line.removeprefix("#").strip())
+    return ShippedRecipe(
+        name=path.relative_to(FOLDER).as_posix(),
+        path=path,
+        about=" ".join(head).partition(". ")[0].rstrip("."),
+        system=tables.get("system", {}).get("name"),
+        model=tables["model"]["path"],
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from thresher.cli import main as cli
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 [model]
 path = "m"
