@@ -62,7 +62,7 @@ from thresher.common.console import console, progress_line, table
 from thresher.common.errors import UserError
 from thresher.engine.planning.time import this_chip
 from thresher.kernels import grpo_loss
-from thresher.kernels.matmul import compute_dtype, stored_columns
+from thresher.kernels.operands import compute_dtype, stored_columns
 
 # contenders
 

@@ -191,14 +191,6 @@ class System:
         return "<information>" in self.tags if self.searches is None else self.searches
 
 
-def first_prompt(system: System, question: Question, tools: EpisodeConfig) -> Prompt:
-    """Return the episode's first request; TypeError for one that does not begin with a prompt."""
-    request = next(system.episode(question, tools))
-    if not isinstance(request, Prompt):
-        raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
-    return request
-
-
 def over_given(system: System) -> System:
     """Return the system with every search of it answered from the passages that the question brings, and no index
     needed. UserError, when it searches, for a question that brings none."""

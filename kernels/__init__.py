@@ -3,7 +3,7 @@
 What may come in: a function of tensors with a reference to be held to. No file here imports from another room.
 
     loss.py        GRPO's loss, whole: where to begin; objective.py: its part after the vocabulary, and KL
-    logprob.py     the head's forward alone; matmul.py: the three products with the head; checks.py: what is refused
+    logprob.py     the head's forward alone; operands.py: what is refused, and the three products with the head
     head_triton.py, coefficients_triton.py    the same two stages in Triton (head_backend.py launches the first)
     layers.py      norms, rotation, gate; in Triton each is one kernel
     sampling.py    hidden states to a token; noise.py: the noise of a token; sampling_triton.py: on a GPU

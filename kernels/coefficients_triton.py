@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.head_backend import Exps, TritonHead
-from thresher.kernels.matmul import stored_columns
 from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
+from thresher.kernels.operands import stored_columns
 from thresher.kernels.registry import ProgramWork, Specialisation
 
 ROWS, COLUMNS = 64, 4096

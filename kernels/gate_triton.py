@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.checks import check_dtype, on_device
+from thresher.kernels.operands import check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 COLUMNS = 1024  # of a program, which has one row's: a vector of 16 bytes a thread in bfloat16

@@ -16,7 +16,7 @@ from torch import Tensor
 from thresher.kernels.autotune_cache import FOLDER, candidates, record, tiling_for
 from thresher.kernels.head_tiling import Tiling, again_tiling
 from thresher.kernels.head_triton import launch_again, launch_head
-from thresher.kernels.matmul import stored_columns
+from thresher.kernels.operands import stored_columns
 from thresher.kernels.persistent_triton import launch_persistent_head
 from thresher.kernels.reduce_triton import launch_reduce
 

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from thresher.kernels.matmul import stored_columns
+from thresher.kernels.operands import stored_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.head_tiling import BFLOAT16, FLOAT32, HOPPER, Tiling, again_tiling, processors
-from thresher.kernels.matmul import COLUMN_MULTIPLE
+from thresher.kernels.operands import COLUMN_MULTIPLE
 from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)

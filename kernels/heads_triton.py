@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.checks import check_dense, check_dtype, on_device
 from thresher.kernels.norm_triton import SUM_COLUMNS, SUM_ROWS, _sum_parts_kernel
+from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 HEADS = 16  # of a program: with D 128 two vectors of 16 bytes in bfloat16 for each thread of 4 warps

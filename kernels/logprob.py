@@ -20,24 +20,22 @@ import torch
 from torch import Tensor
 
 from thresher.kernels.autotune_cache import tiling_for, wants_measuring
-from thresher.kernels.checks import (
+from thresher.kernels.head_tiling import even_rows
+from thresher.kernels.operands import (
+    MIB,
+    ROW_MULTIPLE,
     any_bad,
+    blas_ready,
     check_head,
     check_temperature,
+    compute_dtype,
+    fill_rows,
     head_checks,
+    logits_product,
+    mixed_matmul,
     on_device,
     raise_first,
     resolve_backend,
-)
-from thresher.kernels.head_tiling import even_rows
-from thresher.kernels.matmul import (
-    MIB,
-    ROW_MULTIPLE,
-    blas_ready,
-    compute_dtype,
-    fill_rows,
-    logits_product,
-    mixed_matmul,
 )
 
 # A chunk's buffers. CPU: what a laptop can spare; CUDA: 600 MiB is the limit, of which cuBLAS takes 32 for itself.

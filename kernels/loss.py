@@ -31,26 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.checks import (
-    RowCheck,
-    any_bad,
-    check_head,
-    check_rows,
-    head_checks,
-    on_device,
-    raise_first,
-    resolve_backend,
-)
 from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logprobs
-from thresher.kernels.matmul import (
-    add_head_product,
-    blas_ready,
-    compute_dtype,
-    fill_rows,
-    hidden_product,
-    scale_rows,
-    stored_columns,
-)
 from thresher.kernels.objective import (
     LogitGradient,
     LossBackend,
@@ -59,6 +40,23 @@ from thresher.kernels.objective import (
     LossSettings,
     assemble,
     logit_coefficients,
+)
+from thresher.kernels.operands import (
+    RowCheck,
+    add_head_product,
+    any_bad,
+    blas_ready,
+    check_head,
+    check_rows,
+    compute_dtype,
+    fill_rows,
+    head_checks,
+    hidden_product,
+    on_device,
+    raise_first,
+    resolve_backend,
+    scale_rows,
+    stored_columns,
 )
 
 # old log-probs, advantages, weights, reference log-probs: one number a row

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.checks import check_dense, check_dtype, on_device
+from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 MAX_WIDTH = 8192

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thresher.kernels.checks import check_scalar, check_temperature
+from thresher.kernels.operands import check_scalar, check_temperature
 
 EXP_CAP = 80.0
 # exp(80) is 5.5e34: inside float32, with four decades left for what it is multiplied with.
@@ -112,6 +112,7 @@ class LossResult:
     clipped: Tensor  # bool: A != 0 and the clip, or dual clip, leaves the policy-gradient term no gradient
     capped: Tensor  # 0-d int64: unmasked rows with log-ratio > 80, or d < -80, whose exponent was capped
     hidden_grad_TH: Tensor | None = None  # hidden's dtype; only when the call was given lm_head_grad_VH
+    kl_coefficients: Tensor | None = None  # dKL/dlogp of the gradient's estimator; None without reference log-probs
 
 
 class LogitGradient(NamedTuple):
@@ -215,10 +216,12 @@ def assemble(logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: Lo
     ratios_R, objective_R, clipped_R = clipped_objective(logprobs_R, rows, settings)
     capped_R = log_ratios(logprobs_R, rows) > EXP_CAP
     kl_R: dict[str, Tensor] = {}
+    coefficients_R = None
     if rows.ref_R is not None:
         log_ref_ratio_R = logprobs_R - rows.ref_R
         capped_R = capped_R | (log_ref_ratio_R < -EXP_CAP)
         kl_R = kl_values(log_ref_ratio_R, ratios_R)
+        coefficients_R = kl_coefficient(settings.kl_gradient or settings.kl_value, log_ref_ratio_R, ratios_R)
     loss_R = -objective_R
     if settings.beta and settings.kl_value != "none":
         loss_R = loss_R + settings.beta * kl_R[settings.kl_value].detach()
@@ -242,4 +245,5 @@ def assemble(logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: Lo
         entropy=spread(entropy_R),
         clipped=spread(clipped_R),
         capped=capped_R.sum(),
+        kl_coefficients=None if coefficients_R is None else spread(coefficients_R),
     )

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.checks import check_dense, check_dtype, on_device
+from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 HEADS = 16  # of a program: with D 128 two vectors of 16 bytes in bfloat16 for each thread of 4 warps

@@ -27,8 +27,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thresher.kernels.checks import TINY, divides_in_float32, on_device, resolve_backend
-from thresher.kernels.matmul import compute_dtype, fill_rows, logits_product
 from thresher.kernels.noise import (
     LARGEST_NOISE,
     HashBuffers,
@@ -39,6 +37,15 @@ from thresher.kernels.noise import (
     minus_noise,
     minus_noise_at,
     uniform_noise,
+)
+from thresher.kernels.operands import (
+    TINY,
+    compute_dtype,
+    divides_in_float32,
+    fill_rows,
+    logits_product,
+    on_device,
+    resolve_backend,
 )
 
 __all__ = ["SamplingTensors", "head_logits", "sample", "sample_from_head"]

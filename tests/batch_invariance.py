@@ -18,7 +18,7 @@ from torch import nn
 
 from thresher.kernels.attention.paged import PIECE, SHARED_ROWS
 from thresher.kernels.attention.tiles import row_tile
-from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.kernels.operands import ROW_MULTIPLE
 
 # What test_bits_settings.py looks for among the reasons of skipped tests.
 NOT_INVARIANT = "the BLAS is not batch-invariant here"

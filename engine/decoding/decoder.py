@@ -30,20 +30,10 @@ import numpy as np
 import torch
 
 from thresher.common.errors import UserError
-from thresher.engine.decoding.batch_state import BatchState, StopTables
-from thresher.engine.decoding.blocks import BlockPool
+from thresher.engine.decoding.batch_state import NOT_FINITE, BatchState, StopTables, accept_tokens, rows_of, with_drafts
 from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
-from thresher.engine.decoding.scheduler import Scheduler, TokenSequence
-from thresher.engine.decoding.speculative import (
-    NOT_FINITE,
-    ON_CPU,
-    Costs,
-    Drafter,
-    Speculate,
-    accept_tokens,
-    rows_of,
-    with_drafts,
-)
+from thresher.engine.decoding.scheduler import TokenSequence, start_scheduler
+from thresher.engine.decoding.speculative import ON_CPU, Costs, Drafter, Speculate
 from thresher.kernels import sampling
 from thresher.kernels.attention.paged import Ints, Pieces
 from thresher.policy.model import Policy
@@ -103,15 +93,10 @@ class Decoder:
         self._start_over(longest, clock)
 
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
-        pool = BlockPool(self.num_blocks, self.page_size)
-        if pool.blocks_for(longest) > pool.num_free:
-            raise UserError(
-                f"the KV cache of {pool.num_free * self.page_size} tokens is too small for a sequence of {longest}; "
-                "raise kv_tokens or lower the longest context"
-            )
-        self.clock, self.pool = clock, pool
-        self.scheduler = Scheduler(pool, self.max_running, self.reuse)
-        self.batch = BatchState(self.max_running, longest, pool.blocks_for(longest), self.policy.device, self.mirrors)
+        self.clock = clock
+        self.scheduler = start_scheduler(self.num_blocks, self.page_size, longest, self.max_running, self.reuse)
+        self.pool, blocks = self.scheduler.pool, -(-longest // self.page_size)
+        self.batch = BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
         self._laps: list[

@@ -37,21 +37,20 @@ import numpy as np
 import torch
 
 from thresher.common.machine import cpu_memory
-from thresher.engine.decoding.batch_state import BatchState, StopTables
+from thresher.engine.decoding.batch_state import (
+    BatchState,
+    Bools,
+    Drawn,
+    DrawnRows,
+    StopTables,
+    count_accepted,
+    drawn_width,
+    pack_drawn,
+)
 from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
 from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size
 from thresher.engine.decoding.scheduler import TokenSequence
-from thresher.engine.decoding.speculative import (
-    STACKED,
-    Bools,
-    Costs,
-    Drawn,
-    DrawnRows,
-    count_accepted,
-    drawn_width,
-    gpu_costs,
-    pack_drawn,
-)
+from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
 from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.cached import DecodeRows, SharedPrefix, decode_attention, prefix_pays

@@ -27,7 +27,7 @@ from thresher.kernels.attention.paged import (
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.layers import rotate_and_store, rotated_heads
-from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.kernels.operands import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 
 
@@ -68,7 +68,7 @@ class PagedStep:
     """One forward's new rows, laid out: where their ids lie, `positions_T`, and, as a callable, `attend`.
 
     Rows lie sequence after sequence and are filled up to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
-    batch-invariant (kernels/matmul.py), with rows that write to block 0, which nobody owns.
+    batch-invariant (kernels/operands.py), with rows that write to block 0, which nobody owns.
     rows: how many are no filling. lane_T: the row of `table_BP` that each belongs to.
     """
 

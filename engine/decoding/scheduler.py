@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from thresher.common.errors import UserError
 from thresher.engine.decoding.blocks import BlockPool, Ints, Prefix, RadixNode
 from thresher.engine.decoding.stop_tags import Hit
 
@@ -110,6 +111,19 @@ class Admission:
     cached: int
     blocks: list[int]
     copy: tuple[int, int] | None
+
+
+def start_scheduler(
+    num_blocks: int, kv_block_size: int, longest: int, max_running: int, reuse: bool = True
+) -> "Scheduler":
+    """Return a scheduler of a new pool. UserError where a sequence of `longest` tokens does not fit into it."""
+    pool = BlockPool(num_blocks, kv_block_size)
+    if pool.blocks_for(longest) > pool.num_free:
+        raise UserError(
+            f"the KV cache of {pool.num_free * kv_block_size} tokens is too small for a sequence of {longest}; raise "
+            "kv_tokens or lower the longest context"
+        )
+    return Scheduler(pool, max_running, reuse)
 
 
 class Scheduler:

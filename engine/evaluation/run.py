@@ -32,7 +32,7 @@ from thresher.engine.assemble import (
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import DataSection, SystemSection
-from thresher.engine.episode import System, first_prompt
+from thresher.engine.episode import System
 from thresher.engine.evaluation.api_rollout import AnsweredBy, ApiRunContext, load_api_context
 from thresher.engine.evaluation.evaluate import draw_parts, jobs_of
 from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, Generated, check_belongs, check_generated
@@ -46,7 +46,14 @@ from thresher.engine.evaluation.metrics import (
     ranking_measures,
     rows_of,
 )
-from thresher.engine.protocol.prompts import PromptBatch, noise_pool, truncate_passages, with_noise, with_passages
+from thresher.engine.protocol.prompts import (
+    PromptBatch,
+    first_prompt,
+    noise_pool,
+    truncate_passages,
+    with_noise,
+    with_passages,
+)
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score

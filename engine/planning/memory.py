@@ -70,7 +70,7 @@ from thresher.engine.packing import group_tokens, worth_sharing
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.kernels.logprob import MOST_ROWS, WORKSPACE_BYTES, default_chunk_rows
-from thresher.kernels.matmul import SLAB_BYTES
+from thresher.kernels.operands import SLAB_BYTES
 from thresher.policy.config import ModelConfig, read_config
 from thresher.policy.lora import RANK_STEP, linear_shapes
 from thresher.policy.model import Policy

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from thresher.common.errors import UserError
-from thresher.engine.episode import EpisodeConfig, Feedback, Prompt, Retrieved, System, first_prompt
+from thresher.engine.episode import EpisodeConfig, Feedback, Prompt, Retrieved, System
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
@@ -25,8 +25,6 @@ from thresher.rewards.text import contains_answer
 
 # What stands for the question and the passages while a chat template is rendered.
 _QUESTION = "\ue000question\ue000"
-
-
 _PASSAGES = "\ue000passages\ue000"
 
 
@@ -126,6 +124,14 @@ def passage_lines(passages: Sequence[Passage], passage_format: str) -> str:
 
 def passage_line(number: int, passage: Passage, passage_format: str) -> str:
     return passage_format.format(number=number, title=passage.title, text=passage.text)
+
+
+def first_prompt(system: System, question: Question, tools: EpisodeConfig) -> Prompt:
+    """Return the episode's first request; TypeError for one that does not begin with a prompt."""
+    request = next(system.episode(question, tools))
+    if not isinstance(request, Prompt):
+        raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
+    return request
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,8 @@ from thresher.engine.episode import (
     SubCall,
     System,
     Turn,
-    first_prompt,
 )
-from thresher.engine.protocol.prompts import Renderer, fit, truncate_passages
+from thresher.engine.protocol.prompts import Renderer, first_prompt, fit, truncate_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy

@@ -36,7 +36,7 @@ from thresher.engine.protocol.prompts import Renderer, fit
 from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
 from thresher.kernels import grpo_loss
-from thresher.kernels.checks import NotFinite
+from thresher.kernels.operands import NotFinite
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import to_passage

@@ -53,7 +53,7 @@ from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.importance import Recomputed, recompute
 from thresher.engine.training.update import Updater, UpdateStats
-from thresher.kernels.checks import NotFinite
+from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
 
 T = TypeVar("T")

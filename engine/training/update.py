@@ -39,7 +39,7 @@ from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.attention import choose_attention, choose_sharing
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.objective import LossResult, kl_coefficient
+from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
 
@@ -229,9 +229,8 @@ class Updater:
         largest = {"logprob_gap_max": gap_R}
         if reference_logprobs is not None:
             sums |= {f"kl_{name}": result.kl[name] for name in ("k1", "k2", "k3")}
-            log_ref_ratio_R = result.logprobs - reference_logprobs
-            estimator = self.grpo.kl_gradient or self.grpo.kl_value
-            largest["kl_coefficient_largest"] = kl_coefficient(estimator, log_ref_ratio_R, result.ratios)
+            assert result.kl_coefficients is not None
+            largest["kl_coefficient_largest"] = result.kl_coefficients
             if self.grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[self.grpo.kl_value]
         stats.record(result.loss.detach(), result.capped, sums, largest)

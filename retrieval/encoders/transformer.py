@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from thresher.common.errors import UserError
 from thresher.common.files import read_json_object
-from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.kernels.operands import ROW_MULTIPLE
 from thresher.policy.config import LARGEST_SIZE
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loss_cases import Case, assert_close, assert_same_bits, bfloat16_budget, brute, float32_budget, make_case, run
 from torch import Tensor
 
-from thresher.kernels import grpo_loss, matmul
+from thresher.kernels import grpo_loss, operands
 from thresher.kernels.loss import reference_grpo_loss
 from thresher.kernels.objective import CHOICES, ESTIMATORS
 
@@ -136,7 +136,7 @@ def test_float32_error_is_within_its_budget(T: int, H: int, V: int, scale: float
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_keep_float32_log_probs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # slabs of 64 columns, so that the head is brought to float32 in several pieces, the last one ragged
-    monkeypatch.setattr(matmul, "SLAB_BYTES", 64 * 4 * 96)
+    monkeypatch.setattr(operands, "SLAB_BYTES", 64 * 4 * 96)
     case = make_case(100, H=96, V=601, seed=1)
     case = replace(case, hidden=case.hidden.to(dtype), head=case.head.to(dtype), weights=case.weights / 100)
     truth = brute(case, beta=0.1, entropy_coef=0.01)
@@ -167,8 +167,8 @@ def test_the_path_of_mixed_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert a.dtype == b.dtype == torch.bfloat16 and c.dtype == out_dtype == torch.float32
         return real_addmm(c, a.float(), b.float(), beta=beta, out=out)
 
-    monkeypatch.setattr(matmul, "mixed_matmul", lambda tensor: tensor.dtype == torch.bfloat16)
-    monkeypatch.setattr(matmul, "SLAB_BYTES", 64 * 4 * 32)
+    monkeypatch.setattr(operands, "mixed_matmul", lambda tensor: tensor.dtype == torch.bfloat16)
+    monkeypatch.setattr(operands, "SLAB_BYTES", 64 * 4 * 32)
     monkeypatch.setattr(torch, "mm", mixed)
     monkeypatch.setattr(torch, "addmm", mixed_add)
     case = make_case(100, H=32, V=301)

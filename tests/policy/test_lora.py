@@ -15,7 +15,7 @@ from model_cases import make_config
 from safetensors.torch import load_file, save_file
 
 from thresher.common.errors import UserError
-from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.kernels.operands import ROW_MULTIPLE
 from thresher.policy.lora import (
     CONFIG,
     FOLDER,

@@ -12,9 +12,17 @@ import pytest
 import torch
 from decoding_cases import make_decoder, play, random_world
 
-from thresher.engine.decoding.batch_state import BatchState, StopTables
+from thresher.engine.decoding.batch_state import (
+    BatchState,
+    DrawnRows,
+    Ints,
+    StopTables,
+    accept_tokens,
+    count_accepted,
+    drawn_width,
+    pack_drawn,
+)
 from thresher.engine.decoding.scheduler import SamplingParams
-from thresher.engine.decoding.speculative import DrawnRows, Ints, accept_tokens, count_accepted, drawn_width, pack_drawn
 from thresher.kernels import sampling
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

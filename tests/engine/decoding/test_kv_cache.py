@@ -9,7 +9,7 @@ from thresher.common.errors import UserError
 from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
 from thresher.kernels.attention.paged import Pieces
 from thresher.kernels.layers import rope_table
-from thresher.kernels.matmul import ROW_MULTIPLE
+from thresher.kernels.operands import ROW_MULTIPLE
 
 TABLE_BP = np.array([[5, 2, 7], [3, 6, 0]])
 

@@ -20,9 +20,8 @@ from thresher.engine.episode import (
     Retrieved,
     Search,
     System,
-    first_prompt,
 )
-from thresher.engine.protocol.prompts import Renderer
+from thresher.engine.protocol.prompts import Renderer, first_prompt
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.systems import load_system
