@@ -7,7 +7,7 @@
 #   make test-margins  how near every numeric threshold of the tests is, over CPU settings and seeds: hours  (SEEDS=20, TESTS=tests/kernels, MARKS="not slow")
 #   make docs        docs/recipe.md, from the recipe's sections
 #   make bench       whole GRPO steps beside TRL's, in an environment of their own
-#   make torture     kills, damaged files, hostile requests, full disks: half an hour; the table goes to docs/reliability.md  (SEED=1, SCALE=.1)
+#   make torture     kills, damaged files, hostile requests, full disks: half an hour; the table goes to docs/internals/reliability.md  (SEED=1, SCALE=.1)
 #   make gpu-check   all that a GPU has to confirm, in eight minutes, in the Python that is there (PYTHON=.., RESULTS=..)
 #   make .venv       only the environment, of the demo and the tests  (PYTHON=python3.12)
 #   make clean       remove environments and caches; runs/ stays
@@ -154,7 +154,7 @@ bench: .venv-bench
 
 .PHONY: torture
 torture: .venv
-	@PYTHONPATH=tests exec $(VENV)/bin/python -m torture --seed $(SEED) --scale $(SCALE) --out bench/results/torture.jsonl --page docs/reliability.md
+	@PYTHONPATH=tests exec $(VENV)/bin/python -m torture --seed $(SEED) --scale $(SCALE) --out bench/results/torture.jsonl --page docs/internals/reliability.md
 
 # Installs nothing but links to this checkout: torch and the rest are what the machine has. Needs no data folder and no
 # registry. All of it within 8 minutes, each part cut off on its own: tests, tuning, loss, decode steps, rollout and

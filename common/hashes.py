@@ -6,7 +6,7 @@
 
 A digest is the first 128 bits of the SHA-256 of one block, "own" that of the list itself. It guards against disks,
 copies and memory, not against people: whoever changes a file can change its hash. Where a processor has
-instructions for it, SHA-256 is the fastest of those that Python brings along (docs/log.md).
+instructions for it, SHA-256 is the fastest of those that Python brings along (docs/internals/log.md).
 
 What is read whole is verified whole, before it is read; of what is mapped, a block is verified when it is first touched
 (`Blocks`). A folder without the file is read as it is: published models have none, nor do folders of earlier

@@ -5,7 +5,7 @@ that names CUDA is first run as it stands and must refuse where there is none; s
 answers. A new command fails until it has a row in REDUCED; a file that a document names and nobody has made gets its
 stand-in in document_world.py.
 
-Deliberately absent: commands of prose in docs/log.md, which were typed then.
+Deliberately absent: commands of prose in docs/internals/log.md, which were typed then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from thresher.common.errors import UserError
 
 CUDA_HERE = torch.cuda.is_available()
 NOBODY = "http://127.0.0.1:9"  # where no server answers
-HISTORY = ("docs/log.md",)  # says what was typed at the time
+HISTORY = ("docs/internals/log.md",)  # says what was typed at the time
 
 
 def sets(**keys: object) -> tuple[str, ...]:

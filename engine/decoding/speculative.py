@@ -56,7 +56,7 @@ class Costs:
     stacked: bool = False
 
 
-ON_CPU = Costs(0.25, 0.1, 0.0014)  # as measured (docs/log.md)
+ON_CPU = Costs(0.25, 0.1, 0.0014)  # as measured (docs/internals/log.md)
 BYTES_PER_S = 2.0e12  # a GPU's memory: an A100 of 80 GB, the slowest that is meant
 ROWS_FREE = (
     150  # an A100's bfloat16 operations a byte: with fewer rows, reading the weights takes longer than using them

@@ -85,7 +85,7 @@ def carry_out(name: str, campaign: Campaign, tries: str | None) -> list[dict[str
 
 
 def summary(row: dict[str, Any]) -> str:
-    """Return a row as the table of docs/reliability.md, in Markdown."""
+    """Return a row as the table of docs/internals/reliability.md, in Markdown."""
     lines = ["| attack | of | tried | right | refused | read as it now says | wrong |", "|---|---|--:|--:|--:|--:|--:|"]
     for kind in row["kinds"]:
         counts = " | ".join(f"{kind[name]:,}" for name in ("tried", *VERDICTS))
