@@ -188,7 +188,8 @@ def init_policy(
 
     `embedding_std` takes initializer_range's place for the embeddings; `zero_outputs` makes every layer begin as the
     identity, its projections into the residual stream being 0. A token is then still itself after all layers, which is
-    what looking it up needs: small models learn to copy from among shuffled passages so, and else hardly (docs/internals/log.md).
+    what looking it up needs: small models learn to copy from among shuffled passages so, and else hardly
+    (docs/internals/log.md).
     """
     generator = torch.Generator().manual_seed(seed)
     policy = Policy(config)

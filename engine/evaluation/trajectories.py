@@ -32,7 +32,6 @@ from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import draw_parts
 from thresher.engine.evaluation.run import retriever_of
-from thresher.engine.protocol.prompts import retrieve_and_truncate
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
@@ -64,10 +63,10 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     running = min(recipe.rollout.max_num_seqs, len(questions) * plan.samples)
     context = load_run_context(replace(recipe, rollout=replace(recipe.rollout, max_num_seqs=running)))
     retriever = retriever_of(recipe, context.system)
-    shown = retrieve_and_truncate(questions, context.system, context.tools, context.renderer, retriever)
+    rollout = context.rollout(retriever)
+    shown = rollout.retrieve_and_truncate(questions)
     if warning := shown.warning():
         console.console.print(f"rollout: {warning}", soft_wrap=True)
-    rollout = context.rollout(retriever)
     prompts = [rollout.prompt(question) for question in shown.questions]  # refused before anything is written
     if recipe.model.prompt == "raw" and context.tokenizer.chat_template is not None:
         console.console.print(

@@ -154,16 +154,6 @@ class PromptBatch:
         )
 
 
-def retrieve_and_truncate(
-    questions: Sequence[Question], system: System, tools: EpisodeConfig, renderer: Renderer, retriever: Retriever | None
-) -> PromptBatch:
-    """Return the questions with what their prompts show: where the system is given passages, those that came with a
-    question or that one search for it finds, as far as they fit."""
-    if system.given_passages:
-        questions = with_passages(questions, retriever, renderer.k)
-    return truncate_passages(questions, system, tools, renderer)
-
-
 def truncate_passages(
     questions: Sequence[Question], system: System, tools: EpisodeConfig, renderer: Renderer
 ) -> PromptBatch:

@@ -48,7 +48,7 @@ from thresher.engine.episode import (
     System,
     Turn,
 )
-from thresher.engine.protocol.prompts import Renderer, first_prompt, fit, truncate_passages
+from thresher.engine.protocol.prompts import PromptBatch, Renderer, first_prompt, fit, truncate_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
@@ -221,6 +221,13 @@ class EpisodeRunner:
             if around[request.template] + longest + 1 > self.limits.max_context:
                 (shown,) = truncate_passages([question], self.system, self.tools, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
+
+    def retrieve_and_truncate(self, questions: Sequence[Question]) -> PromptBatch:
+        """Return the questions with what their prompts show: where the system is given passages, those that came with
+        a question or that one search for it finds, as far as they fit."""
+        if self.system.given_passages:
+            questions = with_passages(questions, self.retriever, self.renderer.k)
+        return truncate_passages(questions, self.system, self.tools, self.renderer)
 
     def run(
         self,

@@ -46,7 +46,7 @@ from thresher.engine.packing import (
     build_train_sequences,
     normalizer_of,
 )
-from thresher.engine.protocol.prompts import PromptBatch, retrieve_and_truncate
+from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
@@ -169,8 +169,7 @@ class GrpoStep:
         return list(range(count))
 
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
-        parts = self.parts
-        return retrieve_and_truncate(questions, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+        return self.rollout.retrieve_and_truncate(questions)
 
     def _roll_out(self, jobs: Sequence[Job]) -> list[Trajectory]:
         return self.rollout.run(jobs, self.parts.recipe.rollout.temperature)

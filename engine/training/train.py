@@ -29,7 +29,7 @@ from thresher.engine.parallel.first import judges_of, open_run
 from thresher.engine.parallel.ranks import ALONE, Ranks
 from thresher.engine.planning.memory import check_disk
 from thresher.engine.planning.plan import check_memory
-from thresher.engine.protocol.prompts import PromptBatch, retrieve_and_truncate
+from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import Judges, check_all
 from thresher.engine.store.checkpoint import Checkpoint, checkpoint_to_resume, prune, save_checkpoint
@@ -287,7 +287,7 @@ class Trainer:
         mine = self.ranks.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
         with self.ranks.interruptible():
-            shown = retrieve_and_truncate(asked, parts.system, parts.tools, parts.renderer, self.rollout.retriever)
+            shown = self.rollout.retrieve_and_truncate(asked)
         self._warn_of_cuts(shown)
         with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out(), console.stage("evaluation"):
             asked = shown.questions

@@ -242,7 +242,8 @@ def _header(name: str, kind: str, text: str) -> list[str]:
 Found = list[list[Hit]]
 Search = Callable[[list[str], int], Found]
 # A request does not join a batch beside which it is so many times as large. The batch after one that is so many times
-# smaller than the largest is half of the largest, for that client may ask again; docs/internals/log.md has what this costs.
+# smaller than the largest is half of the largest, for that client may ask again; docs/internals/log.md has what this
+# costs.
 ALONE = 16
 
 

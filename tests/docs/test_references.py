@@ -126,7 +126,7 @@ def test_settings_name_what_is_there() -> None:
 
 @pytest.mark.parametrize("document", [document for document in documents() if document != "docs/internals/log.md"])
 def test_documents_name_what_is_there(document: str) -> None:
-    """Paths that begin in a room (`training/step.py: f`), and those of blocks. docs/internals/log.md names what was there."""
+    """Paths that begin in a room (`training/step.py: f`), and those of blocks. The log names what was there."""
     missing = [
         f"{document}:{number}: {name} is not there"
         for number, line in enumerate(read(document), start=1)
