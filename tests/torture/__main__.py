@@ -14,6 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from thresher.cli.process import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()  # before torch is loaded, whose threads would wait busily in every fork
+
 from torture.harness import Campaign, Outcome
 from torture.inputs import holes, inputs, records, sampling, terminal
 from torture.servers import answers, endurance, requests
@@ -22,7 +27,6 @@ from torture.world import make_world
 
 from thresher.bench.harness import append_rows, facts
 from thresher.cli.main import run
-from thresher.cli.process import prepare_process
 from thresher.common.files import atomic_write_text
 
 ALL = (kills, files, records, requests, holes, stored, inputs, sampling, mishaps, answers, terminal, disks, endurance)
@@ -113,5 +117,4 @@ def last_row(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    prepare_process()
     main()

@@ -269,38 +269,29 @@ class HostileInput:
     file: str = "model"
 
 
-def set_keys(name: str, **keys: Any) -> Change:
-    def change(model: Path) -> None:
-        path = model / name
-        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | keys))
-
-    return change
+def set_keys(model: Path, name: str, **keys: Any) -> None:
+    path = model / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | keys))
 
 
-def add_huge_integer(name: str) -> Change:
-    def change(model: Path) -> None:
-        text = (model / name).read_bytes() if (model / name).exists() else b'{"a": 1}'
-        (model / name).write_bytes(text.replace(b"{", b'{"huge": %s, ' % (b"9" * 5000), 1))
-
-    return change
+def add_huge_integer(model: Path, name: str) -> None:
+    text = (model / name).read_bytes() if (model / name).exists() else b'{"a": 1}'
+    (model / name).write_bytes(text.replace(b"{", b'{"huge": %s, ' % (b"9" * 5000), 1))
 
 
-def scale_weights(factor: float) -> Change:
-    def change(model: Path) -> None:
-        import numpy as np
-        from safetensors.numpy import load_file, save_file
+def scale_weights(model: Path, factor: float) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
 
-        path = model / "model.safetensors"
-        with np.errstate(invalid="ignore"):
-            save_file({name: (value * factor).astype("float32") for name, value in load_file(path).items()}, path)
-
-    return change
+    path = model / "model.safetensors"
+    with np.errstate(invalid="ignore"):
+        save_file({name: (value * factor).astype("float32") for name, value in load_file(path).items()}, path)
 
 
-def split_at(pattern: str) -> Change:
+def split_at(model: Path, pattern: str) -> None:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return set_keys("tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]})
+    set_keys(model, "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]})
 
 
 def map_surrogate(model: Path) -> None:
@@ -308,36 +299,38 @@ def map_surrogate(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "\\ud800"}}')
 
 
-def place(change: Change) -> Change:
-    def changed(path: Path) -> None:
-        path.unlink(missing_ok=True)
-        change(path)
-
-    return changed
+def place(path: Path, change: Change) -> None:
+    path.unlink(missing_ok=True)
+    change(path)
 
 
 def hostile_inputs() -> Iterator[HostileInput]:
+    set_config = partial(set_keys, name="config.json")
     for name in JSON_FILES:
-        yield HostileInput("huge integers", name, add_huge_integer(name), passes=name == "generation_config.json")
+        yield HostileInput(
+            "huge integers", name, partial(add_huge_integer, name=name), passes=name == "generation_config.json"
+        )
     for name in SIZES:
-        yield HostileInput("sizes", f"{name} of 10^12", set_keys("config.json", **{name: 10**12}))
+        yield HostileInput("sizes", f"{name} of 10^12", partial(set_config, **{name: 10**12}))
     for layers in (10**5, 10**12):
-        yield HostileInput("sizes", f"{layers:,} layers", set_keys("config.json", num_hidden_layers=layers))
+        yield HostileInput("sizes", f"{layers:,} layers", partial(set_config, num_hidden_layers=layers))
     for name, value in ROPES.items():
-        yield HostileInput("weights and rope_theta", f"rope_theta {name}", set_keys("config.json", rope_theta=value))
+        yield HostileInput("weights and rope_theta", f"rope_theta {name}", partial(set_config, rope_theta=value))
     for factor in (1e18, 1e38, math.nan, math.inf):
         for name, words in OF_MODELS.items():
             what, passes = f"weights x {factor}, {name}", math.isfinite(factor)  # of any size, if float32 has it
-            yield HostileInput("weights and rope_theta", what, scale_weights(factor), words, passes)
+            yield HostileInput("weights and rope_theta", what, partial(scale_weights, factor=factor), words, passes)
     for pattern in ("(x+x+)+y", "(x|x|x)*y", "(?:x*)*y", "(x{0,99}){0,99}y"):
         for size in (20_000, 40):
             words = f"{GENERATE} --prompt {'x' * size}"
-            yield HostileInput("tokenizers", f"{pattern} on {size} letters", split_at(pattern), words, True)
+            yield HostileInput(
+                "tokenizers", f"{pattern} on {size} letters", partial(split_at, pattern=pattern), words, True
+            )
     spaces = partial(Path.write_bytes, data=b" " * 11_000_000 + b"a")
     words = f"{GENERATE} --prompt-file {{at}}/prompt.txt"
     yield HostileInput("tokenizers", "11 million spaces", spaces, words, True, "prompt.txt")
     for name, value in TEMPLATES.items():
-        change = set_keys("tokenizer_config.json", chat_template=value)
+        change = partial(set_keys, name="tokenizer_config.json", chat_template=value)
         yield HostileInput("chat templates", name, change, f"{ANNA} --chat", name == "a look around")
     latin = partial(Path.write_bytes, data="{{ messages[0].content }} é".encode("latin-1"))
     yield HostileInput("chat templates", "in Latin-1", lambda at: latin(at / "chat_template.jinja"), f"{ANNA} --chat")
@@ -346,7 +339,7 @@ def hostile_inputs() -> Iterator[HostileInput]:
     for name, words in OF_FILES.items():
         for what, change in PLACED.items():
             if what != "a FIFO" or name not in PIPED:
-                yield HostileInput(kind, f"{what} for {name}", place(change), words, file=name)
+                yield HostileInput(kind, f"{what} for {name}", partial(place, change=change), words, file=name)
     no_utf8: Change = lambda path: path.rename(path.with_name(renamed))  # noqa: E731
     yield HostileInput(kind, "a name not in UTF-8", no_utf8, f"data check {{at}}/{renamed}", True, "questions.jsonl")
 
@@ -388,6 +381,7 @@ def sampling(campaign: Campaign) -> Iterator[Outcome]:
         reason = ended.fault or ended.last_line
         return Outcome(kind, "right" if ended.status == 0 and not ended.fault else "wrong", f"{what}: {reason}")
 
+    campaign.must(ANNA)  # so that no fork has to import the generator
     for _ in range(campaign.count(60, 1)):
         seed = campaign.draw.randrange(2**32)
         yield right("stop sets", f"seed {seed}", partial(stop_sets, campaign.world, seed))
@@ -411,22 +405,27 @@ def load_generator(at: Path) -> tuple[Any, type]:
     return Generator(load_policy(at / "model"), load_tokenizer(at / "model")), GenerateRequest
 
 
+def generate(at: Path, requests: Sequence[Values]) -> list[Any]:
+    """Return the first sample of each request; what a request leaves out is Anna's."""
+    generator, request = load_generator(at)
+    asked = [request(**{"prompt_text": "Anna", "max_new_tokens": LENGTH} | values) for values in requests]
+    return [samples[0] for samples in generator.generate(asked)]
+
+
 def stop_sets(at: Path, seed: int) -> int:
     """Every sample must end where the first of its stop strings does in the text that is drawn without them."""
-    (generator, request), draw = load_generator(at), Random(seed)
-    plain = [
-        {"prompt_text": f"Anna {n}", "max_new_tokens": LENGTH, "seed": draw.randrange(2**31)} for n in range(REQUESTS)
-    ]
-    texts = [result.text for (result,) in generator.generate([request(**values) for values in plain])]
+    draw = Random(seed)
+    plain = [{"prompt_text": f"Anna {n}", "seed": draw.randrange(2**31)} for n in range(REQUESTS)]
+    texts = [sample.text for sample in generate(at, plain)]
     longest = draw.choice((8, 130))  # characters of a string that does not come
     stops = [draw_stops(text, longest, draw) for text in texts]
-    asked = [request(**values, stop=stop) for values, stop in zip(plain, stops, strict=True)]
+    found = generate(at, [{**values, "stop": stop} for values, stop in zip(plain, stops, strict=True)])
     wrong = 0
-    for text, stop, (found,) in zip(texts, stops, generator.generate(asked), strict=True):
+    for text, stop, sample in zip(texts, stops, found, strict=True):
         expected = text[: min((text.index(one) + len(one) for one in stop if one in text), default=len(text))]
-        if found.text != expected:
+        if sample.text != expected:
             wrong += 1
-            print(f"stops {[one[:20] for one in stop]}: {found.text!r} where {expected!r} is right", file=sys.stderr)
+            print(f"stops {[one[:20] for one in stop]}: {sample.text!r} where {expected!r} is right", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -440,26 +439,21 @@ def draw_stops(text: str, longest: int, draw: Random) -> tuple[str, ...]:
 
 def endless(at: Path) -> int:
     """A sample ends at its limit, in seconds, beside thousands of strings that never come."""
-    generator, request = load_generator(at)
-    never = tuple(f"<never-{number}>" * 3 for number in range(ENDLESS))
-    (results,) = generator.generate([request(prompt_text="Anna", max_new_tokens=LENGTH, stop=never)])
-    return 0 if results[0].finish in ("length", "eos") else 1
+    (sample,) = generate(at, [{"stop": tuple(f"<never-{number}>" * 3 for number in range(ENDLESS))}])
+    return 0 if sample.finish in ("length", "eos") else 1
 
 
 def default_seeds(at: Path) -> int:
     """One prompt, asked forty times in one call without a seed: forty texts, not one."""
-    generator, request = load_generator(at)
-    results = generator.generate([request(prompt_text="Anna", max_new_tokens=LENGTH) for _ in range(REQUESTS)])
-    different = len({result.text for (result,) in results})
+    different = len({sample.text for sample in generate(at, [{}] * REQUESTS)})
     print(f"{different} different texts of {REQUESTS}", file=sys.stderr)
     return 0 if different > REQUESTS // 2 else 1
 
 
 def parameters(at: Path, values: Values) -> int:
     """Values are refused, or give finite log-probs."""
-    generator, request = load_generator(at)
-    results = generator.generate([request(**{"prompt_text": "Anna", "max_new_tokens": 4} | values)])
-    return 0 if all(math.isfinite(value) for samples in results for one in samples for value in one.logprobs) else 1
+    (sample,) = generate(at, [{"max_new_tokens": 4, **values}])
+    return 0 if all(math.isfinite(value) for value in sample.logprobs) else 1
 
 
 def seeds_of_eval(campaign: Campaign) -> Outcome:
