@@ -368,7 +368,7 @@ def faults_of(row: dict[str, Any]) -> list[Any]:
 
 def test_the_page_shows_the_stored_row() -> None:
     row = last_row(ROOT / "bench" / "results" / "torture.jsonl")
-    assert summary(row) in (ROOT / "docs" / "reliability.md").read_text()
+    assert summary(row) in (ROOT / "docs" / "internals" / "reliability.md").read_text()
     assert faults_of(row) == [] and {kind["attack"] for kind in row["kinds"]} == set(ATTACKS)
 
 
