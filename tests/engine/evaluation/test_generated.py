@@ -139,6 +139,7 @@ def fake_rollout(tokenizer: Tokenizer, run: Callable[..., list[Trajectory]] | No
         retriever=None,
         clock=SimpleNamespace(total=1.0, branches_without_room=0),
         run=run,
+        stage=lambda: None,
     )
 
 
