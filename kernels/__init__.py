@@ -1,6 +1,6 @@
-"""What is computed on tensors: loss, log-probs, attention, sampling, the parts of a layer. Maths on top of each file.
+"""Computations on tensors: loss, log-probs, attention, sampling, the parts of a layer. Each file begins with its maths.
 
-What may come in: a function of tensors with a reference to be held to. No file here imports from another room.
+New files: a function of tensors with a reference to be held to. No file here imports from another room.
 
     loss.py        GRPO's loss, whole: where to begin; objective.py: its part after the vocabulary, and KL
     logprob.py     the head's forward alone; operands.py: what is refused, and the three products with the head

@@ -59,13 +59,13 @@ class Winner:
 
 
 def takes_descriptors(lm_head_VH: Tensor) -> bool:
-    """Whether TMA can read this head: dense rows of bfloat16 that begin at multiples of 16 bytes."""
+    """Return whether TMA can read this head: dense rows of bfloat16 that begin at multiples of 16 bytes."""
     aligned = lm_head_VH.data_ptr() % 16 == 0 and lm_head_VH.stride(0) % 8 == 0 and lm_head_VH.shape[1] % 8 == 0
     return lm_head_VH.dtype == torch.bfloat16 and lm_head_VH.stride(1) == 1 and aligned
 
 
 def candidates(lm_head_VH: Tensor) -> tuple[Tiling, ...]:
-    """What is worth timing for this head on its GPU."""
+    """Return the tilings that are worth timing for this head on its GPU."""
     if not 90 <= capability(lm_head_VH.device) < 100:
         return (*POINTERS, *BEFORE_HOPPER)
     return (*POINTERS, PERSISTENT) if takes_descriptors(lm_head_VH) else POINTERS
@@ -75,13 +75,14 @@ _measured: dict[tuple[str, ...], Tiling] = {}
 
 
 def wants_measuring(lm_head_VH: Tensor) -> bool:
-    """Whether the candidates are to be timed for this head: asked for, on a GPU, in bfloat16, and not done yet."""
+    """Return whether to time the candidates for this head: asked for, on a GPU, in bfloat16, and not done yet."""
     asked = os.environ.get(AUTOTUNE) == "1" and lm_head_VH.is_cuda and lm_head_VH.dtype == torch.bfloat16
     return asked and _key(lm_head_VH) not in _measured
 
 
 def tiling_for(lm_head_VH: Tensor) -> Tiling:
-    """What was measured for this head in this process, else what is stored for it, else `choose_tiling`."""
+    """Return the tiling measured for this head in this process, else the one stored for it, else that of
+    `choose_tiling`."""
     if not lm_head_VH.is_cuda or lm_head_VH.dtype != torch.bfloat16:
         return choose_tiling(lm_head_VH)
     key = _key(lm_head_VH)

@@ -25,7 +25,7 @@ LOG2_E = 1 / math.log(2.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exps:
-    """What the loss needs of a chunk beyond its log-probs: p = exps / e^log_normaliser, row by row."""
+    """Exponentials of a chunk, which the loss needs beside the log-probs: p = exps / e^log_normaliser, row by row."""
 
     exps_RV: Tensor  # the operands' dtype; all stored columns, those from V on hold 0
     log_normaliser_R: Tensor  # fp32

@@ -1,9 +1,9 @@
-"""How the work of the head's kernels is cut up: rows of a chunk, and the tiles of their matmul on which GPU.
+"""Tilings of the head's kernels: rows of a chunk, and the tiles of their matmul by kind of GPU.
 
-No Triton is needed here: the number of rows in a chunk is asked for where none is installed, too.
+This file needs no Triton: the number of rows in a chunk is also asked for where none is installed.
 
-Deliberately absent: a table per shape. One tiling a kind of GPU stands here, beside what it was chosen by; what was
-measured on a GPU is in autotune_cache.py.
+Deliberately absent: a table per shape. There is one tiling for a kind of GPU here, beside the grounds for its choice;
+tilings measured on a GPU are in autotune_cache.py.
 
 Axes: V vocabulary, H hidden width (docs/notation.md).
 """

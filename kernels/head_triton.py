@@ -167,7 +167,8 @@ def leave_tile(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """What a tile of x W^T leaves behind. Columns beyond V may hold anything that is no larger than the row's rest."""
+    """Store the partial results of a tile of x W^T. Columns beyond V may hold anything that is no larger than the row's
+    rest."""
     row = row_tile * ROWS + tl.arange(0, ROWS)
     first = column_tile * COLUMNS
     present = row < count
@@ -341,7 +342,8 @@ def tile_constants(tiling: Tiling, columns: int, width: int) -> dict[str, int | 
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What the launchers above ask for: the trainer's vocabulary, Qwen2.5's head as it is stored, an odd width."""
+    """Return the specialisations that the launchers above ask for: the trainer's vocabulary, Qwen2.5's head as it is
+    stored, an odd width."""
     heads = [
         _head_specialisation(dtype, tiling, columns, width, capabilities)
         for dtype, tiling, columns, width, capabilities in (

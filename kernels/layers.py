@@ -1,4 +1,4 @@
-"""What a layer does beside its matmuls and its attention: norm, rotation, gate.
+"""Operations of a layer beside its matmuls and its attention: norm, rotation, gate.
 
     RMSNorm   y = w * x / sqrt(mean_H(x^2) + eps)                         (Zhang and Sennrich 2019, equation 4)
     QK norm   the same over D of each query head and each key head        (Qwen3; Henry et al. 2020)
@@ -11,14 +11,14 @@
 The mean of the norm is taken in float32 whatever the dtype of x, and the weight is applied after the cast back, as
 Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
 
-`add_norm`, `norm_heads`, `silu_gate` and `rotate_and_store` are one kernel each where Triton serves (norm_triton.py,
-heads_triton.py, gate_triton.py, rope_triton.py), which is what `uses_triton` says and nothing else decides. What stands
-here is their reference, and all that a CPU runs.
+`add_norm`, `norm_heads`, `silu_gate` and `rotate_and_store` are one kernel each where `uses_triton` is true
+(norm_triton.py, heads_triton.py, gate_triton.py, rope_triton.py). The functions here are their reference, and the only
+implementation on a CPU.
 
-Deliberately absent: a fused rotation for training, where attention's own kernels ask for q and k apart.
+Deliberately absent: a fused rotation for training, where attention's kernels ask for q and k apart.
 
-Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/value heads, M = N + 2K,
-D head dimension, I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
+Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/value heads, M = N + 2K, D head dimension,
+I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
 """
 
 import math

@@ -43,7 +43,7 @@ def _shifted(x: Ints, bits: int) -> Ints:
 
 
 def _mix(x: Ints) -> Ints:
-    """What follows the first xor-shift of a 64-bit finaliser (multiply and xor-shift)."""
+    """Apply what follows the first xor-shift of a 64-bit finaliser (multiply and xor-shift)."""
     x = x * FACTORS_64[0]
     x = (x ^ _shifted(x, 27)) * FACTORS_64[1]
     return x ^ _shifted(x, 31)
@@ -108,7 +108,7 @@ def all_token_words(columns: int) -> Words:
 
 
 class HashBuffers:
-    """Where `minus_noise` works, float32 [..], and the same memory as it is seen on the way. Both are overwritten."""
+    """Buffers of `minus_noise`, float32 [..], with the views of the same memory that it uses. Both are overwritten."""
 
     def __init__(self, result: Tensor, spare: Tensor) -> None:
         self.result, self.whole = result, result.view(torch.int32)

@@ -101,8 +101,8 @@ class LossRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossResult:
-    """What `grpo_loss` returns. Per-token tensors are [T], detached, float32 (float64 for float64 inputs), in
-    nats; a row of weight 0 holds 0 (False) everywhere."""
+    """Result of `grpo_loss`. Per-token tensors are [T], detached, float32 (float64 for float64 inputs), in nats; a row
+    of weight 0 holds 0 (False) everywhere."""
 
     loss: Tensor  # 0-d, the sum over rows
     logprobs: Tensor
@@ -116,7 +116,7 @@ class LossResult:
 
 
 class LogitGradient(NamedTuple):
-    """What a backend makes of a chunk: dloss/d(hidden @ head.T) is dlogits_RV times factor_R, row by row."""
+    """A backend's result for a chunk: dloss/d(hidden @ head.T) is dlogits_RV times factor_R, row by row."""
 
     logprobs_R: Tensor
     entropy_R: Tensor
@@ -194,7 +194,7 @@ def clipped_objective(logprobs_R: Tensor, rows: LossRows, settings: LossSettings
 def logit_coefficients(
     logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the logits' gradient is made of, 1/temperature included, all [R]:
+    """Return the coefficients of the logits' gradient (on_target, on_probs, on_plogp), 1/temperature included, all [R]:
     dz = on_target * [v = y] + on_probs * p + on_plogp * p log p."""
     ratios_R, _, clipped_R = clipped_objective(logprobs_R, rows, settings)
     on_target_R = -(ratios_R * rows.advantages_R).masked_fill_(clipped_R, 0.0)

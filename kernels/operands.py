@@ -88,7 +88,8 @@ def check_temperature(value: float) -> None:
 
 
 def divides_in_float32(temperature: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whether logits can be divided by these: the float32 value and its reciprocal are normal numbers, above 0."""
+    """Return whether logits can be divided by each temperature: its float32 value and its reciprocal are normal numbers
+    above 0."""
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         rounded = temperature.astype(np.float32)
         fits: npt.NDArray[np.bool_] = (rounded >= TINY) & (1 / rounded >= TINY)
@@ -206,7 +207,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def mixed_matmul(tensor: Tensor) -> bool:
-    """Whether operands are multiplied as they are, into float32."""
+    """Return whether operands are multiplied as they are, into float32."""
     return tensor.is_cuda and tensor.dtype == torch.bfloat16
 
 

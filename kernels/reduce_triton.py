@@ -1,4 +1,4 @@
-"""What the head's tiles left, brought together: log-prob, entropy, and how far off each row's guessed offset was.
+"""Reduction of the head's tiles: log-prob, entropy, and how far off each row's guessed offset was.
 
     M = max m,  S = sum 2^(m - M) s,  U = sum 2^(m - M) (u + (m - M) s)        over the row's tiles, in a fixed order
     logp = ln 2 (y + m_y - M - log2 S),  H = ln 2 (log2 S - U / S)             m_y: the maximum of the target's tile
@@ -127,7 +127,7 @@ def launch_reduce(
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What the launcher asks for; the head's tiling makes no difference to the code."""
+    """Return the specialisations that the launcher asks for; the head's tiling makes no difference to the code."""
     types = {"targets_ptr": "*i64", "again_ptr": "*i32"}
     return (
         Specialisation(

@@ -24,10 +24,10 @@ KERNELS = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramWork:
-    """What one program of a launch does, for a predicted share of peak.
+    """Work of one program of a launch, for a predicted share of peak.
 
-    flops: multiplications and additions on tensor cores. bytes: read from and written to the GPU's memory; what comes
-    from a cache is left out. trips: of its main loop.
+    flops: multiplications and additions on tensor cores. bytes: read from and written to the GPU's memory; reads from a
+    cache are left out. trips: of its main loop.
     """
 
     flops: float
@@ -74,8 +74,8 @@ def triton_modules() -> tuple[str, ...]:
 
 
 def specialisations_of(module: str) -> tuple[Specialisation, ...]:
-    """What `module` lists. Raises ModuleNotFoundError where there is none, ValueError where it lists nothing or leaves
-    one of its kernels out."""
+    """Return the specialisations that `module` lists. Raises ModuleNotFoundError where there is no such module,
+    ValueError where it lists nothing or leaves one of its kernels out."""
     loaded = import_module(module)
     if not hasattr(loaded, "specialisations"):
         raise ValueError("expected a module with a function specialisations(), as kernels/head_triton.py")

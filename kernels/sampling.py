@@ -129,7 +129,8 @@ class SamplingTensors:
 
     @property
     def filtered_B(self) -> Tensor:
-        """Which rows have a filter that matters: greedy ones have none, for every filter keeps the largest."""
+        """Return which rows have a filter that matters. Greedy rows have none, for every filter keeps the largest
+        logit."""
         on_B = (self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)
         return on_B & (self.temperature_B > 0)
 
@@ -314,7 +315,7 @@ _kept = _Kept()
 
 @dataclass(slots=True)
 class _Draws:
-    """What has been drawn, and what is still in the race."""
+    """Tokens drawn so far, and the columns that can still win."""
 
     keys: Keys
     floor_B: Floats | None  # z below which a column cannot win; None: not looked for

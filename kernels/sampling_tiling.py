@@ -1,4 +1,4 @@
-"""How the work of sampling_triton.py is cut up, by the number of rows, dtype and kind of GPU.
+"""Tilings of sampling_triton.py, by the number of rows, dtype and kind of GPU.
 
 Deliberately absent: a table per shape, and timing at run time. The tiling decides how a row's logits are added up, so
 one that changed with the load would change last bits, and a CUDA graph needs the same grid every time.
@@ -24,9 +24,9 @@ class DrawTiling:
 
     @property
     def column_axis(self) -> int:
-        """Where the columns lie in a tile. Hopper's instruction wants 64 rows of its left operand: of few sequences
-        that is the head. Of many it is the hidden states, since a thread then sees two or four rows of the tile, and
-        need not hold a key and a maximum for each."""
+        """Return the axis of the columns in a tile. Hopper's instruction wants 64 rows of its left operand. With few
+        sequences the left operand is the head. With many it is the hidden states: a thread then sees two or four rows
+        of the tile, and need not hold a key and a maximum for each."""
         return 1 if self.rows >= 64 else 0
 
 

@@ -344,8 +344,9 @@ def _check_operands(
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What the launcher asks for, with the columns of Qwen2.5's tokenizer: one binary for all widths that are multiples
-    of the tile's, and of the largest tile one for those that are multiples of 32 or 16 only."""
+    """Return the specialisations that the launcher asks for, with the columns of Qwen2.5's tokenizer: one binary for
+    all widths that are multiples of the tile's, and of the largest tile one for those that are multiples of 32 or 16
+    only."""
     bfloat16 = torch.bfloat16
     cases: list[tuple[torch.dtype, DrawTiling, int, tuple[int, ...]]] = [
         (bfloat16, tiling, width, (capability,))

@@ -98,8 +98,8 @@ def prefill_attention(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: Prefi
 
 
 def reference_cached_attention(q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows | PrefillRows) -> Tensor:
-    """What `decode_attention` (q [B, Q, N, D]) and `prefill_attention` (q [T, N, D]) compute, in plain torch: scores
-    and weights in float32, in float64 where the inputs are."""
+    """Compute `decode_attention` (q [B, Q, N, D]) or `prefill_attention` (q [T, N, D]) in plain torch. Scores and
+    weights are float32, or float64 where the inputs are."""
     if isinstance(rows, PrefillRows):
         return _reference_prefill(q, k_PKSD, v_PKSD, rows)
     return _reference_decode(q, k_PKSD, v_PKSD, rows)

@@ -331,7 +331,7 @@ def _merge_warps(parts: int, width: int) -> int:
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What the launchers above ask for at the models' shapes."""
+    """Return the specialisations that the launchers above ask for at the models' shapes."""
     prefix = [_prefix_specialisation(*model) for model in MODELS]
     merge = [_merge_specialisation(*model, parts) for model, parts in ((MODELS[0], 2), (MODELS[1], 2), (MODELS[1], 16))]
     return (*prefix, _prefix_specialisation(128, 6, 2, "fp32"), *merge)

@@ -79,7 +79,7 @@ def _find_block(
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Where the next KEYS keys lie: one number where a block holds them all, else one each."""
+    """Return the blocks of the next KEYS keys: one number where a block holds them all, else one for each key."""
     key = position if SLOTS % KEYS == 0 else position + tl.arange(0, KEYS)
     return tl.load(table_ptr + key // SLOTS, mask=key < high, other=0)
 
@@ -303,7 +303,8 @@ def launch_decode(
 
 
 def is_exact(q: Tensor) -> bool:
-    """Whether products are to be float32's own. The interpreter takes the tilings of bfloat16, to have them tested."""
+    """Return whether products use float32 arithmetic. The interpreter uses the tilings of bfloat16, so that they are
+    tested."""
     return q.dtype == torch.float32 and not INTERPRETED
 
 
@@ -322,13 +323,13 @@ def strides(q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor) -> tuple[int, ...]:
 
 
 def options(q: Tensor, k_PKSD: Tensor, tiling: KeyTiling) -> dict[str, Any]:
-    """What every launch that reads keys has in common. q: [.., N, D]."""
+    """Return the options common to every launch that reads keys. q: [.., N, D]."""
     (N, D), (K, S) = q.shape[-2:], k_PKSD.shape[1:3]
     return {"scale": LOG2_E * D**-0.5, "UPCAST": INTERPRETED, **model_constants(N, K, D, S), **tiling.options()}
 
 
 def model_constants(heads: int, kv_heads: int, dim: int, slots: int) -> dict[str, int]:
-    """What a model and its cache decide of every kernel that reads keys."""
+    """Return the constants that a model and its cache give to every kernel that reads keys."""
     width = max(16, triton.next_power_of_2(dim))
     return {"D": dim, "WIDTH": width, "SLOTS": slots, "KV_HEADS": kv_heads, "PER_KV": heads // kv_heads}
 
@@ -337,8 +338,9 @@ STRIDES = ("q_stride_b", "q_stride_q", "q_stride_n", "k_stride", "v_stride")
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What `launch_decode` asks for at the models' shapes: one new row a sequence, and one with 2, 4 and 8 drafts, as
-    far as their tiles differ. Once each: the output written directly, blocks shorter than KEYS, float32."""
+    """Return the specialisations that `launch_decode` asks for at the models' shapes: one new row a sequence, and one
+    with 2, 4 and 8 drafts, as far as their tiles differ. Three cases occur once each: the output written directly,
+    blocks shorter than KEYS, float32."""
     models = [_specialisation(*model, queries) for model in MODELS for queries in (1, 3, 5, 9)]
     return (
         *{one.name: one for one in models}.values(),

@@ -206,8 +206,8 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a layout asks of the model and the cache. slots: of a block; row_tile: a product's rows are filled up to a
-    multiple of it (tiles.py)."""
+    """Sizes of the model and the cache that a layout needs. slots: of a block. row_tile: the rows of a product are
+    filled up to a multiple of it (tiles.py)."""
 
     heads: int
     kv_heads: int
@@ -257,7 +257,7 @@ def _cut(runs: Pieces) -> Pieces:
 
 
 def _common(table_BP: Ints, pieces: Pieces, shape: CacheShape, shared_P: Bools | None) -> Ints:
-    """How many of its first blocks a piece has in common with another."""
+    """Return for each piece the number of leading blocks that it has in common with another piece."""
     common_N = np.zeros_like(pieces.count_N)
     if shared_P is None:
         return common_N

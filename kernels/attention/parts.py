@@ -37,7 +37,8 @@ class PairedRuns:
         self._made: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], V]) -> V:
-        """What a backend needs of this part: made by the first layer that asks, kept for all."""
+        """Return what `make` returned for `name`. The first layer that asks calls `make`; later ones get the same
+        object."""
         if name not in self._made:
             with torch.inference_mode(False):
                 self._made[name] = make()
@@ -243,7 +244,7 @@ class _Bucket:
         return padded.view(self.count, self.longest, -1).transpose(1, 2)
 
     def store(self, into_T: torch.Tensor, x: torch.Tensor) -> None:
-        """What `padded` padded, back to its rows."""
+        """Write the output of `padded` back to the rows that it came from."""
         x_BQ = x.transpose(1, 2)
         if self.count == 1:
             into_T[self.start : self.start + self.longest] = x_BQ[0]

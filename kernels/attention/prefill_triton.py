@@ -138,7 +138,8 @@ def prefill_tiling(exact: bool, width: int, capability: int) -> KeyTiling:
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """What the launcher asks for at the models' shapes; once with blocks shorter than a step, and once in float32."""
+    """Return the specialisations that the launcher asks for at the models' shapes, plus one with blocks shorter than a
+    step and one in float32."""
     models = [_specialisation(*model, capability) for model in MODELS for capability in (80, 90)]
     short = [_specialisation(*MODELS[1], capability, slots=16) for capability in (80, 90)]
     return (*models, *short, *(_specialisation(*MODELS[1], capability, "fp32") for capability in (80, 90)))

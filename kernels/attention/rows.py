@@ -1,4 +1,4 @@
-"""Which rows attend to which blocks of a cache: what cached.py takes, as tensors on the device.
+"""Index tensors of a cached attention: which rows attend to which blocks. cached.py takes them, on the device.
 
 A position p of a sequence lies in block table[p // S], slot p % S. All tensors are int32. Nothing here depends on a
 value that only the device knows, so that a CUDA graph may hold the tensors and replay with others in them.
@@ -73,5 +73,5 @@ def decode_splits(sequences: int, kv_heads: int, keys: int, sms: int) -> int:
 
 
 def prefix_pays(length: int, members: int) -> bool:
-    """Whether `members` sequences should read `length` common keys once, in a pass of its own."""
+    """Return whether `members` sequences should read `length` common keys once, in a separate pass."""
     return members > 1 and length >= PREFIX_TOKENS

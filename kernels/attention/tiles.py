@@ -1,10 +1,10 @@
-"""How many rows a batched product of attention takes, so that a row has the same bits in any company.
+"""Row multiples of attention's batched products, such that a row has the same bits whatever other rows there are.
 
-A BLAS takes other routines for few rows than for many, and other routines round otherwise. On every CPU that was tried
-a row is the same among multiples of 8 rows wherever it is at all; some (MKL on AVX-512) need only pairs, and where one
-token is decoded for each sequence, with 1 to 8 query heads to a KV head, filling up to 8 multiplies zeros. So the
-products of a cache's own sizes are tried once, in the numbers that occur, and the smallest multiple is taken that
-changes no bit.
+A BLAS uses different routines for few rows and for many, and these round differently. On every CPU that was tried a row
+is the same among multiples of 8 rows wherever it is at all; some (MKL on AVX-512) need only pairs. Where one token is
+decoded for each sequence, with 1 to 8 query heads to a KV head, filling up to 8 rows multiplies zeros. So the products
+of a cache's sizes are tried once, with numbers like those that occur, and the smallest multiple is taken that changes
+no bit.
 
 Axes: X matrices, M rows, D head dimension, S slots of a block.
 """
@@ -34,7 +34,7 @@ def _smallest(dim: int, slots: int, threads: int) -> int:
 
 
 def _holds(tile: int, inner: int, outer: int) -> bool:
-    """Whether a row has the same bits among any multiple of `tile` rows."""
+    """Return whether a row has the same bits among any multiple of `tile` rows."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False):
         left_XMI = torch.randn(max(MATRICES), MOST_ROWS, inner, generator=generator)

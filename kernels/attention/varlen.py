@@ -65,12 +65,12 @@ class TrainingAttention(Protocol):
 
 
 class Varlen:
-    """Where each packed sequence lies; made once a forward from the sequences' lengths (in order, sum T).
+    """Layout of the packed sequences. It is made once a forward from the sequences' lengths (in order, sum T).
 
     As the `attend` of a forward it computes every layer's attention with `attention`, None: `varlen_attention`.
-    longest: tokens of the longest sequence. positions_T [T] int64: of each token in its own sequence. cu_seqlens
-    [B + 1] int32: where each sequence begins, and T. index_T [T] int64: each token's place where the sequences are
-    padded to the longest.
+    longest: tokens of the longest sequence. positions_T [T] int64: of each token in its own sequence. cu_seqlens [B +
+    1] int32: where each sequence begins, and T. index_T [T] int64: each token's place where the sequences are padded to
+    the longest.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class Varlen:
             return torch.cat(places).to(self.device)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What a backend needs of this layout beside its tensors: made by the first layer that asks, kept for all."""
+        """Return what `make` returned for `name`. The first layer that asks calls `make`; later ones get the same
+        object."""
         if name not in self._made:
             with torch.inference_mode(False):
                 self._made[name] = make()

@@ -1,4 +1,4 @@
-"""What adapters to libraries of attention share.
+"""Common code of the adapters to libraries of attention.
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """

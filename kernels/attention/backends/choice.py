@@ -1,4 +1,4 @@
-"""Which library computes attention: chosen and tried once, when a run is put together.
+"""Choice of the library that computes attention. It is chosen and tried once, when a run is put together.
 
     choice      training: whole sequences, with gradients        rollout: prompts and new tokens, against a cache
     auto        the first that serves of varlen_attn,            Triton's kernels where they serve, else torch
@@ -10,9 +10,9 @@
 
 On a CPU all this is torch: `varlen_attention` in training, paged.py in a rollout; another choice is refused.
 
-What a library's documents rule out, a dtype or a head size, is refused in words. The rest is tried: two short
-sequences whose attention is known, and a backward where one will be needed. So a library built for another GPU, or for
-another torch, is found out before anything is computed or written, and "auto" goes on to the next.
+A dtype or head size that a library's documents rule out is refused with a message. Everything else is tried: two short
+sequences whose attention is known, with a backward where one will be needed. So a library built for another GPU or
+another torch is found out before anything is computed or written, and "auto" goes on to the next.
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
@@ -54,7 +54,8 @@ SERVING: dict[str, tuple[Backend, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What can be said of a backend before it is tried. largest: the head size, where there is a bound."""
+    """Properties of a backend that are known before it is tried. largest: the largest head size, where there is a
+    bound."""
 
     load: Callable[[], TrainingAttention]
     dtypes: tuple[torch.dtype, ...] = (*LOW, torch.float32)
