@@ -50,7 +50,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LossNormalizer:
-    """What the weights of an optimiser step's tokens are shares of: its trajectories, and their sampled tokens."""
+    """Denominators of the weights of an optimiser step's tokens: its trajectories, and their sampled tokens."""
 
     trajectories: int
     tokens: int
@@ -70,7 +70,7 @@ class TrainSequence:
 
 
 def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:
-    """Those of an optimiser step that has these trajectories and no other."""
+    """Return the normalizer of an optimiser step that has exactly these trajectories."""
     return LossNormalizer(len(trajectories), sum(len(trajectory.policy_positions()) for trajectory in trajectories))
 
 
@@ -449,7 +449,8 @@ def group_tokens(prompt: int, own: int, members: int) -> int:
 
 
 def worth_sharing(prompt: int, own: int, members: int) -> bool:
-    """Whether such a group's whole prompt is a segment of its own."""
+    """Return whether the whole prompt of a group of `members`, with `own` tokens each behind it, is a segment of its
+    own."""
     return (members - 1) * prompt > _price(members * own)
 
 
@@ -541,7 +542,7 @@ def _branchings(ordered: OrderedIds) -> list[Branching]:
 
 
 def _price(rows: int) -> float:
-    """What a shared segment costs beside its tokens, with so many rows below it."""
+    """Return the cost of a shared segment beside its tokens, with `rows` rows below it."""
     return NODE_COST + MERGE_COST * rows
 
 

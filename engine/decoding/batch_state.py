@@ -140,7 +140,7 @@ class BatchState:
         self.known_B[lane] = known + len(ids)
 
     def note_drawn(self, lane_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
-        """What was drawn there, read back, for the host's own copy."""
+        """Write the tokens drawn at these positions, once read back, into the host's copy."""
         assert self._mirror is not None
         self._mirror[0][lane_N, position_N] = ids_N
         self._mirror[1][lane_N, position_N] = logprobs_N
@@ -221,7 +221,7 @@ class StopTables:
         return self._next[at_N], torch.where(code_N > 0, code_N + 1, self._eos_V[ids_N])
 
     def hit(self, stop: tuple[str, ...], code: int, token: int) -> Hit | None:
-        """What a code of `advance` says; None for the end of text."""
+        """Return the hit that a code of `advance` stands for; None for the end of text."""
         return self._matchers[stop].hit(code - 1, token) if code > 1 else None
 
     def _lay(self) -> None:
@@ -245,8 +245,8 @@ class StopTables:
 
 
 class Drawn(NamedTuple):
-    """What a step drew of each sequence, on the host: ids and log-probs of its rows, the code of `advance` for the last
-    token that stands, and how many stand."""
+    """A step's draws for each sequence, on the host: ids and log-probs of its rows, the code of `advance` for the last
+    accepted token, and the number of accepted tokens."""
 
     ids_NQ: Ints
     logprobs_NQ: npt.NDArray[np.float32]

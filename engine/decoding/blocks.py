@@ -41,10 +41,10 @@ class RadixNode:
 
 @dataclass(slots=True)
 class Prefix:
-    """What the tree has of a sequence's beginning.
+    """Blocks in the tree that hold the beginning of a sequence.
 
     blocks: full ones, to be shared. tail: a block of which the next `tail_tokens` slots fit, to be copied; or None.
-    last: the page of the last of `blocks`. wait: somebody is about to compute more of it.
+    last: the page of the last of `blocks`. wait: another sequence is about to compute more of the beginning.
     """
 
     blocks: list[int]
@@ -191,7 +191,7 @@ def _subtree(page: RadixNode) -> Iterator[RadixNode]:
 
 
 def _agreement(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the number of leading tokens that `a` and `b` have in common."""
     for at, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return at

@@ -119,7 +119,7 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is writing."""
+        """Return whether no sequence is being written and none waits."""
         return not self.scheduler.waiting and not self.batch.room_B.any()
 
     # --- What the caller asks
@@ -154,7 +154,7 @@ class Decoder:
             self.scheduler.waiting.remove(sequence)
 
     def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
-        """What the last step drew, before anything was released."""
+        """Return the ids that the last step drew, by sequence, before anything was released."""
         if self._drawn is None:
             return []
         return [
@@ -205,7 +205,8 @@ class Decoder:
                 listed.remove(sequence)
 
     def _make_room(self) -> Pieces:
-        """What each running sequence is fed in this step, with blocks for it; the youngest go while there are none."""
+        """Return the rows to feed for each running sequence in this step, and allocate blocks for them. The youngest
+        sequences are preempted while there are too few blocks."""
         while True:
             runs = self._runs()
             wanted_N = -(-(runs.start_N + runs.count_N) // self.page_size) - self.batch.blocks_B[runs.table_N]
@@ -222,7 +223,8 @@ class Decoder:
         return runs
 
     def _give_way(self) -> bool:
-        """Whether there is room, or may be, without anybody having to go: nobody goes for the sake of a guess."""
+        """Drop the drafts, and return whether there were any; then no sequence need be preempted before the next
+        attempt."""
         guesses, self.batch.drafted_B[:] = bool(self.batch.drafted_B.any()), 0
         return guesses
 
@@ -244,8 +246,8 @@ class Decoder:
         return Pieces(lane_N, start_N, count_N, np.cumsum(count_N) - count_N)
 
     def _wanted_rows(self, lane_N: Ints) -> Ints:
-        """How many tokens each lane has yet to be fed. Between turns the last one stays unfed: the next turn's first
-        token is drawn in the step that feeds it, for its hidden state is kept no longer."""
+        """Return how many tokens each lane has yet to be fed. Between turns the last token stays unfed: the next turn's
+        first token is drawn in the step that feeds it, since its hidden state is kept no longer."""
         batch = self.batch
         return batch.known_B[lane_N] - batch.cached_B[lane_N] - (batch.room_B[lane_N] == 0)  # type: ignore[no-any-return]
 
@@ -307,7 +309,8 @@ class Decoder:
             self._admit()
 
     def _mark_ready(self, sequence: TokenSequence) -> int:
-        """How many of its tokens are cached; others that wait for its pages may have them."""
+        """Return how many of the sequence's tokens are cached. Sequences that wait for its pages may use them from now
+        on."""
         cached = int(self.batch.cached_B[sequence.lane])
         self.scheduler.computed(sequence, cached)
         return cached
@@ -334,7 +337,7 @@ class Decoder:
         return lane_N[np.flatnonzero(may_N)]
 
     def _before_look_up(self, lane_N: Ints) -> Ints:
-        """Which of the lanes may draft, once all that was drawn is known; here it always is."""
+        """Return the lanes that may draft, once all that was drawn is known; here it always is."""
         return lane_N
 
     def _draw(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
@@ -402,7 +405,7 @@ class Decoder:
             self._count_drafts(lane_N, drafted_N, taken_N - 1)
 
     def _count_drafts(self, lane_N: Ints, drafted_N: Ints, accepted_N: Ints) -> None:
-        """How many guesses were fed, and how many came true."""
+        """Count the drafts that were fed and those that came true."""
         assert self.drafter is not None
         self.batch.tried_B[lane_N] += drafted_N
         self.batch.taken_B[lane_N] += accepted_N
@@ -458,14 +461,14 @@ class CudaTimer:
 
 @dataclass(slots=True)
 class DecodeClock:
-    """Where the time of decoding went, in seconds, and how much was done.
+    """Time spent in decoding, in seconds, and counts of the work done.
 
     prefill, decode: of the forwards, and of the draws under `decode`. host: in the decoder's own Python around them. On
-    CUDA the first two are the GPU's own (`CudaTimer`), which goes on meanwhile, so that the three may be more than what
-    passed, `total`. rest: see there.
-    prefilled_tokens: rows of prompts and of appended text, those computed a second time included; shared_tokens: those
-    that another sequence had computed. discarded_tokens: drawn for a turn that had ended. drafted_tokens, of which
-    accepted_tokens came true.
+    CUDA the first two are measured on the GPU (`CudaTimer`), which works while the host does, so the three may add up
+    to more than the elapsed time, `total`. rest: see the property. prefilled_tokens: rows of prompts and of appended
+    text, including those computed a second time. shared_tokens: rows that another sequence had computed.
+    discarded_tokens: drawn for a turn that had ended. drafted_tokens: drafts fed. accepted_tokens: drafts that came
+    true.
     """
 
     decode: float = 0.0
@@ -484,7 +487,8 @@ class DecodeClock:
 
     @property
     def rest(self) -> float:
-        """What of `total` was spent on nothing else; on CUDA, while the GPU had nothing to do."""
+        """Return the part of `total` outside prefill and decode, in seconds; on CUDA, the time for which the GPU was
+        idle."""
         return max(self.total - self.decode - self.prefill, 0.0)
 
     def add(self, laps: Iterable[tuple[CudaTimer, float]]) -> None:

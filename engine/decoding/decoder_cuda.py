@@ -116,7 +116,8 @@ class DeviceDecoder(Decoder):
         return self.cache
 
     def _planned_blocks(self) -> int:
-        """Those that were asked for, or on CUDA as many as KV_SHARE of the free memory holds."""
+        """Return the number of blocks that were asked for; on CUDA at most as many as KV_SHARE of the free memory
+        holds."""
         device = self.policy.device
         if device.type != "cuda":
             return self.wanted_blocks
@@ -146,7 +147,7 @@ class DeviceDecoder(Decoder):
         return sorted(self._ended, key=attrgetter("number"))
 
     def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
-        """What the last step read back."""
+        """Return the ids that the last step read back, by sequence."""
         return self._new_ids
 
     # --- Who runs
@@ -263,7 +264,7 @@ class DeviceDecoder(Decoder):
         return self._steps[size, drafts, shares]
 
     def _receive(self, flight: PendingStep | None) -> None:
-        """What a step drew, to the host; turns that it ended are over."""
+        """Read a step's draws back to the host, and end the turns that they complete."""
         if flight is None:
             return
         batch, alive_N = self.batch, flight.alive_N
@@ -326,11 +327,11 @@ class PendingStep:
 
     @property
     def drafts(self) -> bool:
-        """Whether how many tokens it draws is known only when it has been read."""
+        """Return whether the number of tokens drawn is known only once they have been read."""
         return bool(self.drafted_N.any())
 
     def read(self) -> Drawn:
-        """What it drew, once it is there."""
+        """Return the step's draws, once they have arrived on the host."""
         return self.rows.read(len(self.lane_N))
 
 
@@ -393,8 +394,8 @@ class BucketStep:
     def load(
         self, lane_N: Ints, start_N: Ints, table_NP: Ints, prefix: Prefixes | None, drafts_NK: Ints, drafted_N: Ints
     ) -> None:
-        """What the host has to say of a step's sequences, in one copy. start_N: the positions of their last tokens,
-        which they feed; drafts_NK: guesses, of which they have drafted_N, and K is the step's."""
+        """Copy the inputs of a step's sequences to the device, in one copy. start_N: the positions of their last
+        tokens, which are fed. drafts_NK: drafts, of which a sequence has drafted_N; K is the step's."""
         count = len(lane_N)
         self.turn = (self.turn + 1) % IN_THE_AIR
         staging = self.staging[self.turn]
@@ -442,7 +443,7 @@ class BucketStep:
         return decode_attention(q_BQND, k_PKSD, v_PKSD, self.rows).flatten(0, 1)
 
     def launch(self) -> DrawnRows:
-        """What it drew, on its way to the host."""
+        """Run the step and return its draws, whose copy to the host may still be under way."""
         received = self.received[self.turn]
         if self.graph is None:
             self.run()
@@ -492,8 +493,9 @@ def drafts_bucket(most: int) -> int:
 
 
 def shared_prefixes(table_NP: Ints, blocks_N: Ints, slots: int) -> Prefixes | None:
-    """Which of a step's sequences share the first blocks_N of their blocks with others, where to read those once pays.
-    table_NP: their blocks. A block that several hold stands for all that lies before it, too."""
+    """Return which of a step's sequences share the first blocks_N of their blocks, where a single read of those pays.
+    table_NP: the sequences' blocks. A block that several sequences hold implies that they share all blocks before
+    it."""
     index_N = np.flatnonzero(blocks_N > 0)
     if not len(index_N):
         return None

@@ -1,14 +1,13 @@
-"""Who runs: admission and preemption. Pure bookkeeping, no tensors.
+"""Admission and preemption of sequences. Pure bookkeeping, no tensors.
 
-Sequences wait in the order in which they were handed in. One is let in when a lane is free and the pool has room for
-what it holds so far; then it grows. When the pool is full, the youngest of all that run waits again: its tokens are
-kept, its blocks given up (their content may still be found when it comes back), and nothing of its result changes.
-Of the sequences that run the oldest can always go on, for the pool holds the longest that was accepted; so there is no
-deadlock, and every sequence comes to its end.
+Sequences wait in the order in which they were handed in. One is admitted when a lane is free and the pool has room for
+what it holds so far; then it grows. When the pool is full, the youngest running sequence waits again: its tokens are
+kept, its blocks are released (their content may still be found when it comes back), and its result does not change. The
+oldest running sequence can always go on, for the pool holds the longest that was accepted. So there is no deadlock, and
+every sequence comes to its end.
 
-A sequence whose beginning another is about to compute is passed over until that has been done. For this the pool's tree
-is told what a sequence's blocks are about to hold when it begins, what has been computed of it, and what they hold when
-it leaves.
+A sequence is passed over while another is about to compute its beginning. To this end the pool's tree is told what a
+sequence's blocks are about to hold when it begins, what has been computed of it, and what they hold when it leaves.
 """
 
 import bisect
@@ -27,7 +26,7 @@ from thresher.engine.decoding.stop_tags import Hit
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a sequence samples its tokens (kernels/sampling.py). Temperature 0 is greedy."""
+    """Sampling settings of a sequence (kernels/sampling.py). Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_k: int = 0

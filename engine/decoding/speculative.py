@@ -47,8 +47,8 @@ BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # guesses that came true and that 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What drafts add to a forward of n sequences, in forwards: drafting + (row / n + row_each) x rows. stacked:
-    whether every lane has the rows of the one with the most."""
+    """Cost that drafts add to a forward of n sequences, in forwards: drafting + (row / n + row_each) x rows. stacked:
+    whether every lane has as many rows as the lane with the most."""
 
     drafting: float
     row: float
@@ -99,8 +99,8 @@ class Drafter:
             self.earlier_B[lane] = len(ids)
 
     def looks(self, sequences: int) -> bool:
-        """Whether guesses are looked up in this step, in which so many decode; to be asked once a step. It takes no
-        token to know."""
+        """Return whether drafts are looked up in this step, in which `sequences` decode. Call it once a step. The
+        answer does not depend on any token."""
         self.steps += 1
         wanted = any(self._drafts_wanted(kind, sequences) for kind in range(len(BEGIN)))
         return wanted and (self.refused <= PATIENCE or self.steps % PAUSE == 0)
@@ -124,7 +124,7 @@ class Drafter:
         return self._read(tokens_BL, known_N, lane_N, most_N, wanted, found_N, kind_N, from_earlier_N)
 
     def note(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
-        """How many of the lanes' guesses came true."""
+        """Count how many of the lanes' drafts came true."""
         np.add.at(self.counts[:, 0], self.kind_B[lane_N], taken_N)
         np.add.at(self.counts[:, 1], self.kind_B[lane_N], taken_N < drafted_N)
 
@@ -134,14 +134,14 @@ class Drafter:
         return int((self._chances(kind) > self.costs.row + self.costs.row_each * sequences).sum())
 
     def _chances(self, kind: int) -> Floats:
-        """That the 1st, 2nd .. draft is used."""
+        """Return the probabilities that the 1st, 2nd .. draft is used."""
         yes, no = self.counts[kind]
         chances: Floats = (yes / (yes + no)) ** np.arange(1, MOST + 1)
         return chances
 
     def _most_that_pay(self, count_N: Ints, kind_N: Ints) -> int:
-        """How many drafts a lane gets at most, so that the forward is likely to write the most in its time; 0: none
-        make up for what they cost."""
+        """Return the largest number of drafts for a lane with which the forward is likely to write the most in its
+        time; 0: no drafts make up for what they cost."""
         if self.speculate != "auto":
             return MOST
         used = np.concatenate([np.zeros((len(BEGIN), 1)), [np.cumsum(self._chances(x)) for x in range(len(BEGIN))]], 1)
@@ -168,7 +168,7 @@ class Drafter:
         kind_N: Ints,
         from_earlier_N: npt.NDArray[np.bool_],
     ) -> Drafts | None:
-        """What stands behind the places that were found."""
+        """Return the tokens behind the places that were found, as drafts; None where there are none."""
         length_N = np.where(from_earlier_N, self.earlier_B[lane_N], known_N)
         count_N = np.minimum(np.array(wanted)[kind_N], np.minimum(length_N - 1 - found_N, most_N))
         count_N = np.where(found_N < 0, 0, np.maximum(count_N, 0))

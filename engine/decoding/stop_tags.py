@@ -32,7 +32,7 @@ ROOT = 0
 
 
 class TokenBytes(Protocol):
-    """What the matcher needs of a tokenizer: ids 0 .. vocab_size - 1, each a run of bytes."""
+    """Interface of a tokenizer that the matcher needs: ids 0 .. vocab_size - 1, each a run of bytes."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -37,10 +37,10 @@ STRETCH = 1 << 24  # values that go over at a time
 
 
 class TrainedWeights(Protocol):
-    """What an update asks of whoever holds the weights that are trained, in the order in which it asks.
+    """Interface of the trainable weights, in the order in which an update calls it.
 
-    policy: whose forward and backward the update runs. rollout_policy: a whole one, which says on which device and in
-    which dtype both compute; it samples. module: its parameters are what the optimiser steps.
+    policy: its forward and backward are run by the update. rollout_policy: a whole policy that samples; its device and
+    dtype are those in which both compute. module: the optimiser steps its parameters.
     """
 
     policy: Policy
@@ -56,7 +56,8 @@ class TrainedWeights(Protocol):
         ...
 
     def head_gradient(self) -> Tensor | None:
-        """Where the loss adds the head's gradient, [V, H] float32 on the policy's device; None: it is not trained."""
+        """Return the tensor to which the loss adds the head's gradient, [V, H] float32 on the policy's device; None:
+        the head is not trained."""
         ...
 
     def collect(self) -> None:
@@ -84,7 +85,7 @@ class TrainedWeights(Protocol):
         ...
 
     def buffers(self) -> list[Tensor]:
-        """What is held beside parameters and their gradients."""
+        """Return the tensors held beside parameters and their gradients."""
         ...
 
 

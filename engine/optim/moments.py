@@ -56,7 +56,7 @@ def _on(device: torch.device, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def blocks_of(columns: int) -> int:
-    """How many scales a row of so many values has."""
+    """Return the number of scales of a row of `columns` values."""
     return -(-columns // BLOCK)
 
 

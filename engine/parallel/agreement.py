@@ -45,7 +45,7 @@ def _indivisible(recipe: Recipe, count: int) -> str | None:
 
 
 def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> Iterator[tuple[str, Any]]:
-    """What has to be equal on all ranks, by the name under which it is reported."""
+    """Yield the values that have to be equal on all ranks, each with the name under which it is reported."""
     yield from _leaves(recipe.to_dict(), "the recipe's ")
     yield "--out", str(Path(out).resolve())
     yield "the checkpoint to resume from", None if checkpoint is None else checkpoint.name

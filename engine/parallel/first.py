@@ -1,4 +1,4 @@
-"""What rank 0 does for all: it writes the run folder, and asks the chat model whose replies are paid for."""
+"""Work of rank 0 for all ranks: writing the run folder, and asking the chat model whose replies are paid for."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

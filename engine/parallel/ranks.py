@@ -68,7 +68,7 @@ class Ranks:
         return values
 
     def from_first(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns on rank 0, where alone it is called."""
+        """Return on every rank what `decide` returns on rank 0; only rank 0 calls it."""
         if not self.several:
             return decide()
         values = [decide() if self.first else None]
@@ -168,7 +168,8 @@ def _fails_first(store: Any, ranks: Ranks) -> bool:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    """Whether a collective failed: on the rank that notices first, where the one that died left no note."""
+    """Return whether `error` means that a collective failed, on the first rank to notice, where the dead rank left no
+    note."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))

@@ -1,4 +1,4 @@
-"""What computes the attention of an update and of SFT, by the recipe and by what runs here."""
+"""Choice of what computes the attention of an update and of SFT, by the recipe and by what runs here."""
 
 from thresher.common.console import console
 from thresher.common.errors import UserError
@@ -12,8 +12,8 @@ from thresher.policy.model import Policy
 
 
 def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAttention, Backend]:
-    """What computes the attention of this policy's forwards and backwards, and the backend that it is of. UserError
-    where that does not serve here. On CUDA it is tried out, which takes a moment."""
+    """Return the function that computes attention in this policy's forwards and backwards, and its backend. UserError
+    where the recipe's choice does not serve here. On CUDA the backend is tried out, which takes a moment."""
     try:
         backend = resolve_attention(optim.attention, policy.device, policy.dtype, policy.config.head_dim, "training")
         return load_attention(backend), backend
@@ -22,8 +22,8 @@ def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAtten
 
 
 def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> PartialAttention | None:
-    """What of the backend computes attention in parts, for items that share what they begin with; None: each item is
-    computed whole. Where that is not the recipe's choice, the reason is printed."""
+    """Return the backend's attention in parts, for items that share a beginning; None: each item is computed whole.
+    Where None is not the recipe's choice, the reason is printed."""
     if not optim.share_prefix:
         return None
     try:

@@ -42,8 +42,8 @@ class WeightSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
-    """What the forward before a batch's first step found on one rank: the gap between its log-probs and the rollout's,
-    in nats, and the weights, none of them without weights."""
+    """Findings, on one rank, of the forward before a batch's first step: the gap between its log-probs and the
+    rollout's, in nats, and the sums of the weights, which are empty without weights."""
 
     tokens: int
     gap: float  # sum of the absolute values, over tokens
@@ -53,7 +53,7 @@ class Recomputed:
 
 
 def recomputed_record(ranks: Sequence[Recomputed]) -> dict[str, float]:
-    """What a step's record has of it, from all ranks."""
+    """Return the entries of a step's record that sum up `ranks`, the findings of all ranks."""
     weights = [found.weights for found in ranks]
     count, squares = sum(w.count for w in weights), math.fsum(w.squares for w in weights)
     total = math.fsum(w.total for w in weights)

@@ -1,4 +1,4 @@
-"""What a training run holds on its device, for the sentence that says why it did not fit; and what a CPU gives back."""
+"""Memory that a training run holds on its device, for the message that it did not fit; memory that a CPU gives back."""
 
 import ctypes
 import os

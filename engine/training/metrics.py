@@ -1,4 +1,4 @@
-"""What a step writes into metrics.jsonl, and what a run says of itself in the end."""
+"""Records of a step in metrics.jsonl, and the summary at the end of a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """What one rank has to say of a step; see `step_record` for what is made of it."""
+    """Figures of a step from one rank; `step_record` merges those of all ranks."""
 
     rows: list[Measured]
     cut_passages: int
@@ -118,7 +118,7 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
 
 
 def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
-    """How far the policy has moved from the old log-probs, pass by pass, where there are several; {} for a single."""
+    """Return how far the policy has moved from the old log-probs, pass by pass; {} where there is a single pass."""
     epochs = sorted({stats.epoch for stats in updates})
     if epochs[-1:] <= [0]:
         return {}

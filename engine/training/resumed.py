@@ -1,4 +1,4 @@
-"""What a training and a fine-tuning check and say when they go on from a checkpoint."""
+"""Checks and messages of a training and a fine-tuning that go on from a checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -155,7 +155,7 @@ def _prompt(record: dict[str, Any], template: str) -> Prompt:
 
 
 def _inside(segment: dict[str, Any], ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Which of a segment's tokens lie within its `copied` ranges (characters), by their bytes."""
+    """Return which of a segment's tokens lie within its `copied` ranges (characters), by their bytes."""
     ranges = [
         (len(segment["text"][:start].encode()), len(segment["text"][:end].encode()))
         for start, end in segment.get("copied", ())
@@ -285,7 +285,7 @@ class SftTrainer:
         return SftResult(done, restart, loss, copying, sft.stop_at_copy_accuracy is None or self._opens(copying))
 
     def _opens(self, copying: float | None) -> bool:
-        """Whether the gate, if there is one, lets a policy pass that copies so well."""
+        """Return whether there is a gate and a policy with this copying accuracy passes it."""
         return (
             self.sft.stop_at_copy_accuracy is not None
             and copying is not None

@@ -104,7 +104,7 @@ def write_analyses(
 
 
 def analysis_in(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
-    """What stands before the closing tag, behind an opening one if the model wrote it; None if nothing does."""
+    """Return the text before the closing tag, behind an opening one if the model wrote it; None if there is none."""
     (segment,) = (segment for segment in trajectory.segments if segment.source is Source.POLICY)
     if segment.stop is None:
         return None

@@ -208,7 +208,7 @@ def write_unused(unused: Sequence[Unused], path: Path) -> None:
 
 
 def say_unused(unused: Sequence[Unused], total: int, path: Path) -> None:
-    """How many questions were left out and why, and where they are listed; nothing where none was."""
+    """Print how many questions were left out and why, and the file that lists them; print nothing where none was."""
     if unused:
         counts = "; ".join(f"{count:,}: {why}" for why, count in Counter(u.reason for u in unused).most_common())
         console.console.print(

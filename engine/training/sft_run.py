@@ -174,8 +174,8 @@ class FineTuning:
         load_optimizer(checkpoint, optimizer, self.policy.named_parameters())
 
     def _digests(self) -> dict[str, str | None]:
-        """What a resumed run must find as it was: the transcripts' tokens, and, unless run.verify is off, the model
-        with which it began."""
+        """Return the digests that a resumed run must find unchanged: of the transcripts' tokens and, unless run.verify
+        is off, of the model with which the run began."""
         folder = Path(self.recipe.model.path)
         files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
         model = content_digest(files) if self.recipe.run.verify else None

@@ -50,7 +50,7 @@ HELD_TO_PLAN = 2**28  # bytes of a plan, from which on a CPU gives freed memory 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the loop reports to its watcher: a finished step's metrics, or an evaluation (`record["eval"]`)."""
+    """Report of the loop to its watcher: a finished step's metrics, or an evaluation (`record["eval"]`)."""
 
     step: int
     steps: int

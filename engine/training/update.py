@@ -46,8 +46,8 @@ from thresher.policy.streamed import StreamedPolicy
 
 @dataclass(slots=True)
 class UpdateStats:
-    """What one optimiser step did; `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
-    loss. tokens: of the items; computed_tokens: of them, each that is shared once."""
+    """Figures of one optimiser step. `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
+    loss. tokens: of the items. computed_tokens: the same, with each shared token counted once."""
 
     tokens: int = 0
     computed_tokens: int = 0
@@ -220,7 +220,7 @@ class Updater:
     def _note(
         self, stats: UpdateStats, batch: Batch, result: LossResult, reference_logprobs: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """What there is to know of a micro-batch, into the step's; returns what may be kept of its rows, by name."""
+        """Add a micro-batch's figures to the step's; return the values of its rows that may be kept, by name."""
         stats.tokens += batch.tokens
         stats.computed_tokens += batch.computed_tokens
         stats.rows += len(batch.rows_R)

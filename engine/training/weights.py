@@ -1,12 +1,12 @@
-"""What a run trains and what it is held against: from a recipe to its updater.
+"""From a recipe to its updater: the trained weights and the reference.
 
     all weights      the policy, or float32 masters of a bfloat16 one; the reference is the model at `model.path`, anew,
                      on the device or in CPU memory
     [lora] adapters  theirs alone, float32; the reference is the same policy with them off, so there is one model
 
 With several ranks each of these models is sharded, masters or reference in CPU memory where the recipe has them there.
-A run with adapters goes on from its recipe's `model.path` and the adapters of its checkpoint, not from the merged
-weights beside them, whose last bits are others.
+A run with adapters goes on from its recipe's `model.path` and the adapters of its checkpoint. It does not use the
+merged weights beside them, whose last bits differ.
 """
 
 from dataclasses import asdict
