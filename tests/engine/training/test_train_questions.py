@@ -21,6 +21,7 @@ from train_cases import (
 from thresher.common.errors import UserError
 from thresher.engine.assemble import load_questions, load_run_context
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.rollout.rollout import Job, seed_of
 from thresher.engine.scoring.score import Judges
 from thresher.engine.systems import load_system
@@ -65,7 +66,7 @@ def test_a_samples_noise_depends_on_the_runs_seed_the_step_the_group_and_the_sam
         jobs.extend(given)
         raise Sampled
 
-    rollout = SimpleNamespace(run=run, retriever=None)
+    rollout = SimpleNamespace(run=run, retrieve_and_truncate=lambda asked: PromptBatch(list(asked), 0, 0, 0))
     updater = SimpleNamespace(weights=SimpleNamespace(rolling_out=nullcontext))
     questions = [Question("q", "Who?", ("a",))]  # the same in every group of every step
     for seed in (0, 1):
