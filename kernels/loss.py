@@ -10,8 +10,9 @@
 
 A row's coefficient is known once its log-prob is, so a chunk of rows needs its logits once: logits, dX, dW, three
 matmuls (6THV), not the four of recomputing them in backward. Gradients are made in the forward pass; backward only
-scales them. Masked rows, those of weight 0, are dropped before the head: nothing of theirs is read. Rows known to have
-no gradient go last, forward only. Same inputs, same bits.
+scales them. Rows of weight 0 are dropped before the head: nothing of theirs is read. (The trainer leaves masked tokens
+out itself, and passes such a row for an idle batch alone.) Rows known to have no gradient go last, forward only. Same
+inputs, same bits.
 
 Two backends make a chunk's log-probs and the gradient of its logits: `TorchLoss` here, float32 and in place of the
 logits, and `TritonLoss` of coefficients_triton.py, which never stores a logit (docs/loss.md). What surrounds them, from

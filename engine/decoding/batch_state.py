@@ -81,7 +81,7 @@ class BatchState:
         self.table_BP[lane, : len(blocks)] = blocks
         self._seeds[lane], self.prompt_B[lane] = sequence.seed, len(sequence.prompt.ids)
         if self.draws[lane] != sequence.draw:
-            # BatchState that are free take it over: rows that are all drawn alike cost less.
+            # Lanes that are free take it over: rows that are all drawn alike cost less.
             free = {*self._free, self.spare}
             self.draws = [sequence.draw if x in free or x == lane else draw for x, draw in enumerate(self.draws)]
             self.rules = self._rules()

@@ -331,7 +331,7 @@ class Decoder:
                 batch.put_drafts(lane_N, drafts.ids_NK, drafts.count_N)
 
     def _may_draft(self) -> Ints:
-        """BatchState that decode, and have room for more than the next token."""
+        """Return the lanes that decode and have room for more than the next token."""
         batch, lane_N = self.batch, self._lane_order()
         may_N = (batch.known_B[lane_N] == batch.cached_B[lane_N] + 1) & (batch.room_B[lane_N] > 1)
         return lane_N[np.flatnonzero(may_N)]

@@ -8,7 +8,7 @@ master weights, a float32 copy, which the optimiser steps:
 
 Masters may lie in CPU memory (`optim.offload = "masters"`): then both go in stretches through one pinned buffer, and no
 gradient stays on the device but the head's, to which the loss adds in float32 there. Where the policy computes in
-float32 it is its own master, and there is no way to go.
+float32 it is its own master, and nothing is copied.
 
 Several ranks hold rows of the weights each, and do the same with them: engine/parallel/sharded_weights.py. Where the
 weights lie is decided in training/weights.py.
@@ -91,8 +91,9 @@ class TrainedWeights(Protocol):
 
 class MasterWeights:
     """`master` beside `policy`, parameter by parameter the same; None: the policy is its own, as where it computes in
-    float32, or where its adapters alone are trained. apart: they lie in two memories. With both on a CPU the way is the
-    same, and so are the bits."""
+    float32, or where its adapters alone are trained. apart: they lie in two memories; with both on a CPU the
+    same copies are made, and the bits are the same. The rollout samples with `policy` itself, so `refresh` is all that
+    brings new weights to it."""
 
     def __init__(self, policy: Policy, master: Policy | None = None, apart: bool = False) -> None:
         self.policy = self.rollout_policy = policy

@@ -2,8 +2,8 @@
 
     collect   rollout.run              engine/rollout/rollout.py    G trajectories a question, with retrieved text
               score                    engine/scoring/score.py      trajectory -> attempt -> judges -> reward
-              advantages               engine/packing.py    by group; rewards/advantages.py has the formula
-              build_train_sequences    engine/packing.py    what is trained, and its weight in the loss
+              advantages               engine/packing.py              by group; rewards/advantages.py has the formula
+              build_train_sequences    engine/packing.py              what is trained, and its weight in the loss
     learn     updater.update           engine/training/update.py    micro-batches through the policy (policy/model.py)
                                                                     and the loss (kernels/loss.py); an optimiser step
 

@@ -188,7 +188,7 @@ class Updater:
         hidden_RH = batch.pick(hidden_TH)
         head_grad_VH = self.weights.head_gradient()
         grpo = self.grpo
-        # The kernel calls these R rows its T tokens: whatever is masked was left out above, by `rows_R`.
+        # The kernel's T tokens are these R rows: `pick` has left out all others.
         result = grpo_loss(
             hidden_RH,
             self.policy.head_VH,
@@ -212,7 +212,7 @@ class Updater:
         if head_grad_VH is not None:
             # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
             hidden_RH.backward(result.hidden_grad_TH)
-        else:
+        else:  # the head is frozen
             result.loss.backward()
         self.weights.collect()
         return self._note(stats, batch, result, reference_logprobs) if batch.items else {}

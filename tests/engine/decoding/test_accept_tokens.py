@@ -59,7 +59,7 @@ def stops(tiny_tokenizer: Tokenizer) -> StopTables:
 
 
 def drafted_lanes(tokenizer: Tokenizer, stops: StopTables, seed: int) -> tuple[BatchState, Ints]:
-    """BatchState that know KNOWN tokens of some text, with guesses behind them, and the bytes of a stop half read."""
+    """Lanes that know KNOWN tokens of some text, with guesses behind them, and the bytes of a stop half read."""
     noise = torch.Generator().manual_seed(seed)
     batch = BatchState(COUNT, 40, 4, CPU)
     batch.tokens_BL[:] = torch.randint(0, tokenizer.vocab_size, batch.tokens_BL.shape, generator=noise)
