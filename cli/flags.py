@@ -1,8 +1,8 @@
-"""What several commands' fields have in common: numbers with bounds, and flags that mean the same everywhere.
+"""Common parts of several commands' fields: numbers with bounds, and flags that mean the same everywhere.
 
 A number's converter ends with status 2 and a sentence behind the flag's name, also for what is no number at all.
 
-Deliberately absent: flags and bounds that only one command has, which stand with it.
+Deliberately absent: flags and bounds that only one command has; each is in its command's file.
 """
 
 import math

@@ -114,8 +114,8 @@ def _print_trace() -> None:
 
 
 def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: str = "") -> str:
-    """What is said of an interrupted command: what it keeps, and what to type. The other arguments are `Interrupted`'s
-    fields."""
+    """Return the message for an interrupted command: what it keeps, and what to type. The other arguments are
+    `Interrupted`'s fields."""
     from thresher.common import signals
 
     again = list(words)

@@ -1,8 +1,8 @@
-"""What a person sees while a command runs: one line that moves, and one table at the end.
+"""Output of a running command: one line that moves, and one table at the end.
 
-Whatever is printed goes through `visible`: texts of models, data and paths may hold characters that a terminal obeys.
-A program sees the same as one object (`--json`): inside `answering()`, what `figures` and `table` show is kept as well,
-exact and not rounded. A command whose object should hold something else says so by `answer(values)`.
+Everything printed goes through `visible`: texts of models, data and paths may hold characters that a terminal obeys. A
+program gets the same as one object (`--json`): inside `answering()`, what `figures` and `table` show is kept as well,
+exact and not rounded. A command whose object should hold something else calls `answer(values)`.
 """
 
 import math
@@ -56,7 +56,7 @@ console = SafeConsole(highlight=False, markup=False)
 
 @dataclass
 class Answer:
-    """What a command found. given: by `answer`, in the place of figures and tables. files: what it wrote, by flag."""
+    """Findings of a command. given: by `answer`, in the place of figures and tables. files: written by it, by flag."""
 
     given: dict[str, Any] | None = None
     figures: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def announce(text: str) -> None:
 
 
 def answer(values: Mapping[str, Any]) -> None:
-    """What the command's object holds, in the place of what it shows."""
+    """Set what the command's object holds, in the place of what the command shows."""
     if _answers:
         _answers[-1].given = dict(values)
 
@@ -154,7 +154,7 @@ def stage(label: str, total: int = 0) -> Iterator["Line"]:
 
 
 class Stage(NamedTuple):
-    """How far a part of the work is: `done` of `total`, and a free text."""
+    """Progress of a part of the work: `done` of `total`, and a free text."""
 
     label: str
     done: int
@@ -221,7 +221,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class Line:
-    """How far something is: `to` moves it, `at` does where it is called so often that even a text costs time."""
+    """Progress line. `to` moves it; `at` does the same for calls so frequent that even making a text costs time."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total = label, total
@@ -272,7 +272,7 @@ class Line:
         return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", self.left(), self.text)))
 
     def due(self) -> bool:
-        """Whether `refresh` would show something."""
+        """Return whether `refresh` would show something."""
         return False
 
     def refresh(self) -> None:

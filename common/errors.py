@@ -18,8 +18,8 @@ LARGEST_INT = 2**63 - 1
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode the text; it cannot encode lone surrogates, which undecodable bytes of a command line
-    become."""
+    """Return whether UTF-8 can encode the text. It cannot encode lone surrogates, which undecodable bytes of a command
+    line become."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -68,7 +68,7 @@ def refuse_other_folder(path: str | Path) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """What is said of a file that is there and cannot be read."""
+    """Return the error for a file that exists and cannot be read."""
     what = "name a file in it" if isinstance(error, IsADirectoryError) else "check the path and its rights"
     return UserError(f"{path}: cannot be read ({error.strerror}); {what}")
 
@@ -180,7 +180,7 @@ class Unwritable(UserError):
 
 
 def remedy(error: OSError) -> str:
-    """What to do about a path that the system refuses."""
+    """Return the advice for a path that the system refuses, as words of a message."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return "make room for it" if full else "choose another path"
 
@@ -218,8 +218,8 @@ def append_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """What cannot be written to `path`, or to the temporary sibling that will be it, ends in a sentence that names
-    `path`, and so does every refusal that names the sibling. Errors that name another file go on their way."""
+    """Raise `Unwritable`, which names `path`, for what cannot be written to `path` or to its temporary sibling. A
+    UserError that names the sibling names `path` instead. Errors that name another file pass unchanged."""
     temporary = temporary or path
     try:
         yield

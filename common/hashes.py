@@ -59,7 +59,7 @@ class Blocks:
 
     @property
     def whole(self) -> bool:
-        """Whether every block has been verified."""
+        """Return whether every block has been verified."""
         return self._left == 0
 
     def touch(self, begin: int, end: int) -> None:
@@ -86,7 +86,8 @@ class Blocks:
 
 
 class Hashes:
-    """What a list of hashes says, of files in its folder but for what `blocks` is told. Made by `read_hashes`."""
+    """A list of hashes of the files in its folder. Only `blocks` may be told of a file elsewhere. Made by
+    `read_hashes`."""
 
     def __init__(self, path: Path, block: int, files: dict[str, _Listed]) -> None:
         self.path, self.folder, self.block = path, path.parent, block

@@ -1,7 +1,7 @@
-"""What our two HTTP clients share: an address made whole, a request and its answer of limited size, an answer as JSON,
-a failed attempt in words.
+"""Common code of the two HTTP clients: completing an address, a request and its answer of limited size, an answer as
+JSON, a message for a failed attempt.
 
-Deliberately absent: retries and patience, which differ: searches of a run wait for one server in turn, requests to a
+Deliberately absent: retries and patience, which differ. Searches of a run wait for one server in turn; requests to a
 chat model run side by side and are called off together.
 """
 
@@ -36,7 +36,7 @@ def service_address(url: str, path: str, whose: str, example: str, root: str = "
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What a server answered, read to its end."""
+    """A server's answer, read to its end."""
 
     status: int
     headers: Mapping[str, str]

@@ -138,7 +138,7 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_whole(path: Path) -> bytes:
-    """What `path` holds, decompressed where the name ends in `.gz`, without a byte order mark. UserError as
+    """Return the content of `path`, decompressed where the name ends in `.gz`, without a byte order mark. UserError as
     `iter_lines`, here for more than WHOLE_LIMIT bytes."""
     with readable(path, lambda: "at its beginning") as file:
         content = file.read(WHOLE_LIMIT + 1)
@@ -181,8 +181,8 @@ def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
 
 
 def parse_json(data: bytes, where: str, *, pairs: bool = False) -> object:
-    """What `data` spells; if `pairs`, objects are lists of (key, value), which loses no key that occurs twice.
-    UserError, starting with `where`, when it is no JSON in UTF-8."""
+    """Return the JSON value of `data`; if `pairs`, objects are lists of (key, value), which loses no key that occurs
+    twice. UserError, starting with `where`, when it is no JSON in UTF-8."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=list if pairs else None)
     except json.JSONDecodeError as error:
@@ -204,7 +204,7 @@ def as_object(value: object, where: str) -> Record:
 
 
 def json_kind(value: object) -> str:
-    """How JSON calls the kind of `value`."""
+    """Return JSON's name for the kind of `value`."""
     if value is None:
         return "null"
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}

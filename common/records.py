@@ -45,7 +45,7 @@ _warned: set[Path] = set()
 
 
 class _Chain:
-    """What the records so far are: their number and their digest."""
+    """Number and digest of the records so far."""
 
     def __init__(self) -> None:
         self.records, self._hash = 0, sha256()
@@ -279,7 +279,7 @@ class RecordLog:
 
     @property
     def as_left(self) -> bool:
-        """Whether the file has the size with which this log last left it."""
+        """Return whether the file has the size with which this log last left it."""
         return (self.path.stat().st_size if self.path.exists() else 0) == self._found.size
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -336,7 +336,7 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
 def read_object(
     path: Path, *, unverified: bool = False, owner: Path | None = None, remedy: str = REMEDY
 ) -> dict[str, Any]:
-    """What `write_object` wrote, without its digest. The arguments are those of `read_records`."""
+    """Return what `write_object` wrote, without its digest. The arguments are those of `read_records`."""
     values = read_json_object(path)
     digest = values.pop("digest", None)
     if unverified:

@@ -84,7 +84,7 @@ def handling() -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that torchrun has started."""
+    """Return whether this process is a rank that torchrun has started."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -172,7 +172,7 @@ def keeping(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], 
 
 
 def lines_in(path: Path) -> str | None:
-    """What a file keeps that grows line by line, for `keeping`; None where there is none."""
+    """Return a sentence on what a file that grows line by line keeps, for `keeping`; None where there is no file."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""How many threads a run computes with: `run.threads` of its recipe, or what suits the model.
+"""Number of threads of a run: `run.threads` of its recipe, or the number that suits the model.
 
 "auto" is one thread where the widest matrix of a layer has fewer than `SMALL` elements, else as many as torch takes by
 itself (OMP_NUM_THREADS, or the cores that the process may use). Half of a product of 128 x 96 by 96 x 192 takes a few
@@ -6,7 +6,7 @@ microseconds, less than it takes to wake a thread; where another process has the
 time slice for the other. One thread also gives a tiny model the same bits on every number of cores. Wider models gain:
 a rollout at 256 x 768 is 1.5 times as fast on two cores.
 
-How threads wait for work is decided before torch is loaded, by cli/process.py.
+cli/process.py decides how threads wait for work, before torch is loaded.
 
 Deliberately absent: FAISS's own pool, whose searches are batched, and whose results do not depend on its threads.
 """

@@ -1,6 +1,6 @@
-"""What lives here: a model folder in and out: config, weights, transformer, adapters, tokenizer.
+"""Reading and writing of model folders: config, weights, transformer, adapters, tokenizer.
 
-What may come in: another model family (docs/add/model.md), adapter or tokenizer; nothing that samples or trains.
+New files: another model family (docs/add/model.md), adapter or tokenizer; nothing that samples or trains.
 
     from thresher.policy import load_policy, load_tokenizer
 

@@ -17,7 +17,7 @@ SECONDS = 10.0  # that a template may take
 
 
 class TemplateError(UserError):
-    """What is wrong with a template or with what it was given, in words."""
+    """Error in a chat template or in what it was given; its message describes it."""
 
 
 def fill_template(

@@ -68,13 +68,13 @@ class RopeScaling(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRules:
-    """What one family asks of config.json.
+    """Rules of one family for config.json.
 
     constants: keys with the one value that the family's layer computes: written always, any other value refused.
-    accepted: keys that are only read, to refuse what the layer does not compute.
-    integers: fields that config.json must spell out, and that are written, where other families may leave them open.
-    written: fields that config.json may leave open, and that are written.
-    check: raises UserError for sizes that contradict each other in this family, where any do.
+    accepted: keys that are only read, to refuse what the layer does not compute. integers: fields that config.json must
+    spell out, and that are written, where other families may leave them open. written: fields that config.json may
+    leave open, and that are written. check: raises UserError for sizes that contradict each other in this family, where
+    any do.
     """
 
     constants: Mapping[str, object]
@@ -275,7 +275,8 @@ def _rope(d: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
 
 
 def _rope_scaling(d: dict[str, Any], key: str, where: str) -> RopeScaling | None:
-    """What the object `key` says beside a base: None for plain RoPE. UserError for every kind but Llama 3.1's."""
+    """Return the scaling that the object `key` gives beside a base: None for plain RoPE. UserError for every kind but
+    Llama 3.1's."""
     found = d.get(key)
     if found is None:
         return None

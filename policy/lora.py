@@ -50,7 +50,7 @@ RANK_STEP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """What fresh adapters are a function of. UserError for a rank, alpha or target that cannot be."""
+    """Settings that determine fresh adapters. UserError for an impossible rank, alpha or target."""
 
     rank: int
     alpha: float
@@ -76,7 +76,7 @@ class Adapter(nn.Module):
         self.b_OR = nn.Parameter(torch.zeros(outputs, settings.rank))
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds to the map's output, [T, O], in the dtype of x."""
+        """Return the adapter's addition to the map's output, [T, O], in the dtype of x."""
         missing = -len(self.a_RI) % RANK_STEP
         a_RI, b_OR = self.a_RI.to(x_TI.dtype), self.b_OR.to(x_TI.dtype)
         if missing:
@@ -115,7 +115,7 @@ class LayerAdapters(nn.Module):
 
 
 class AdaptedLayer(Protocol):
-    """What this file asks of a layer: see layers.py, which imports it."""
+    """Interface of a layer that this file needs; implemented in layers.py, which imports it."""
 
     adapters: LayerAdapters | None
 
@@ -123,7 +123,7 @@ class AdaptedLayer(Protocol):
 
 
 class AdaptedPolicy(Protocol):
-    """What this file asks of a policy: see model.py, which imports it."""
+    """Interface of a policy that this file needs; implemented in model.py, which imports it."""
 
     lora: LoraSettings | None
 

@@ -43,7 +43,7 @@ class StreamedPolicy:
         self._used: list[torch.cuda.Event | None] = [None] * len(self._rooms)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """What of it lies on the device."""
+        """Yield the tensors of the policy that lie on the device."""
         for layer in self._rooms:
             yield from layer.parameters()
         yield self._norm

@@ -96,7 +96,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are: 0 to vocab_size - 1, each with a token. The model's head may be wider."""
+        """Return the number of ids: 0 to vocab_size - 1, each with a token. The model's head may be wider."""
         return len(self._table)
 
     def __len__(self) -> int:
@@ -151,11 +151,11 @@ class Tokenizer:
 
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        """What Hugging Face's tokenizer puts before a text, such as Llama 3's begin of text; Qwen's have
-        nothing. A raw prompt needs it; a chat template writes it itself.
+        """Return the ids that Hugging Face's tokenizer puts before a text, such as Llama 3's begin of text; Qwen's have
+        none. A raw prompt needs them; a chat template writes them itself.
 
-        `add_bos_token` of tokenizer_config.json decides where it is given (Qwen, R1-Distill), else the
-        post-processor of tokenizer.json (Llama 3), which is all that transformers 5 looks at.
+        `add_bos_token` of tokenizer_config.json decides where it is given (Qwen, R1-Distill), else the post-processor
+        of tokenizer.json (Llama 3), which is all that transformers 5 looks at.
         """
         asked = self._settings.get("add_bos_token")
         if isinstance(asked, bool):
@@ -396,7 +396,7 @@ def panics_refused(texts: Sequence[str], where: str) -> Iterator[None]:
 
 
 def _unencodable(texts: Sequence[str]) -> Exception:
-    """What to raise for texts the library refused; JSON's escapes can put half a UTF-16 pair into a
+    """Return the exception for texts that the library refused; JSON's escapes can put half a UTF-16 pair into a
     string."""
     for text in texts:
         if not isinstance(text, str):

@@ -203,14 +203,14 @@ def _remove_shards(folder: Path, keep: set[str]) -> None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """What `_locate` will read."""
+    """Return the names of the files that `_locate` reads."""
     if os.path.lexists(folder / SINGLE):
         return [SINGLE]
     return [INDEX, *sorted(path.name for path in folder.glob("model-*.safetensors"))]
 
 
 def _locate(folder: Path) -> dict[str, _Entry]:
-    """Where each tensor of the folder lies, after checking headers and index."""
+    """Return the place of each tensor of the folder, after checking headers and index."""
     if os.path.lexists(folder / SINGLE):
         return _read_header(folder / SINGLE)
     if not os.path.lexists(folder / INDEX):
@@ -353,5 +353,6 @@ def _stream(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no number of it is NaN or infinite. One pass over the numbers, which makes no tensor of their size."""
+    """Return whether no number of the tensor is NaN or infinite. It takes one pass and makes no tensor of the same
+    size."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

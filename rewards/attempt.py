@@ -36,14 +36,14 @@ def hash_uniform(id_: str, pieces: Sequence[TextSegment]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardInput:
-    """What was written, and what it is judged by.
+    """An attempt's transcript, and what it is judged by.
 
     pieces: the transcript. golds: acceptable answers. passages: (title, text), those shown with the question, in their
-    order. gold_indices: which of them hold a supporting fact, from 1; None where that is unknown.
-    branches: continuations that only the reward sees, by name; in each the context is PROMPT and what the policy wrote
-    there is POLICY. entailment: a judge's probability in [0, 1] for the system's own claims; None if nobody was asked.
-    verdict: a judge's yes or no on the answer. length: of a text, in the unit of the run (tokens, or words).
-    chance: a number in [0, 1) that belongs to this attempt, for rewards with a random part.
+    order. gold_indices: which of them hold a supporting fact, from 1; None where that is unknown. branches:
+    continuations that only the reward sees, by name; in each the context is PROMPT and what the policy wrote there is
+    POLICY. entailment: a judge's probability in [0, 1] for the system's own claims; None if no judge was asked.
+    verdict: a judge's yes or no on the answer. length: of a text, in the unit of the run (tokens, or words). chance: a
+    number in [0, 1) that belongs to this attempt, for rewards with a random part.
     """
 
     pieces: Sequence[TextSegment]

@@ -1,11 +1,11 @@
-"""Whether a transcript is exactly the sections that a paper prescribes, and nothing else.
+"""Check that a transcript is exactly the sections that a paper prescribes, and nothing else.
 
 `outline` reduces a transcript to the names of its sections, in order; a system compares that with what it asks for.
 
 - Every section is `<tag>..</tag>`, closed where it was opened: nothing of another source can open, close or fill it.
 - Between sections there may be white space only, or with `prose` any text. Inside, text is free (`x < y`, `<b>`,
   `[1]`), but for the grammar's own tags, opening or closing: a section in a section is none.
-- What was RETRIEVED is one section, whatever a passage in it says, in systems that search; a tag of that name written
+- RETRIEVED text is one section, whatever a passage in it says, in systems that search; a tag of that name written
   by the policy is then out of place. In systems that are given their passages it is context, as PROMPT is everywhere.
 - FEEDBACK stands where a turn was no valid action, so a transcript with feedback in it is in no strict form; with
   `prose` it is text between sections.

@@ -1,8 +1,8 @@
-"""What is measured of an answer, of evidence, of named references and of a ranking, whatever the reward was.
+"""Measures of an answer, of evidence, of named references and of a ranking, whatever the reward was.
 
 `answer_measures` are the shared metrics: every reward puts their three keys among the parts, so that systems can be
-compared by the same numbers. A measure that has no value for a question is None, never a number that would flatter or
-spoil a mean: the caller leaves it out and counts it.
+compared by the same numbers. A measure that has no value for a question is None, never a number that would distort a
+mean: the caller leaves it out and counts it.
 
 Deliberately absent: means over questions and their confidence intervals (rewards/statistics.py), and every measure that
 takes a model.
@@ -35,13 +35,14 @@ def char_f1(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "sq
 
 
 def sub_em(s: str, golds: Golds) -> bool:
-    """Whether any gold is a plain substring of `s`, both normalised: lenient, and found wherever "no" is in "know"."""
+    """Return whether any gold is a plain substring of `s`, both normalised. This is lenient: it finds "no" in
+    "know"."""
     return contains_answer(s, golds, substring=True)
 
 
 def answer_recalled(text: str, golds: Golds) -> bool:
-    """Whether a piece of evidence, or a rationale, holds a gold as a run of whole tokens (EviOmni's answer recall, by
-    Eval-RAR's rule of containment); its mean over questions is AR."""
+    """Return whether a piece of evidence, or a rationale, holds a gold as a run of whole tokens (EviOmni's answer
+    recall, by Eval-RAR's rule of containment). The mean over questions is AR."""
     return contains_answer(text, golds)
 
 

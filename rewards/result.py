@@ -1,4 +1,4 @@
-"""What a reward function hands back: the number, what it is made of, and the answer that was judged."""
+"""Result of a reward function: the number, its parts, and the answer that was judged."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

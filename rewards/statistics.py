@@ -159,7 +159,7 @@ def sign_flip_test(differences: Sequence[float], *, draws: int = RESAMPLES, seed
 
 
 def overlap(first: Sequence[bool], second: Sequence[bool]) -> Overlap | None:
-    """How far two texts recall the gold answers of the same questions; None without questions."""
+    """Return how far two texts recall the gold answers of the same questions, as shares; None without questions."""
     pairs = list(zip(first, second, strict=True))
     if not pairs:
         return None

@@ -102,12 +102,12 @@ def tag_sequence(pieces: Sequence[TextSegment], tags: Sequence[str]) -> list[Tag
 
 
 def final_answer(pieces: Sequence[TextSegment], *, after: int = 0) -> str | None:
-    """What the policy wrote in its first closed `<answer>` span that is not empty, of those that begin at the byte
-    `after` of the transcript or later.
+    """Return what the policy wrote in its first closed `<answer>` span that is not empty, of those that begin at the
+    byte `after` of the transcript or later.
 
-    "" where all of them are empty, None where there is none. The first such span ends the episode, so later
-    ones never count, be they right or wrong. An empty one, like a stray `</answer>`, does not end it: the
-    loops answer it with feedback and another turn.
+    "" where all of them are empty, None where there is none. The first such span ends the episode, so later ones never
+    count, be they right or wrong. An empty one, like a stray `</answer>`, does not end it: the loops answer it with
+    feedback and another turn.
     """
     answers = [span for span in blocks(pieces, "answer") if span.start >= after]
     return next((span.text for span in answers if span.text), "" if answers else None)

@@ -51,7 +51,7 @@ def normalize_answer(s: str, variant: Variant = "squad") -> str:
 
 
 def exact_match(s: str, golds: Golds, *, variant: Variant = "squad") -> bool:
-    """Whether `s` equals any gold after normalisation."""
+    """Return whether `s` equals any gold after normalisation."""
     answer = normalize_answer(s, variant)
     return bool(answer) and any(answer == normalize_answer(gold, variant) for gold in as_golds(golds))
 
@@ -76,11 +76,11 @@ def overlap_f1(
 
 
 def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant: Variant = "squad") -> bool:
-    """Whether any gold occurs in `text`, both normalised, as a run of whole tokens ("art" is not in "party").
+    """Return whether any gold occurs in `text`, both normalised, as a run of whole tokens ("art" is not in "party").
 
-    Golds that are yes, no or noanswer, or that normalise to nothing, never occur. `substring` is the plain
-    test of the released code instead: characters rather than tokens, yes and no included (so "no" is found in
-    "I do not know"); golds that normalise to nothing stay out of it, for they would be found everywhere.
+    Golds that are yes, no or noanswer, or that normalise to nothing, never occur. `substring` is the plain test of the
+    released code instead: characters rather than tokens, yes and no included (so "no" is found in "I do not know").
+    Golds that normalise to nothing are left out of it, since they would be found everywhere.
     """
     normal = normalize_answer(text, variant)
     wanted = [gold for gold in (normalize_answer(gold, variant) for gold in as_golds(golds)) if gold]

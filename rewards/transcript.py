@@ -1,9 +1,9 @@
-"""What a reward may look at: pieces of a transcript, each with its source.
+"""Input of a reward: pieces of a transcript, each with its source.
 
 A piece holds raw bytes, because a tag's boundary may fall inside a token and a turn may end in the middle of a
-character. Everything that is parsed (stops, actions, answers, notes) is parsed from POLICY pieces only, so no
-passage and no prompt can fake an answer. The engine's trajectories, which hold token ids, turn into this form by
-decoding; nothing ever goes the other way.
+character. Everything that is parsed (stops, actions, answers, notes) is parsed from POLICY pieces only, so no passage
+and no prompt can fake an answer. The engine's trajectories, which hold token ids, turn into this form by decoding;
+there is no conversion back.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from thresher.common.renamed import renamed
 
 
 class Source(StrEnum):
-    """Who wrote a segment. The loss mask of a trajectory is `source is Source.POLICY`; there is no other mask."""
+    """Author of a segment. The loss mask of a trajectory is `source is Source.POLICY`; there is no other mask."""
 
     PROMPT = "prompt"
     POLICY = "policy"

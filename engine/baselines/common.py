@@ -1,8 +1,8 @@
-"""What the baselines share: the reward, their prompts with examples before them, and the episode of a single turn.
+"""Common code of the baselines: the reward, their prompts with examples before them, and the episode of a single turn.
 
     reward = EM(answer, golds)
 
-The answer is the first closed `<answer>` span that the policy wrote, as everywhere; a model that answers without the
+The answer is the first closed `<answer>` span that the policy wrote, as everywhere. A model that answers without the
 tags has not answered, and `answered` says how often that happened.
 """
 
@@ -75,7 +75,7 @@ def reader_call(question: str, passages: Sequence[Passage]) -> SubCall:
 
 
 def calls(attempt: RewardInput) -> list[Sequence[TextSegment]]:
-    """What was shown and written in the attempt's calls, in their order."""
+    """Return what was shown and written in the attempt's calls, in their order."""
     numbered = {int(name.removeprefix("call ")): pieces for name, pieces in attempt.branches.items() if "call " in name}
     return [pieces for _, pieces in sorted(numbered.items())]
 

@@ -419,8 +419,8 @@ def answer_in(pieces: Sequence[TextSegment], protocol: Name) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{..} that is closed, its own braces in pairs, without a \\text{..} around it all;
-    None without one."""
+    """Return the text in the last \\boxed{..} that is closed, with its braces in pairs and without a \\text{..} around
+    it all; None without one."""
     start = len(text)
     while (start := text.rfind("\\boxed{", 0, start)) >= 0:
         begin, depth = start + len("\\boxed{"), 1

@@ -54,8 +54,8 @@ def parse_indices(text: str) -> frozenset[int] | None:
 
 
 def named_indices(pieces: Sequence[TextSegment]) -> frozenset[int] | None:
-    """What the policy's first closed `<relevance>` span before the end of its final answer names; None without one,
-    and where it cannot be read."""
+    """Return the indices named in the policy's first closed `<relevance>` span before the end of its final answer; None
+    without such a span, and where it cannot be read."""
     found = blocks(up_to_answer(pieces), "relevance")
     return parse_indices(found[0].text) if found else None
 

@@ -101,10 +101,11 @@ def evinote_reward(
 
 
 def evinote_claims(attempt: RewardInput, tag: str = "summary") -> list[tuple[str, str]]:
-    """What an entailment judge is asked: (the last note, "<gold> is the answer to '<question>'") for each gold.
+    """Return the questions to an entailment judge: (the last note, "<gold> is the answer to '<question>'") for each
+    gold.
 
     Empty where there is no note. Golds that normalise to nothing match nothing here either, and are left out. The note
-    is passed whole: how much of it a judge can read is the judge's business.
+    is passed whole; the judge decides how much of it is read.
     """
     noted = notes(attempt.pieces, tag)
     if not noted:
@@ -119,7 +120,8 @@ def notes(pieces: Sequence[TextSegment], tag: str = "summary") -> list[str]:
 
 
 def has_mark(note: str, mark: str) -> bool:
-    """Whether a note carries `mark`, "*" or "-": as the marker of a list item, or as a pair around text in one line."""
+    """Return whether a note carries `mark`, "*" or "-": as the marker of a list item, or as a pair around text in one
+    line."""
     return any(_is_item(line, mark) or _holds_pair(line, mark) for line in note.splitlines())
 
 
@@ -143,8 +145,8 @@ def _marked(noted: Sequence[str], marks: Marks) -> bool:
 
 
 def _paired(text: str) -> bool:
-    """Whether every `*` and `#` closes the one before it or is closed by a later one, without crossing; and there is
-    one."""
+    """Return whether there is any `*` or `#`, and each closes the one before it or is closed by a later one, without
+    crossing."""
     opened: list[str] = []
     marks = re.findall("[*#]", text)
     for mark in marks:
