@@ -280,8 +280,9 @@ class EpisodeRunner:
 
     def stage(self) -> Stage | None:
         """Return how far `collect` is, for `console.polling`; None while nothing is under way."""
+        under_way = self.under_way  # once: the run goes on while this is asked
         text = f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
-        return None if self.under_way is None else Stage("rollout", *self.under_way, text)
+        return None if under_way is None else Stage("rollout", *under_way, text)
 
 
 class Rollout(EpisodeRunner):

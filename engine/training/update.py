@@ -97,7 +97,8 @@ class Updater:
         self.partial = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
         self.begun = 0  # optimiser steps, since this was made
-        self._at: tuple[str, int, int] | None = None  # what is done now: its name, micro-batches done, of how many
+        # Of what is under way: its name, micro-batches that are done, all of them, and rows in the loss so far.
+        self._at: tuple[str, int, int, int] | None = None
 
     def update(
         self, items: Sequence[TrainSequence], step: int, temperature: float, recorder: TokenRecorder | None = None
@@ -114,7 +115,7 @@ class Updater:
         optim, stats = self.optim, UpdateStats()
         batches = self._batches(items)
         for number, batch in enumerate(batches):
-            self._at = ("update", number, len(batches))
+            self._at = ("update", number, len(batches), stats.rows)
             found_R = self._backward(batch, temperature, stats)
             if recorder is not None and batch.items:  # an idle one has none
                 recorder.add([(items[n].key, len(items[n].positions)) for n in batch.items], found_R)
@@ -134,7 +135,7 @@ class Updater:
         found: list[list[float]] = [[] for _ in items]
         batches = self._batches(items)
         for done, batch in enumerate(batches):
-            self._at = ("log-probs", done, len(batches))
+            self._at = ("log-probs", done, len(batches), 0)
             with torch.no_grad():
                 values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
             for number in batch.items:
@@ -144,7 +145,11 @@ class Updater:
 
     def stage(self) -> Stage | None:
         """Return how far the update is, for `console.polling`; None while there is none."""
-        return None if self._at is None else Stage(*self._at)
+        at = self._at  # once: the update goes on while this is asked
+        if at is None:
+            return None
+        label, done, total, rows = at
+        return Stage(label, done, total, f"{rows:,} tokens in the loss" if rows else "")
 
     def savable(self) -> tuple[Policy, torch.optim.Optimizer] | None:
         """The trained weights and the optimiser's state, whole, on the rank that saves them; None elsewhere."""

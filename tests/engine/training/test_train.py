@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from train_cases import (
     untimed,
 )
 
+from thresher.common import console
+from thresher.common.console import Stage
 from thresher.common.errors import UserError
 from thresher.engine.assemble import load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.reports.token_view import policy_counts
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
+from thresher.engine.training.update import Updater
 from thresher.retrieval.questions import Question
 
 
@@ -68,6 +73,39 @@ def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, 
     start = load_file(Path(base["model"]["path"]) / "model.safetensors")
     end = load_file(uninterrupted / "checkpoints" / "step_000004" / "model.safetensors")
     assert not torch.equal(start["model.embed_tokens.weight"], end["model.embed_tokens.weight"])
+
+
+def test_a_line_that_asks_hears_how_far_rollout_and_update_are(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`console.polling` is given what to ask; here it is asked in each forward of the decoder and each micro-batch."""
+    asked: list[Callable[[], Stage | None]] = []
+    heard: list[Stage | None] = []
+
+    def polling(ask: Callable[[], Stage | None]) -> AbstractContextManager[None]:
+        asked.append(ask)
+        return nullcontext()
+
+    def asking(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def ask_first(*arguments: Any, **options: Any) -> Any:
+            heard.append(asked[0]())
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, ask_first)
+
+    monkeypatch.setattr(console, "polling", polling)
+    asking(Decoder, "step")
+    asking(Updater, "_backward")
+    train(make_recipe(run={"steps": 1, "eval_every": None}), tmp_path / "run")
+    of_update = [stage for stage in heard if stage is not None and stage.label == "update"]
+    of_rollout = [stage for stage in heard if stage is not None and stage.label == "rollout"]
+    assert len(heard) == len(of_update) + len(of_rollout)
+    assert [(stage.done, stage.total) for stage in of_update] == [(n, len(of_update)) for n in range(len(of_update))]
+    assert of_update and GROUPS * SAMPLES in {stage.total for stage in of_rollout}
+    assert max(stage.done for stage in of_rollout) > 0 and "searches" in of_rollout[-1].text
+    assert asked[0]() is None
 
 
 def test_the_metrics_of_a_step_are_those_of_its_trajectories(uninterrupted: Path) -> None:

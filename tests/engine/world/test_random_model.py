@@ -5,26 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_cases import CONFIG
 
 from thresher.cli import main as cli
 from thresher.policy import load_policy, load_tokenizer
 from thresher.policy.tokenizer import Tokenizer
-
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 999,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 100.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 0,
-}
 
 
 @pytest.fixture
