@@ -37,8 +37,7 @@ from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit as Found
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.result import RewardResult
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import RewardResult, Source
 
 TEMPLATE = "{question}{passages}"
 STOP = "</NotToBeSpelledByChance>"  # every turn has one length, so its tag must not be sampled

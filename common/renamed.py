@@ -1,7 +1,9 @@
-"""Old names of what a user's own file may import: they work, with a DeprecationWarning that says the new one."""
+"""Old names that a user's own file may import: they work, with a DeprecationWarning that says the new name."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 
@@ -12,7 +14,14 @@ def renamed(module: str, names: Mapping[str, Any]) -> Callable[[str], Any]:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         found = names[name]
-        warnings.warn(f"{module}.{name} is now called {found.__name__}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{module}.{name} is now {found.__module__}.{found.__name__}", DeprecationWarning, stacklevel=2)
         return found
 
     return getattr_
+
+
+def moved_module(old: str, names: Mapping[str, Any]) -> None:
+    """Make the module `old` importable, with `names` as `renamed` has them."""
+    module = ModuleType(old)
+    vars(module)["__getattr__"] = renamed(old, names)
+    sys.modules[old] = module

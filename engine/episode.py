@@ -33,10 +33,8 @@ from thresher.common.renamed import renamed
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
 from thresher.rewards.tags import blocks, final_answer
-from thresher.rewards.transcript import Source, TextSegment
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,13 @@
 """Rewards as pure functions of a transcript and the gold answers: tags, text measures, statistics, group advantages.
 
-Another pure function of these may come in, a paper's reward into papers/; neither torch nor any other folder may.
+It imports neither torch nor any folder but common. A paper's reward is a file in papers/.
 """
 
 from typing import TYPE_CHECKING
 
 from thresher.common.errors import UserError
-from thresher.common.renamed import renamed
+from thresher.common.renamed import moved_module, renamed
 from thresher.rewards.advantages import group_advantages
-from thresher.rewards.attempt import RewardInput, count_words
-from thresher.rewards.grammar import outline
 from thresher.rewards.measures import (
     answer_measures,
     answer_recalled,
@@ -20,15 +18,13 @@ from thresher.rewards.measures import (
     relevance_scores,
     sub_em,
 )
-from thresher.rewards.papers.arena import arena_reward, parse_indices
+from thresher.rewards.papers.arena import arena_reward, naive_reward, parse_indices
 from thresher.rewards.papers.evinote import evinote_claims, evinote_reward
 from thresher.rewards.papers.eviomni import eviomni_reward
-from thresher.rewards.papers.naive import naive_reward
 from thresher.rewards.papers.search import autorefine_reward, eval_rar_reward, search_r1_reward
-from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import blocks, escape_tags, final_answer, tag_sequence, tag_strings
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment, count_words
+from thresher.rewards.tags import blocks, escape_tags, final_answer, outline, tag_sequence, tag_strings
 from thresher.rewards.text import contains_answer, exact_match, f1_score, normalize_answer
-from thresher.rewards.transcript import Source, TextSegment
 
 __all__ = [
     "RewardInput",
@@ -69,4 +65,8 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # which would let any name pass
-    __getattr__ = renamed(__name__, {"Attempt": RewardInput, "Piece": TextSegment})
+    _OLD = {"Attempt": RewardInput, "Piece": TextSegment}
+    __getattr__ = renamed(__name__, _OLD)
+    moved_module(f"{__name__}.attempt", {"Attempt": RewardInput, "RewardInput": RewardInput})
+    moved_module(f"{__name__}.result", {"RewardResult": RewardResult})
+    moved_module(f"{__name__}.transcript", _OLD | {"Source": Source, "TextSegment": TextSegment})

@@ -1,47 +1,38 @@
-"""Tags in transcripts: reading them from what the policy wrote, and keeping them out of everything else.
+"""Tags in transcripts: reading them from what the policy wrote, checking their order, keeping them out of other text.
 
-Reading. Only POLICY pieces are looked at. Adjacent POLICY pieces (a turn sampled in several rounds) are one
-stretch; a piece of any other source ends the stretch, so a span never reaches across a passage and no
-passage, prompt or feedback can open, close or fill one. Tags are matched exactly, as the stop matcher of the
-engine does: `</ANSWER>` and `< /answer >` are text. Bytes are parsed, since a stretch may end inside a
-character; text is decoded afterwards.
-
-Writing. `escape_tags` is applied to rendered passages, questions and feedback, after rendering, so that
-nothing the user's data holds can be read as a tag even by eye or by the model.
-
-Deliberately absent: attributes, self-closing tags, entities, nesting as a tree: these are marks, not XML.
+Only POLICY segments are read. Adjacent ones are one stretch; a segment of another source ends it, so a span never
+reaches across a passage. Tags match exactly, as in the engine's stop matcher: `</ANSWER>` and `< /answer >` are text.
+Bytes are parsed, since a stretch may end inside a character; text is decoded afterwards.
 """
 
 import re
 import unicodedata
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import groupby
 
 from thresher.common.errors import UserError
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import Source, TextSegment
 
 # Printable ASCII without < and >, in names also without /.
 _NAME = re.compile(r"[!-.0-;=?-~]+")
 _TAG = re.compile(r"<[!-;=?-~]+>")
+# Qwen's end-of-text tokens. Transcripts from elsewhere hold their text; ours end at the tag before.
+_THE_END = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>)*+")
 
 
 @dataclass(frozen=True, slots=True)
 class TagSpan:
     """A closed `<tag>..</tag>` that the policy wrote.
 
-    `text` is what stands between the tags, decoded (broken bytes become U+FFFD) and stripped. `start` and
-    `end` are byte offsets into the whole transcript, all sources concatenated, from the first byte of `<tag>`
-    to the one after `</tag>`; they order spans of different tags. `piece` is the index of the piece in which
-    `<tag>` begins.
+    text: between the tags, decoded (broken bytes become U+FFFD) and stripped. start, end: byte offsets into the whole
+    transcript, all sources concatenated, from the first byte of `<tag>` to the one after `</tag>`.
     """
 
     text: str
     start: int
     end: int
-    piece: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,6 @@ class TagEvent:
     closing: bool
     start: int
     end: int
-    piece: int
 
 
 def tag_strings(*tags: str) -> tuple[str, ...]:
@@ -64,14 +54,12 @@ def tag_strings(*tags: str) -> tuple[str, ...]:
 
 
 def blocks(pieces: Sequence[TextSegment], tag: str) -> list[TagSpan]:
-    """All closed spans of `tag` (a name, such as "search") in POLICY text, in order.
+    """Return all closed spans of `tag` (a name, such as "search") in POLICY text, in order.
 
-    A closing tag takes the last opening tag before it (the innermost of nested ones), back to the previous
-    closing tag or the start of the stretch; one without an opening tag, and an opening tag without a closing
-    one, are ignored.
+    A closing tag takes the last opening tag before it (the innermost of nested ones), back to the previous closing tag
+    or the start of the stretch. A tag without its partner is ignored.
     """
     opening, closing = (text.encode() for text in tag_strings(tag))
-    starts = _piece_starts(pieces)
     found = []
     for offset, stretch in _policy_stretches(pieces):
         position = 0
@@ -79,70 +67,114 @@ def blocks(pieces: Sequence[TextSegment], tag: str) -> list[TagSpan]:
             end = close + len(closing)
             if (begin := stretch.rfind(opening, position, close)) >= 0:
                 inside = stretch[begin + len(opening) : close].decode("utf-8", errors="replace").strip()
-                found.append(TagSpan(inside, offset + begin, offset + end, _piece_at(starts, offset + begin)))
+                found.append(TagSpan(inside, offset + begin, offset + end))
             position = end
     return found
 
 
 def tag_sequence(pieces: Sequence[TextSegment], tags: Sequence[str]) -> list[TagEvent]:
-    """Every opening and closing tag of the given names in POLICY text, in order: for checks of grammar."""
+    """Return every opening and closing tag of the given names in POLICY text, in order."""
     known = sorted({text for tag in tags for text in tag_strings(tag)})
     if not known:
         return []
     pattern = re.compile(b"|".join(re.escape(text.encode()) for text in known))
-    starts = _piece_starts(pieces)
     events = []
     for offset, stretch in _policy_stretches(pieces):
         for match in pattern.finditer(stretch):
-            text, start = match.group().decode(), offset + match.start()
-            closing = text.startswith("</")
-            name = text[2 if closing else 1 : -1]
-            events.append(TagEvent(name, closing, start, offset + match.end(), _piece_at(starts, start)))
+            text = match.group().decode()
+            events.append(TagEvent(text.strip("</>"), text[1] == "/", offset + match.start(), offset + match.end()))
     return events
 
 
 def final_answer(pieces: Sequence[TextSegment], *, after: int = 0) -> str | None:
-    """Return what the policy wrote in its first closed `<answer>` span that is not empty, of those that begin at the
-    byte `after` of the transcript or later.
+    """Return the policy's first closed `<answer>` with text in it that begins at byte `after` or later.
 
-    "" where all of them are empty, None where there is none. The first such span ends the episode, so later ones never
-    count, be they right or wrong. An empty one, like a stray `</answer>`, does not end it: the loops answer it with
-    feedback and another turn.
+    "" where all are empty, None where there is none. The first one ends the episode, so later ones never count. An
+    empty one does not end it: the loops answer it with feedback and another turn.
     """
     answers = [span for span in blocks(pieces, "answer") if span.start >= after]
     return next((span.text for span in answers if span.text), "" if answers else None)
 
 
 def up_to_answer(pieces: Sequence[TextSegment]) -> list[TextSegment]:
-    """The transcript up to and including the span of the final answer; all of it where there is none.
+    """Cut a transcript after the span of the final answer, if it has one: what follows must not count."""
+    end = next((span.end for span in blocks(pieces, "answer") if span.text), None)
+    if end is None:
+        return list(pieces)
+    kept: list[TextSegment] = []
+    for piece in pieces:
+        kept.append(TextSegment(piece.source, piece.text[:end]))
+        end -= len(piece.text)
+        if end <= 0:
+            break
+    return kept
 
-    Transcripts from elsewhere may run on after the answer; what follows must not count.
+
+def outline(
+    pieces: Sequence[TextSegment], tags: Sequence[str], *, retrieved: str | None = None, prose: bool = False
+) -> tuple[str, ...] | None:
+    """Return the names of the transcript's sections, in order; None where it does not consist of closed sections.
+
+    A section is `<tag>..</tag>` of a name in `tags`, opened and closed in one stretch, with any text in it but the
+    grammar's own tags. retrieved: the name under which a run of RETRIEVED segments counts as a section, which the
+    policy may then not write; None: it is context, as PROMPT is. Between sections only white space may stand, or with
+    `prose` any text; FEEDBACK is such text. Behind the last section only white space and end-of-text tokens may stand.
     """
-    for span in blocks(pieces, "answer"):
-        if span.text:
-            return _cut(pieces, span.end)
-    return list(pieces)
+    runs = [
+        (source, b"".join(piece.text for piece in run))
+        for source, run in groupby(pieces, key=lambda piece: piece.source)
+    ]
+    known = list(tags) if retrieved is None else [*tags, retrieved]
+    names: list[str] = []
+    for number, (source, text) in enumerate(runs, start=1):
+        if source == Source.RETRIEVED and retrieved is not None:
+            names.append(retrieved)
+        elif source == Source.FEEDBACK and text.strip() and not prose:
+            return None
+        elif source == Source.POLICY:
+            sections = _sections(text, known, at_end=number == len(runs), prose=prose)
+            if sections is None or retrieved in sections:
+                return None
+            names += sections
+    return tuple(names)
+
+
+def _sections(text: bytes, tags: Sequence[str], at_end: bool, prose: bool) -> list[str] | None:
+    names: list[str] = []
+    opened: str | None = None
+    position = 0
+    for event in tag_sequence([TextSegment(Source.POLICY, text)], tags):
+        if opened is None:
+            between = text[position : event.start].decode("utf-8", errors="replace")
+            if event.closing or not (prose or not between.strip()):
+                return None
+            opened = event.tag
+        elif event.closing and event.tag == opened:
+            names.append(opened)
+            opened, position = None, event.end
+        else:
+            return None
+    rest = text[position:].decode("utf-8", errors="replace")
+    ended = _THE_END.fullmatch(rest) is not None if at_end else prose or not rest.strip()
+    return names if opened is None and ended else None
 
 
 def escape_tags(text: str, tags: Sequence[str]) -> str:
-    """`text` with a space after the `<` of every tag in it: `</answer>` becomes `< /answer>`, the rest stays.
+    """Put a space after the `<` of every tag in `text`: `</answer>` becomes `< /answer>`. Idempotent.
 
-    `tags` are whole tags (see `tag_strings`). A `<` that begins a tag's head at the very end of the text
-    ("..</ans") gets its space too. Hence no output holds a tag, and none begins in an output and ends in what
-    is put after it; so any concatenation of outputs, with whole tags between them, holds no tag but those.
-    What stands *before* an output must itself not end in a tag's head: template text, which its author
-    writes, or another output. The text comes back in Unicode's NFC, the form in which Qwen's tokenizer reads
-    it, for else that could still make an ASCII letter of a tag (the Kelvin sign becomes K). Idempotent. Case
-    variants and tags with inner spaces are no tags and stay. Raises UserError where a tag is not of the form
-    `<word>` in ASCII, since the argument rests on it.
+    `tags` are whole tags (see `tag_strings`). A `<` that begins a tag's head at the very end of the text ("..</ans")
+    gets its space too. Hence no output holds a tag, and no concatenation of outputs with whole tags between them holds
+    any but those. The text before an output must not end in a tag's head. The result is in Unicode's NFC, the form in
+    which Qwen's tokenizer reads it, since NFC can make an ASCII letter of a tag (the Kelvin sign becomes K). UserError
+    where a tag is not of the form `<word>` in ASCII.
     """
     wanted = tuple(tags)
     if not wanted:
         return text
     text = _tag_start(wanted).sub("< ", unicodedata.normalize("NFC", text))
-    head = text[text.rfind("<") :] if "<" in text else ""
-    if head and any(tag.startswith(head) for tag in wanted):
-        text = f"{text[: len(text) - len(head)]}< {head[1:]}"
+    before, bracket, head = text.rpartition("<")
+    if bracket and any(tag.startswith(f"<{head}") for tag in wanted):
+        text = f"{before}< {head}"
     return text
 
 
@@ -155,36 +187,10 @@ def _tag_start(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _policy_stretches(pieces: Sequence[TextSegment]) -> Iterator[tuple[int, bytes]]:
-    """(offset in the transcript, bytes) of every maximal run of adjacent POLICY pieces."""
-    offset, begin, run = 0, 0, list[bytes]()
-    for piece in pieces:
-        if piece.source == Source.POLICY:
-            if not run:
-                begin = offset
-            run.append(piece.text)
-        elif run:
-            yield begin, b"".join(run)
-            run = []
-        offset += len(piece.text)
-    if run:
-        yield begin, b"".join(run)
-
-
-def _piece_starts(pieces: Sequence[TextSegment]) -> list[int]:
-    return list(accumulate((len(piece.text) for piece in pieces), initial=0))
-
-
-def _piece_at(starts: list[int], offset: int) -> int:
-    """Index of the piece that holds the byte at `offset`; empty pieces hold none."""
-    return bisect_right(starts, offset) - 1
-
-
-def _cut(pieces: Sequence[TextSegment], end: int) -> list[TextSegment]:
-    kept: list[TextSegment] = []
+    """Yield (offset in the transcript, bytes) of every maximal run of adjacent POLICY segments."""
     offset = 0
-    for piece in pieces:
-        if offset + len(piece.text) >= end:
-            return [*kept, TextSegment(piece.source, piece.text[: end - offset])]
-        kept.append(piece)
-        offset += len(piece.text)
-    return kept
+    for written, run in groupby(pieces, key=lambda piece: piece.source == Source.POLICY):
+        text = b"".join(piece.text for piece in run)
+        if written:
+            yield offset, text
+        offset += len(text)

@@ -9,7 +9,7 @@ from thresher.engine.episode import System
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.retrieval.questions import Question
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardResult
 
 Make = Callable[..., Rollout]
 EOS = "<|endoftext|>"

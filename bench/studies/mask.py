@@ -60,7 +60,7 @@ from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 GROUP = 8  # scripted trajectories whose advantages are made together, as the demo's samples of a question are
 VOCABULARY = 800  # tokens of the scripted batch's tokenizer, as in the demo

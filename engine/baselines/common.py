@@ -27,11 +27,9 @@ from thresher.engine.episode import (
 )
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
 from thresher.rewards.measures import answer_measures
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, TextSegment
 from thresher.rewards.tags import final_answer
-from thresher.rewards.transcript import TextSegment
 
 # How the templates of this folder ask for the answer, and how the same asks for it bare: what a generator is tuned on
 # (engine/training/sft_data.py) is what it is asked with here.

@@ -24,10 +24,8 @@ from thresher.engine.episode import (
 )
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, TextSegment
 from thresher.rewards.tags import blocks
-from thresher.rewards.transcript import TextSegment
 
 SUMMARY = read_template(Path(__file__).with_name("sure_summary.txt"), passages=True)
 VALIDITY, RANKING = (read_template(Path(__file__).with_name(f"sure_{name}.txt")) for name in ("validity", "ranking"))

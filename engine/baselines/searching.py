@@ -41,10 +41,8 @@ from thresher.engine.systems import load_system
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID, search_loop
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
 from thresher.rewards.tags import final_answer
-from thresher.rewards.transcript import Source, TextSegment
 
 
 def untrained_search_loop(options: Options) -> System:

@@ -30,7 +30,7 @@ from thresher.common.locks import lock_folder
 from thresher.common.records import RecordLog, write_object, write_records
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.rollout.rollout import EpisodeRunner
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 ANSWERS = "answers.jsonl"
 REMEDY = "delete this line and those behind it, and they are generated again"

@@ -27,7 +27,6 @@ from statistics import stdev
 from typing import Any
 
 from thresher.engine.scoring.score import Scored
-from thresher.rewards.attempt import RewardInput
 from thresher.rewards.measures import (
     answer_recalled,
     char_f1,
@@ -39,10 +38,10 @@ from thresher.rewards.measures import (
 )
 from thresher.rewards.papers.arena import named_indices
 from thresher.rewards.papers.eviomni import evidence_of, length_of_passages, rationale_of
+from thresher.rewards.reward import RewardInput, Source
 from thresher.rewards.statistics import intervals
 from thresher.rewards.tags import blocks, up_to_answer
 from thresher.rewards.text import contains_answer, exact_match, f1_score
-from thresher.rewards.transcript import Source
 
 Values = dict[str, float | None]
 

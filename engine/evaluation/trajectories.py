@@ -36,7 +36,7 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.measures import compression_ratio
+from thresher.rewards.reward import TextSegment
 from thresher.rewards.tags import blocks
-from thresher.rewards.transcript import TextSegment
 
 SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and of rationale; a system's are the first it has
 

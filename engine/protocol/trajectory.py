@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import Source, TextSegment
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from thresher.common.console import visible
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import RunFolder, step_of
 from thresher.engine.systems import load_system
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 Record = Mapping[str, Any]
 ENDINGS = {  # Trajectory.reason -> its words; "answered" has none

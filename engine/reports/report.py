@@ -52,8 +52,8 @@ from thresher.policy.config import read_config
 from thresher.policy.families import find_family
 from thresher.policy.model import Policy
 from thresher.retrieval.indexes.manifest import read_manifest
+from thresher.rewards.reward import Source
 from thresher.rewards.statistics import wilson
-from thresher.rewards.transcript import Source
 
 Record = Mapping[str, Any]
 

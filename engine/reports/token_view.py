@@ -42,7 +42,7 @@ from thresher.engine.reports.pages import (
 from thresher.engine.store.run_folder import RunFolder, step_name
 from thresher.engine.store.token_stats import TokenStats, read_token_stats
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 MOST_BYTES = 10_000_000  # of a page: what mail servers let through
 Group = Mapping[str, Any]

@@ -56,8 +56,8 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.bm25 import rank_in_context
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit, Retriever
+from thresher.rewards.reward import Source
 from thresher.rewards.tags import escape_tags
-from thresher.rewards.transcript import Source
 
 REMEMBERED = 20_000  # trajectories, of different questions, that drafts are looked up in
 

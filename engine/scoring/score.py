@@ -12,8 +12,7 @@ from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
 from thresher.engine.scoring.judges import EntailmentJudge
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput, hash_uniform
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, hash_uniform
 
 
 class VerdictJudge(Protocol):

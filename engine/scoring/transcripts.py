@@ -23,8 +23,7 @@ from thresher.common.records import read_records
 from thresher.engine.episode import System
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.rewards.attempt import RewardInput, count_words, hash_uniform
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment, count_words, hash_uniform
 
 ANSWERS = ("rationale", "evidence", "full")
 

@@ -23,9 +23,7 @@ from thresher.common.files import MOST_TEXT, read_bytes
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import Episode, EpisodeConfig, Prompt, Request, System
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.result import RewardResult
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
 
 MEASURES = ("em", "f1", "answered")  # among the parts of every reward
 FIRST: tuple[type, ...] = (Prompt,)

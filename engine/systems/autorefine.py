@@ -22,9 +22,8 @@ from typing import Any, Literal
 
 from thresher.engine.episode import System, pair_tags, read_preset, read_template
 from thresher.engine.systems.search_r1 import search_loop
-from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import autorefine_reward
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult
 
 
 @dataclass(frozen=True, kw_only=True)

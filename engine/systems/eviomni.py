@@ -47,8 +47,8 @@ from thresher.engine.episode import (
 )
 from thresher.retrieval.questions import Question
 from thresher.rewards.papers.eviomni import eviomni_reward, full_answer
+from thresher.rewards.reward import Source, TextSegment
 from thresher.rewards.tags import blocks
-from thresher.rewards.transcript import Source, TextSegment
 
 ANSWERED = ("</answer>",)
 

@@ -25,7 +25,7 @@ from thresher.engine.episode import (
 )
 from thresher.engine.systems import search_r1
 from thresher.retrieval.questions import Question
-from thresher.rewards.papers.naive import naive_reward
+from thresher.rewards.papers.arena import naive_reward
 
 
 @dataclass(frozen=True, kw_only=True)

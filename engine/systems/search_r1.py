@@ -31,9 +31,8 @@ from thresher.engine.episode import (
     read_template,
 )
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import search_r1_reward
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult
 
 BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
 INVALID = (

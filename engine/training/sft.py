@@ -41,7 +41,7 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import to_passage
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from thresher.engine.systems import load_system
 from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 RUNNING = 16  # analyses written at once
 TEMPLATE = """Below are numbered references, a question, the references that matter for it, and its answer.

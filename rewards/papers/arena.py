@@ -9,31 +9,27 @@
     relevance  1 if the indices named are the gold set, .5 if they share one with it, else 0
     bonus      10 if the other three are all exactly 1 [assumed, for F1]
 
-The parts are scored independently: a right answer counts in a bad form too. Where the released code is strict, this is
-not: it takes one JSON list, here "1, 5" and "[1],[5]" are read as well. Where it is lax, this is not: it lets text
-follow the last section. EM and F1 compare texts as its code normalises them (rewards/text.py, "arena"). To name every
-reference scores .5 by the equation; `max_indices` closes that hole, and is off by default.
+The parts are scored apart: a right answer counts in a bad form too. The released code takes one JSON list of indices;
+here "1, 5" and "[1],[5]" are read too. It lets text follow the last section; here that is a bad form. EM and F1
+normalise texts as it does (rewards/text.py, "arena").
 
-Deliberately absent: the references themselves. Which of them are gold is in the data (`RewardInput.gold_indices`).
+Naive GRPO is ARENA's baseline: `<think>..</think><answer>..</answer>`, R = format + answer, each 1 or 0.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from thresher.common.errors import UserError
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
-from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import blocks, final_answer, up_to_answer
+from thresher.rewards.reward import RewardInput, RewardResult, TextSegment
+from thresher.rewards.tags import blocks, final_answer, outline, up_to_answer
 from thresher.rewards.text import Variant, exact_match, f1_score
-from thresher.rewards.transcript import TextSegment
 
 Accuracy = Literal["em", "f1", "judge"]
 
 SECTIONS = ("relevance", "analysis", "answer")
-ACCURACIES = ("em", "f1", "judge")
+NAIVE_SECTIONS = ("think", "answer")
 BONUS = 10.0
 
 # No two neighbours can match the same white space, so no text makes these go back on more than one choice.
@@ -43,10 +39,9 @@ _LISTS = re.compile(rf"\s*\[\s*(?:{_ITEMS})?\]\s*(?:(?:,\s*)?\[\s*(?:{_ITEMS})?\
 
 
 def parse_indices(text: str) -> frozenset[int] | None:
-    """The references that a relevance section names: "[1,5]", "1, 5", "[1],[5]" and "[1] [5]" are all {1, 5}.
+    """Read a relevance section: "[1,5]", "1, 5", "[1],[5]" and "[1] [5]" are all {1, 5}, "[]" is the empty set.
 
-    "[]" names none, which is the empty set; what is anything else than indices (words, ranges, signs, nothing at all)
-    is None. Order and repetition do not matter, and an index may be one that no reference has.
+    None for anything else (words, ranges, signs, nothing at all).
     """
     if _BARE.fullmatch(text) or _LISTS.fullmatch(text):
         return frozenset(map(int, re.findall("[0-9]+", text)))
@@ -54,8 +49,7 @@ def parse_indices(text: str) -> frozenset[int] | None:
 
 
 def named_indices(pieces: Sequence[TextSegment]) -> frozenset[int] | None:
-    """Return the indices named in the policy's first closed `<relevance>` span before the end of its final answer; None
-    without such a span, and where it cannot be read."""
+    """Return the indices in the policy's first closed `<relevance>` up to its final answer; None: there are none."""
     found = blocks(up_to_answer(pieces), "relevance")
     return parse_indices(found[0].text) if found else None
 
@@ -63,19 +57,18 @@ def named_indices(pieces: Sequence[TextSegment]) -> frozenset[int] | None:
 def arena_reward(
     attempt: RewardInput, *, accuracy: Accuracy = "em", max_indices: int | None = None, variant: Variant = "arena"
 ) -> RewardResult:
-    """ARENA's reward of one attempt.
+    """Compute ARENA's reward.
 
-    accuracy: what the answer is held to; "judge" takes `attempt.verdict`. max_indices: whoever names more than this
-    gets no relevance .5 (the gold set itself stays worth 1, however large). variant: normalisation of "em" and "f1";
-    "squad" is the other systems'. Where it is unknown which references are gold, relevance is 0 [assumed]; where
-    none is, naming none ("[]") is a full match [assumed].
+    accuracy: what the answer is held to; "judge" takes `attempt.verdict`. max_indices: an answer that names more gets
+    no relevance .5 (without it, naming every reference scores .5). variant: normalisation of "em" and "f1"; "squad" is
+    the other systems'. Where it is unknown which references are gold, relevance is 0 [assumed]; where none is, naming
+    none is a full match [assumed].
 
     Parts: format, accuracy, relevance, bonus, whose sum is the reward; measures em, f1, answered, named (how many
-    references). UserError for an unknown accuracy, a `max_indices` below 1, gold indices outside the passages, and a
-    judge without a verdict on an answer.
+    references).
     """
-    if accuracy not in ACCURACIES:
-        raise UserError(f"accuracy {accuracy!r} is unknown; choose one of {', '.join(ACCURACIES)}")
+    if accuracy not in get_args(Accuracy):
+        raise UserError(f"accuracy {accuracy!r} is unknown; choose one of {', '.join(get_args(Accuracy))}")
     if max_indices is not None and max_indices < 1:
         raise UserError(f"max_indices is {max_indices}; give at least 1, or leave it out for no limit")
     answer = final_answer(attempt.pieces)
@@ -122,3 +115,15 @@ def _gold(attempt: RewardInput) -> frozenset[int] | None:
             there = f"there are {len(attempt.passages)} passages" if attempt.passages else "the first passage is 1"
             raise UserError(f"gold_indices: {index} is out of range: {there}; count them from 1")
     return frozenset(attempt.gold_indices)
+
+
+def naive_reward(attempt: RewardInput) -> RewardResult:
+    """Compute naive GRPO's reward: 1 for the form (see `outline`) and 1 for an exact match, in whatever form.
+
+    Parts: format, answer; measures em, f1, answered.
+    """
+    answer = final_answer(attempt.pieces)
+    measures = answer_measures(answer, attempt.golds)
+    formatted = float(outline(attempt.pieces, NAIVE_SECTIONS) == NAIVE_SECTIONS)
+    matched = float(measures["em"])
+    return RewardResult(formatted + matched, {"format": formatted, "answer": matched, **measures}, answer)

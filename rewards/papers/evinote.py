@@ -24,36 +24,26 @@ The ablation's variants, where `noted` means that there is a note:
     FS+SR          FS, but .1 for a wrong answer that is noted, with probability 1/3 (`RewardInput.chance` decides)
     SEN            R with EQR 0                       SEN+EQR   R
 
-Deliberately absent: the judge. Its probability for `evinote_claims` is passed in.
+The judge's probability for `evinote_claims` is passed in.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from thresher.common.errors import UserError
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.papers.search import valid_searches
-from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import blocks, final_answer, up_to_answer
+from thresher.rewards.reward import RewardInput, RewardResult, TextSegment
+from thresher.rewards.tags import blocks, final_answer, outline, up_to_answer
 from thresher.rewards.text import normalize_answer
-from thresher.rewards.transcript import TextSegment
 
 Variant = Literal["Base", "NS", "NE", "FS", "FS+SR", "FS+EQR", "SEN", "SEN+EQR"]
 Marks = Literal["both", "either", "code"]
 
 # The tag of each variant's notes; Base takes none.
 NOTE_TAGS: dict[str, str | None] = {
-    "Base": None,
-    "NS": "summary",
-    "NE": "evidence",
-    "FS": "summary",
-    "FS+SR": "summary",
-    "FS+EQR": "summary",
-    "SEN": "summary",
-    "SEN+EQR": "summary",
+    variant: {"Base": None, "NE": "evidence"}.get(variant, "summary") for variant in get_args(Variant)
 }
 CLAIM = "{gold} is the answer to '{question}'"
 CONSOLATION = 0.1
@@ -63,14 +53,11 @@ CHANCE_OF_CONSOLATION = 1 / 3
 def evinote_reward(
     attempt: RewardInput, *, variant: Variant = "SEN+EQR", marks: Marks = "both", strict_format: bool = False
 ) -> RewardResult:
-    """The reward of one attempt under one of the eight variants. `marks`: what note-taking asks for, and
-    `strict_format` what the format does; see the top of this file.
+    """Compute the reward under one of the eight variants; `marks` and `strict_format` as the module describes.
 
-    Parts: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability, 0 where there is
-    no note, None where the variant does not reward it and nobody was asked), of every variant, whether it rewards them
-    or not. Measures em, f1, answered, searches.
-    UserError for an unknown variant or marks, a probability outside [0, 1], and where the variant rewards EQR, there is
-    something to judge, and nobody has.
+    Parts, of every variant: format, answer, notes (note-taking), each 1 or 0, and entailment (the judge's probability;
+    0 without a note; None where the variant does not reward it and nobody was asked). Measures em, f1, answered,
+    searches. UserError where the variant rewards EQR, there is something to judge, and no judge was asked.
     """
     if variant not in NOTE_TAGS:
         raise UserError(f"variant {variant!r} is unknown; choose one of {', '.join(NOTE_TAGS)}")
@@ -101,11 +88,9 @@ def evinote_reward(
 
 
 def evinote_claims(attempt: RewardInput, tag: str = "summary") -> list[tuple[str, str]]:
-    """Return the questions to an entailment judge: (the last note, "<gold> is the answer to '<question>'") for each
-    gold.
+    """Return (the last note, "<gold> is the answer to '<question>'") for each gold, for a judge of entailment.
 
-    Empty where there is no note. Golds that normalise to nothing match nothing here either, and are left out. The note
-    is passed whole; the judge decides how much of it is read.
+    Empty without a note. Golds that normalise to nothing are left out.
     """
     noted = notes(attempt.pieces, tag)
     if not noted:
@@ -120,8 +105,7 @@ def notes(pieces: Sequence[TextSegment], tag: str = "summary") -> list[str]:
 
 
 def has_mark(note: str, mark: str) -> bool:
-    """Return whether a note carries `mark`, "*" or "-": as the marker of a list item, or as a pair around text in one
-    line."""
+    """Return whether a note has `mark`, "*" or "-", at a list item or as a pair around text in one line."""
     return any(_is_item(line, mark) or _holds_pair(line, mark) for line in note.splitlines())
 
 
@@ -145,8 +129,7 @@ def _marked(noted: Sequence[str], marks: Marks) -> bool:
 
 
 def _paired(text: str) -> bool:
-    """Return whether there is any `*` or `#`, and each closes the one before it or is closed by a later one, without
-    crossing."""
+    """Return whether the text has marks `*` or `#`, all in pairs that do not cross."""
     opened: list[str] = []
     marks = re.findall("[*#]", text)
     for mark in marks:
@@ -172,25 +155,20 @@ def _entailment(attempt: RewardInput, variant: Variant) -> float:
 
 
 def _is_item(line: str, mark: str) -> bool:
-    """`* text`: the mark begins the line, white space divides it from the text, and there is a word."""
     line = line.lstrip()
     return line[:1] == mark and line[1:2].isspace() and any(map(_is_word, line))
 
 
 def _holds_pair(line: str, mark: str) -> bool:
-    """Somewhere a run of marks opens (no word before it, text right after) and a later one closes (text right before
-    it, no word after)."""
+    """Return whether a run of marks opens (no word before it, text right after) and a later one closes (text right
+    before it, no word after)."""
     opened = False
-    for begin, end in _runs(line, mark):
+    for begin, end in (match.span() for match in re.finditer(re.escape(mark) + "+", line)):
         before, after = line[begin - 1 : begin], line[end : end + 1]
         if opened and before and not before.isspace() and not _is_word(after):
             return True
         opened = opened or (bool(after) and not after.isspace() and not _is_word(before))
     return False
-
-
-def _runs(line: str, mark: str) -> Iterator[tuple[int, int]]:
-    return (match.span() for match in re.finditer(re.escape(mark) + "+", line))
 
 
 def _is_word(character: str) -> bool:

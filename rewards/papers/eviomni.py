@@ -14,21 +14,16 @@ tau is inside the sigmoid: one printing has it outside, where the value goes up 
 (words where there is no tokenizer); an empty e makes both lengths worth 0, for the printed equation gives it 1, and an
 empty r makes its own 0; where no passage is given, L_P is 0 and any e is longer, so R_len_e is 0; o_r and o_e without a
 closed answer have F1 0 and leave the format alone.
-
-Deliberately absent: the contexts. The engine prefills them without what is masked; here their answers are read.
 """
 
 import math
 from collections.abc import Sequence
 
 from thresher.common.errors import UserError
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.grammar import outline
 from thresher.rewards.measures import answer_measures
-from thresher.rewards.result import RewardResult
-from thresher.rewards.tags import blocks, final_answer
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
+from thresher.rewards.tags import blocks, final_answer, outline
 from thresher.rewards.text import f1_score
-from thresher.rewards.transcript import Source, TextSegment
 
 SECTIONS = ("reason", "extract", "answer")
 
@@ -44,19 +39,20 @@ def eviomni_reward(
     omega: float = 0.9,
     weights: tuple[float, float, float] = (0.8, 0.1, 0.1),
 ) -> RewardResult:
-    """EviOmni's reward of one attempt.
+    """Compute EviOmni's reward.
 
-    rationale, evidence, full: which of the three answers count. tau > 0, gamma >= 0, omega in [0, 1]; weights are those
-    of answer, length and format. `attempt.branches` holds o_r as "rationale" and o_e as "evidence"; one that is missing
-    (the policy never closed its evidence) has F1 0. "full" holds o_f where the transcript itself has none: no rollout
-    writes it, a record of `thresher score` may.
+    rationale, evidence, full: which of the three answers count. weights: of answer, length and format. The branches
+    "rationale" and "evidence" hold o_r and o_e; one that is missing has F1 0. "full" holds o_f where the transcript has
+    none, as a record of `thresher score` may.
 
     Parts: answer, answer_rationale, answer_evidence, answer_full, length, length_rationale, length_evidence, format,
-    all in [0, 1] and before weighting. An answer that is switched off and was not written, as in a rollout, is None;
-    where a branch holds it, it is measured all the same. Measures em, f1, answered, of o_f. UserError for values
-    outside their range, and where no answer is left to count.
+    all in [0, 1] and before weighting; None for an answer that is switched off and was not written. Measures em, f1,
+    answered, of o_f.
     """
-    _check(tau, gamma, omega, weights)
+    if not (0 < tau < math.inf and 0 <= gamma < math.inf and 0 <= omega <= 1):
+        raise UserError(f"tau {tau}, gamma {gamma}, omega {omega}: expected tau > 0, gamma >= 0 and omega in 0..1")
+    if len(weights) != 3 or not all(0 <= weight < math.inf for weight in weights):
+        raise UserError(f"weights {weights!r}: expected three numbers of at least 0, for answer, length and format")
     answer = full_answer(attempt)
     scores = {
         "answer_rationale": _branch_f1(attempt, "rationale"),
@@ -101,16 +97,15 @@ def length_of_passages(attempt: RewardInput) -> int:
 
 
 def full_answer(attempt: RewardInput) -> str | None:
-    """o_f: the first answer behind the evidence, for one that was written into the rationale is not what M(q, P, r, e)
-    answered; where nothing was extracted, the first of all; from the branch "full" where the transcript has none."""
+    """o_f: the first answer behind the evidence (one inside the rationale does not count); where nothing was
+    extracted, the first of all; from the branch "full" where the transcript has none."""
     extracts = blocks(attempt.pieces, "extract")
     answer = final_answer(attempt.pieces, after=extracts[0].end if extracts else 0)
     return final_answer(attempt.branches.get("full", ())) if answer is None else answer
 
 
 def rationale_length_reward(length_of_r: int, length_of_e: int, *, tau: float) -> float:
-    """R_len_r: .5 where both are as long, towards 1 the longer the rationale is than the evidence; 0 where either is
-    empty."""
+    """R_len_r: .5 for equal lengths, towards 1 the longer the rationale; 0 where either is empty."""
     if length_of_r <= 0 or length_of_e <= 0:
         return 0.0
     if length_of_r >= length_of_e:
@@ -134,8 +129,7 @@ def _first(pieces: Sequence[TextSegment], tag: str) -> str:
 
 
 def _branch_f1(attempt: RewardInput, name: str) -> float:
-    """The engine opened the answer, in the branch's context: what the policy wrote is read as if it stood behind
-    `<answer>`, which a text that opens one itself does not notice. The first closing tag ends it."""
+    """F1 of a branch's answer, which begins behind an `<answer>` that the engine wrote."""
     pieces = list(attempt.branches.get(name, ()))
     begin = next((i for i, piece in enumerate(pieces) if piece.source == Source.POLICY), len(pieces))
     answers = blocks([*pieces[:begin], TextSegment(Source.POLICY, b"<answer>"), *pieces[begin:]], "answer")
@@ -152,10 +146,3 @@ def _formatted(attempt: RewardInput) -> bool:
 def _sigmoid(x: float) -> float:
     """Written so that exp never overflows."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
-def _check(tau: float, gamma: float, omega: float, weights: Sequence[float]) -> None:
-    if not (0 < tau < math.inf and 0 <= gamma < math.inf and 0 <= omega <= 1):
-        raise UserError(f"tau {tau}, gamma {gamma}, omega {omega}: expected tau > 0, gamma >= 0 and omega in 0..1")
-    if len(weights) != 3 or not all(0 <= weight < math.inf for weight in weights):
-        raise UserError(f"weights {weights!r}: expected three numbers of at least 0, for answer, length and format")

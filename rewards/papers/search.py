@@ -1,22 +1,18 @@
 """Rewards of the search loops: Search-R1 (exact match), Eval-RAR (exact match, .1 for evaluating), AutoRefine (F1, .1
 for refining).
 
-All judge the episode up to its final answer and read nothing but POLICY pieces, so an
-`<answer>gold</answer>` in a passage or in the prompt's example earns nothing. A gold copied from a passage
-into an `<evaluate>` span does earn Eval-RAR's .1: citing what settles the question is what that reward is
-for.
-
-Deliberately absent: any penalty or bonus for format. None of the papers has one.
+All judge the episode up to its final answer and read POLICY segments alone, so an `<answer>gold</answer>` in a passage
+or in the prompt earns nothing. A gold copied from a passage into an `<evaluate>` span does earn .1. None of the papers
+rewards the format.
 """
 
 from collections.abc import Sequence
 from typing import Literal
 
 from thresher.rewards.measures import answer_measures
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardResult, TextSegment
 from thresher.rewards.tags import TagSpan, blocks, final_answer, up_to_answer
 from thresher.rewards.text import Golds, contains_answer
-from thresher.rewards.transcript import TextSegment
 
 EVALUATION_REWARD = REFINEMENT_REWARD = 0.1
 
@@ -45,33 +41,26 @@ def eval_rar_reward(
     require_answer: bool = False,
     substring: bool = False,
 ) -> RewardResult:
-    """Eval-RAR: 1 where the final answer equals any gold; else .1 where an `<evaluate>` span holds any; else
-    0.
+    """Eval-RAR: 1 where the final answer equals any gold; else .1 where an `<evaluate>` span holds any; else 0.
 
-    The paper looks in the concatenation of the spans. Here each span is searched by itself, so that no
-    match can form across two of them. Switches: `evaluation_reward=False` is the paper's ablation (exact
-    match only); `count_before_search=False` leaves out evaluate spans before the first valid search;
-    `require_answer` gives 0 without a closed `<answer>`, as the released code does; `substring` finds golds
-    as plain substrings (see `contains_answer`).
+    The paper searches the concatenation of the spans; here each is searched by itself, so that no match crosses two.
+    `evaluation_reward=False` is the paper's ablation (exact match only); `count_before_search=False` leaves out spans
+    before the first valid search; `require_answer` gives 0 without a closed `<answer>`, as the released code does;
+    `substring` as in `contains_answer`.
 
-    Parts: answer (1 or 0) and evaluation (.1 or 0: what the evaluate spans are worth under the switches, whatever the
-    answer); the reward is the larger of the two. Measures: those of `search_r1_reward`, evaluations (closed spans that
-    count), evaluate_contains (a gold is in one of them; a fact about the transcript, whatever `evaluation_reward`
-    says).
+    Parts: answer (1 or 0) and evaluation (.1 or 0, whatever the answer), of which the larger is the reward. Measures:
+    those of `search_r1_reward`, evaluations (closed spans that count), evaluate_contains (a gold is in one of them).
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
-    evaluations = blocks(up_to_answer(pieces), "evaluate")
+    spans = blocks(up_to_answer(pieces), "evaluate")
     if not count_before_search:
         searches = valid_searches(pieces)
-        evaluations = [span for span in evaluations if searches and span.start >= searches[0].end]
-    contains = any(contains_answer(span.text, golds, substring=substring) for span in evaluations)
+        spans = [span for span in spans if searches and span.start >= searches[0].end]
+    contains = any(contains_answer(span.text, golds, substring=substring) for span in spans)
     earns = evaluation_reward and contains and (answer is not None or not require_answer)
-    parts |= {
-        "evaluation": EVALUATION_REWARD if earns else 0.0,
-        "evaluations": len(evaluations),
-        "evaluate_contains": contains,
-    }
+    parts |= {"evaluation": EVALUATION_REWARD if earns else 0.0}
+    parts |= {"evaluations": len(spans), "evaluate_contains": contains}
     return RewardResult(max(float(parts["answer"]), float(parts["evaluation"])), parts, answer)
 
 
@@ -84,27 +73,23 @@ def autorefine_reward(
     require_answer: bool = False,
     substring: bool = False,
 ) -> RewardResult:
-    """AutoRefine: the answer's F1 (or exact match) where it is more than 0; else .1 where a `<refine>` span holds any
-    gold; else 0.
+    """AutoRefine: the answer's F1 (or exact match) where it is above 0; else .1 where a `<refine>` span holds any gold;
+    else 0.
 
-    As in `eval_rar_reward`, each span is searched by itself, and golds are whole tokens unless `substring`.
-    `refinement_reward=False` is the ablation without retrieval rewards; `require_answer` gives 0 without a closed
-    `<answer>`, as the released code does.
+    Spans are searched, and `require_answer` and `substring` mean, as in `eval_rar_reward`. `refinement_reward=False` is
+    the ablation without retrieval rewards.
 
-    Parts: answer (F1 or EM) and refinement (.1 or 0: what the refinements are worth, whatever the answer). Measures:
-    those of `search_r1_reward`, refinements (closed spans), refine_contains (a gold is in one of them).
+    Parts: answer (F1 or EM) and refinement (.1 or 0, whatever the answer). Measures: those of `search_r1_reward`,
+    refinements (closed spans), refine_contains (a gold is in one of them).
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
     parts["answer"] = float(parts[accuracy])
-    refinements = blocks(up_to_answer(pieces), "refine")
-    contains = any(contains_answer(span.text, golds, substring=substring) for span in refinements)
+    spans = blocks(up_to_answer(pieces), "refine")
+    contains = any(contains_answer(span.text, golds, substring=substring) for span in spans)
     earns = refinement_reward and contains and (answer is not None or not require_answer)
-    parts |= {
-        "refinement": REFINEMENT_REWARD if earns else 0.0,
-        "refinements": len(refinements),
-        "refine_contains": contains,
-    }
+    parts |= {"refinement": REFINEMENT_REWARD if earns else 0.0}
+    parts |= {"refinements": len(spans), "refine_contains": contains}
     return RewardResult(float(parts["answer"]) or float(parts["refinement"]), parts, answer)
 
 

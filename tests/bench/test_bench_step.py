@@ -19,7 +19,7 @@ from thresher.cli.commands import bench as command_line
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 TINY = Sizes(num_hidden_layers=1, hidden_size=32, intermediate_size=48, vocab_size=600, initializer_range=0.08)
 FLOAT = torch.float32

@@ -18,7 +18,7 @@ from thresher.engine.systems import load_system
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 PROMPT = "<search> or <answer>: {question}\n"  # which the tiny policy was taught to go on from
 Run = Callable[..., Path]

@@ -33,7 +33,7 @@ from thresher.engine.store.run_folder import RunFolder, best_checkpoint
 from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.engine.training.sft_data import taught_records
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 Lines = list[bytes]
 Reader = Callable[[Path, bool], object]  # of a world, unverified or not

@@ -12,7 +12,7 @@ from thresher.engine.packing import Batch, TrainSequence, build_train_sequences,
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels import token_logprobs
 from thresher.policy.model import Policy
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 BEGIN = 7  # the first id of every item below, which no row predicts
 

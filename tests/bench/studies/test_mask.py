@@ -44,7 +44,7 @@ from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 OUTSIDE = 300  # ids from here on occur in retrieved segments, and in them alone
 VOCABULARY = 380

@@ -27,7 +27,7 @@ from thresher.engine.store.run_folder import RunFolder, best_checkpoint, evaluat
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Unanswered
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 TAGS = ("<search>", "</search>", "<information>", "</information>")
 CONTEXT = 200

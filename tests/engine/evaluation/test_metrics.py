@@ -22,8 +22,7 @@ from thresher.engine.systems import NAMES as SYSTEMS
 from thresher.engine.systems import load_system
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 PASSAGES = (("Paris", "Paris is the capital of France , as all know"), ("Bonn", "Bonn was a capital"))
 

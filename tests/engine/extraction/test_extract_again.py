@@ -33,7 +33,7 @@ from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.store.journal import Journal
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 # --- A run's best checkpoint
 

@@ -17,7 +17,7 @@ from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 TAGS = load_system("eval_rar", {}).tags
 BEFORE, AFTER = "\n\n<information>", "</information>\n\n"

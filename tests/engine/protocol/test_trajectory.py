@@ -9,7 +9,7 @@ import pytest
 from thresher.engine.episode import pair_tags
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory, turns
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 TAGS = pair_tags("search", "information", "answer")
 

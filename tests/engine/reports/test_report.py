@@ -38,7 +38,7 @@ from thresher.engine.reports.report import print_trajectories, write_comparison,
 from thresher.engine.store.run_folder import RunFolder
 from thresher.policy.model import Policy
 from thresher.retrieval.building.commands import build
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -26,10 +26,8 @@ from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.result import RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, Source
 from thresher.rewards.tags import escape_tags, final_answer
-from thresher.rewards.transcript import Source
 
 Make = Callable[..., Rollout]
 EOS = "<|endoftext|>"
@@ -225,7 +223,7 @@ def test_judges_are_asked_once_for_all() -> None:
             self.calls += 1
             return [answer in golds for golds, answer in asked]
 
-    from thresher.rewards.transcript import TextSegment
+    from thresher.rewards.reward import TextSegment
 
     attempts = [
         RewardInput(pieces=[TextSegment(Source.POLICY, text)], golds=("Bel",), question=str(n))

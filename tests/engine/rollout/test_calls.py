@@ -19,9 +19,8 @@ from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.search import search_r1_reward
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import RewardInput, Source
 
 Make = Callable[..., Rollout]
 TAGS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")

@@ -16,7 +16,7 @@ from thresher.kernels.sampling import SamplingTensors, sample
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 
 def policy_text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:

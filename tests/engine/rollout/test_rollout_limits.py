@@ -16,7 +16,7 @@ from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 
 class SpyIndex:

@@ -15,8 +15,7 @@ from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import hash_uniform
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import Source, TextSegment, hash_uniform
 
 SYSTEMS = ("eval_rar", "search_r1")
 

@@ -31,8 +31,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 PASSAGES = tuple(Passage(f"p{n}", f"Title {n}", f"Text {n}.") for n in range(7))
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",), passages=PASSAGES)

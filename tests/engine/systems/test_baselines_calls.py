@@ -16,8 +16,7 @@ from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 PASSAGES = tuple(Passage(f"p{n}", f"Title {n}", f"Text {n}.") for n in range(4))
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",), passages=PASSAGES)

@@ -20,8 +20,7 @@ from thresher.retrieval.indexes.bm25 import rank_in_context
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 PASSAGES = (
     Passage("a", "Glass Bay", "Anna Bell mapped the bay."),

@@ -25,8 +25,7 @@ from thresher.engine.systems import load_system
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",))
 HITS = [Hit(4, Passage("p4", "Glass Bay", "Anna Bell mapped it."), 0.5)]

@@ -20,8 +20,7 @@ from thresher.engine.scoring.score import score
 from thresher.engine.systems import NAMES, built_in, load_system, own_digest
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "systems.md"
 PAGE = DOCS.read_text(encoding="utf-8")
@@ -149,7 +148,7 @@ def test_a_file_that_is_no_system_ends_in_a_sentence(
 
 
 OWN = (
-    "from thresher.engine.episode import System\nfrom thresher.rewards.result import RewardResult\n\n\n"
+    "from thresher.engine.episode import System\nfrom thresher.rewards.reward import RewardResult\n\n\n"
     "def reward(attempt):\n"
 )
 NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"

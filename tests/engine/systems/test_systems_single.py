@@ -26,9 +26,8 @@ from thresher.engine.systems import NAMES, load_system
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 from thresher.rewards.tags import escape_tags
-from thresher.rewards.transcript import Source, TextSegment
 
 ROOT = Path(__file__).resolve().parents[3]
 PASSAGES = (

@@ -33,7 +33,7 @@ from thresher.policy.config import ModelConfig
 from thresher.policy.lora import FOLDER, MODULES, adapters, add_lora, load_adapters, merged_weights
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 from thresher.retrieval.questions import Question
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 VOCAB = 350
 TARGETS = ("q", "v", "up", "down")

@@ -20,8 +20,8 @@ from thresher.engine.training.sft import SftResult, SftTrainer, Transcript, enco
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.load import Index
+from thresher.rewards.reward import Source
 from thresher.rewards.tags import escape_tags
-from thresher.rewards.transcript import Source
 
 TEMPLATE = "<|im_start|>Use <search> or <answer>: {question}\n"
 FORMAT = 'Doc {number}(Title: "{title}") {text}'

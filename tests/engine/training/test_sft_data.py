@@ -29,9 +29,8 @@ from thresher.policy.model import load_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.arena import arena_reward
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 PASSAGES = (
     Passage("a", "Anna Bell", "Anna Bell has spouse Gil Hart."),

@@ -26,7 +26,7 @@ from thresher.kernels.attention.parts import cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest
 from thresher.policy.lora import add_lora
 from thresher.policy.model import Policy, init_policy
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 VOCAB = 29
 GRPO = GrpoSection(beta=0.2, entropy_coef=0.01, kl_value="k3")

@@ -18,7 +18,7 @@ from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training import update as grpo_module
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.policy.model import Policy, init_policy
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 VOCAB, COLUMNS = 30, 37  # of the tokenizer, and of the head, which is wider
 PROMPT, POLICY, RETRIEVED, FEEDBACK = Source.PROMPT, Source.POLICY, Source.RETRIEVED, Source.FEEDBACK

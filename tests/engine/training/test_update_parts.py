@@ -15,7 +15,7 @@ from thresher.engine.packing import LossNormalizer, advantages, build_train_sequ
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.model import Policy
 from thresher.rewards.advantages import group_advantages
-from thresher.rewards.transcript import Source
+from thresher.rewards.reward import Source
 
 PROMPT, POLICY = Source.PROMPT, Source.POLICY
 

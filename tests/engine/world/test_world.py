@@ -44,10 +44,9 @@ from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.building.commands import build
 from thresher.retrieval.indexes.load import load_index
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.attempt import RewardInput
 from thresher.rewards.papers.arena import parse_indices
 from thresher.rewards.papers.search import eval_rar_reward
-from thresher.rewards.transcript import Source, TextSegment
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 SMALL = Size(
     people=24,

@@ -1,0 +1,81 @@
+"""Input and result of a reward, a pure function: the answer to one question with all that a reward may look at.
+
+A segment holds raw bytes, since a tag may begin inside a token and a turn may end inside a character. What takes a
+model to know (an entailment probability, a judge's verdict) is passed in as a number, so that a reward can be computed
+again from what a run folder stores.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+
+_WORD = re.compile(r"[^\W_]+")
+
+
+class Source(StrEnum):
+    """Author of a segment. The loss mask of a trajectory is `source is Source.POLICY`; there is no other mask."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    RETRIEVED = "retrieved"
+    FEEDBACK = "feedback"
+
+
+@dataclass(frozen=True, slots=True)
+class TextSegment:
+    """A stretch of a transcript written by one source, as UTF-8 bytes (possibly cut inside a character)."""
+
+    source: Source
+    text: bytes
+
+
+def count_words(text: str) -> int:
+    """Count runs of letters and digits: the length of a text where there is no tokenizer.
+
+    Any other character separates words, invisible ones too; marks that combine with a letter (accents, vowel signs)
+    belong to it.
+    """
+    if not text.isascii():
+        text = "".join(c for c in unicodedata.normalize("NFC", text) if not unicodedata.category(c).startswith("M"))
+    return len(_WORD.findall(text))
+
+
+def hash_uniform(id_: str, pieces: Sequence[TextSegment]) -> float:
+    """Hash a question's id and a transcript to a number in [0, 1)."""
+    text = b"\0".join([id_.encode("utf-8", "surrogatepass"), *(piece.text for piece in pieces)])
+    return int.from_bytes(blake2b(text, digest_size=6).digest()) / 2**48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardInput:
+    """A transcript and what it is judged by.
+
+    pieces: the transcript. golds: acceptable answers. passages: (title, text) of those shown with the question, in
+    order. gold_indices: which of them hold a supporting fact, from 1; None: unknown. branches: continuations that only
+    the reward sees, by name; the context is PROMPT, what the policy wrote there POLICY. entailment: a judge's
+    probability in [0, 1] for the system's own claims. verdict: a judge's yes or no on the answer. length: of a text, in
+    tokens or words. chance: a number in [0, 1), for rewards with a random part.
+    """
+
+    pieces: Sequence[TextSegment]
+    golds: Sequence[str]
+    question: str = ""
+    passages: Sequence[tuple[str, str]] = ()
+    gold_indices: Sequence[int] | None = None
+    branches: Mapping[str, Sequence[TextSegment]] = field(default_factory=dict)
+    entailment: float | None = None
+    verdict: bool | None = None
+    length: Callable[[str], int] = count_words
+    chance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer judged."""
+
+    reward: float
+    parts: Mapping[str, float | int | bool | None]
+    answer: str | None
