@@ -1,16 +1,15 @@
-"""A run's curves as data, and drawn as PNG files: what the papers' figures show, and where the time went.
+"""A run's curves: `charts_of` turns metrics records into charts, `draw` draws charts as a PNG.
 
-`charts_of` turns metrics records into charts: a title, a caption, series of numbers. A value that is missing or null (a
-number that was not finite) is a gap in its curve; a curve without any value is left out, and so is a chart without a
-curve. `draw` uses matplotlib's figures without a screen and without pyplot's global state, in few colours. A curve of
-many steps is drawn twice, thin as it is and thick as a moving mean; evaluations are dots and never smoothed.
+A value that is missing or null (a number that was not finite) is a gap in its curve. A curve without any value is left
+out, and so is a chart without a curve. A curve of many steps is drawn twice, thin as it is and thick as a moving mean;
+evaluations are dots and never smoothed. matplotlib's figures need no screen and no global state of pyplot.
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,19 +21,58 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from PIL import Image
 
-from thresher.common.files import atomic_path
 from thresher.engine.reports.pages import ENDINGS
 
 Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
-Value = str | Callable[[Record], float]  # of a record: a key, or what computes it
+Value = str | Callable[[Record], float]  # of a record: a key, or a function that computes it
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6db5", "#d9661f", "#2f9270", "#8759b0", "#c23b3b"
 GREY, SKY = "#8b929c", "#8fbbe6"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
 SAMPLED, HELD_OUT = "sampled, training questions", "greedy, held-out questions"
-RECALLS = ("evidence", "rationale", "notes", "evaluation", "analysis")
-PHASES = {"update": GREEN, "decode": BLUE, "prefill": SKY, "search": ORANGE, "host": GREY, "reward": PURPLE}
+RECALLS = {"evidence": "", "rationale": "", "notes": "", "evaluation": "s", "analysis": ""}  # and what a label adds
+PHASES = {  # key of a step's seconds -> its color, its name in a sentence
+    "update": (GREEN, "the update"),
+    "decode": (BLUE, "decoding"),
+    "prefill": (SKY, "prefill"),
+    "search": (ORANGE, "searching"),
+    "host": (GREY, "Python around the rollout"),
+    "reward": (PURPLE, "rewards"),
+}
+CAPTIONS = {
+    "reward": "Mean reward of a trajectory. The advantage of a sample is its reward against its group's mean.",
+    "em": "Share of right answers. Greedy answers jump when the likeliest choice flips at one point of an episode;"
+    " sampled answers show the probabilities moving underneath.",
+    "kl": "Means over sampled tokens of d = log p - log p_ref: k1 = d, unbiased, and of either sign; k2 = d²/2;"
+    " k3 = e^(-d) - 1 + d. ",
+    "kl_largest": "Over a step's sampled tokens: the value that the loss adds (before β), and |dKL/d log p|, the"
+    " coefficient of the token's gradient. k3's coefficient is e^(-d) - 1 and explodes where the policy samples what it"
+    " has nearly given up; k2's is d.",
+    "length": "Tokens that the policy wrote in a trajectory, all its turns together; retrieved text not counted.",
+    "searches": "Searches that held a query and were answered with passages.",
+    "entropy": "Of the policy's next-token distribution, over the tokens that it sampled.",
+    "parts": "Means over trajectories, as the system's reward has them, before any weight.",
+    "compression": "Length of the passages over that of the evidence, by question; those without evidence left out.",
+    "recall": "Share of trajectories in which a gold answer stands in the text. Sampled, training questions.",
+    "zero_advantage": "Share of groups whose samples all got the same reward: all advantages are 0, and the group"
+    " teaches nothing. High at both ends: nothing right yet, or everything.",
+    "grad_norm": "Before clipping, over all weights.",
+    "logprob_gap": "|log p when sampled - log p when trained| of the same token under the same weights: it should be"
+    " rounding and no more. If it grows, sampler and trainer disagree. (With several updates a batch, the mean also"
+    " holds what the earlier ones changed.)",
+    "unanswered": "Share that ended otherwise than by answering, by what ended them.",
+    "tokens_per_s": "Rollout: tokens sampled per second of rollout, searches included. Update: tokens of packed"
+    " trajectories (prompts and passages too) per second of update.",
+    "time": "Rollout is decode + prefill + search + host (everything in Python around them); then the rewards and the"
+    " update (reference, forward, backward, optimiser).",
+}
+# Charts whose curves measure one thing in several ways: the curve that several runs are compared by, and its caption.
+COMPARED_BY = {
+    "kl": ("k3", "Mean over sampled tokens of e^(-d) - 1 + d, d = log p - log p_ref, whatever each recipe's loss has."),
+    "kl_largest": ("value", "Over a step's sampled tokens, by the estimator of each recipe (grpo.kl_value), before β."),
+    "logprob_gap": ("largest", "|log p when sampled - log p when trained| of the same token under the same weights."),
+}
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
@@ -60,7 +98,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
 }
 SIZE, OVERVIEW_SIZE, DPI = (5.4, 3.2), (9.8, 3.3), 150  # inches, inches, pixels an inch
-COLORS, MANY = 64, 4  # of a picture: a few curves with their edges, in a third of the bytes; of more curves all 256
+COLORS, MANY = 64, 4  # colors of a picture of at most so many curves; of more curves it has 256
 ENTRY, LETTER = 29.0, 4.9  # of a legend, in points: an entry's line and gaps, and a letter, about
 SMOOTH_FROM = 20  # a curve of fewer steps is drawn as it is
 
@@ -68,8 +106,7 @@ SMOOTH_FROM = 20  # a curve of fewer steps is drawn as it is
 @dataclass(frozen=True, slots=True)
 class Series:
     """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and smooths none.
-    spread [n]: the deviation over runs of which `values` are the means, drawn as a band, on a log axis as far below the
-    mean as above; None for one run."""
+    spread [n]: the deviation over the runs of which `values` are the means, drawn as a band; None for one run."""
 
     label: str
     color: str
@@ -105,11 +142,14 @@ def charts_of(
     steps = [record for record in records if "eval" not in record]
     evals = [{"step": record["step"], **(record["eval"] or {})} for record in records if "eval" in record]
 
-    def line(value: Value, label: str, color: str) -> Series:
-        return _series(steps, value, label, color)
+    def lines(values: Mapping[str, Value], colors: Sequence[str] = PALETTE) -> tuple[Series, ...]:
+        return tuple(
+            _series(steps, value, label, color)
+            for (label, value), color in zip(values.items(), itertools.cycle(colors), strict=False)
+        )
 
     def both(value: Value) -> tuple[Series, ...]:
-        return line(value, SAMPLED, BLUE), _series(evals, value, HELD_OUT, ORANGE, dots=True)
+        return *lines({SAMPLED: value}), _series(evals, value, HELD_OUT, ORANGE, dots=True)
 
     def share(top: str, bottom: str | int) -> Value:
         return lambda record: _ratio(_number(record, top), _number(record, bottom))
@@ -119,173 +159,113 @@ def charts_of(
         count = reasons.get(reason, 0) if isinstance(reasons, Mapping) else 0
         return _ratio(float(count), _number(record, "questions"))
 
-    endings = [
-        line(partial(ended, reason), label, color)
+    endings = {
+        label: (partial(ended, reason), color)
         for (reason, label), color in zip(ENDINGS.items(), (BLUE, ORANGE, PURPLE, RED, GREY), strict=True)
         if any(ended(reason, record) > 0 for record in steps)
-    ]
+    }
     in_loss = beta > 0 and kl_value != "none"
     kl = f"The recipe adds {beta:g} × {kl_value} to the loss." if in_loss else "The recipe's loss has none."
-    clipped = f"clipped to {max_grad_norm:g}"
+
+    def chart(name: str, title: str, series: tuple[Series, ...], **options: Any) -> Chart:
+        return Chart(name, title, CAPTIONS[name] + (kl if name == "kl" else ""), series, **options)
+
     charts = [
-        Chart(
-            "reward",
-            "Reward",
-            "Mean reward of a trajectory. The advantage of a sample is its reward against its group's mean.",
-            both("reward"),
-        ),
-        Chart(
-            "em",
-            "Exact match",
-            "Share of right answers. Greedy answers jump when the likeliest choice flips at one point of an episode;"
-            " sampled answers show the probabilities moving underneath.",
-            both("em"),
-            percent=True,
-        ),
-        Chart(
-            "kl",
-            "KL to the reference, by estimator",
-            "Means over sampled tokens of d = log p - log p_ref: k1 = d, unbiased, and of either sign; k2 = d²/2;"
-            f" k3 = e^(-d) - 1 + d. {kl}",
-            (line("kl_k1", "k1", BLUE), line("kl_k2", "k2", ORANGE), line("kl_k3", "k3", GREEN)),
-        ),
-        Chart(
+        chart("reward", "Reward", both("reward")),
+        chart("em", "Exact match", both("em"), percent=True),
+        chart("kl", "KL to the reference, by estimator", lines({"k1": "kl_k1", "k2": "kl_k2", "k3": "kl_k3"})),
+        chart(
             "kl_largest",
             "KL of a single token, largest",
-            "Over a step's sampled tokens: the value that the loss adds (before β), and |dKL/d log p|, the coefficient"
-            " of the token's gradient. k3's coefficient is e^(-d) - 1 and explodes where the policy samples what it has"
-            " nearly given up; k2's is d.",
-            (line("kl_largest", "value", BLUE), line("kl_coefficient_largest", "coefficient", ORANGE)),
+            lines({"value": "kl_largest", "coefficient": "kl_coefficient_largest"}),
             log=True,
         ),
-        Chart(
-            "length",
-            "Response length (tokens)",
-            "Tokens that the policy wrote in a trajectory, all its turns together; retrieved text not counted.",
-            both("response_tokens"),
-        ),
-        Chart(
-            "searches",
-            "Valid searches per trajectory",
-            "Searches that held a query and were answered with passages.",
-            both("searches"),
-        ),
-        Chart(
-            "entropy",
-            "Entropy (nats per sampled token)",
-            "Of the policy's next-token distribution, over the tokens that it sampled.",
-            (line("entropy", "entropy", BLUE),),
-        ),
-        *_reward_parts(steps, evals),
-        Chart(
-            "compression",
-            "Compression ratio",
-            "Length of the passages over that of the evidence, by question; those without evidence left out.",
-            both("compression"),
-        ),
-        Chart(
+        chart("length", "Response length (tokens)", both("response_tokens")),
+        chart("searches", "Valid searches per trajectory", both("searches")),
+        chart("entropy", "Entropy (nats per sampled token)", lines({"entropy": "entropy"})),
+        *_reward_charts(steps, evals, lines, both),
+        chart("compression", "Compression ratio", both("compression")),
+        chart(
             "recall",
             "Answer recall",
-            "Share of trajectories in which a gold answer stands in the text. Sampled, training questions.",
-            tuple(
-                line(f"recall_{name}", f"{name}s" if name == "evaluation" else name, color)
-                for name, color in zip(RECALLS, PALETTE, strict=False)
-            ),
+            lines({name + ending: f"recall_{name}" for name, ending in RECALLS.items()}),
             percent=True,
         ),
-        Chart(
+        chart(
             "zero_advantage",
             "Groups without a signal",
-            "Share of groups whose samples all got the same reward: all advantages are 0, and the group teaches"
-            " nothing. High at both ends: nothing right yet, or everything.",
-            (line(share("zero_advantage_groups", groups), "groups", PURPLE),),
+            lines({"groups": share("zero_advantage_groups", groups)}, (PURPLE,)),
             percent=True,
         ),
-        Chart(
+        chart(
             "grad_norm",
             "Gradient norm",
-            "Before clipping, over all weights.",
-            (line("grad_norm", "norm", BLUE),),
-            rule=(max_grad_norm, clipped) if np.isfinite(max_grad_norm) else None,
+            lines({"norm": "grad_norm"}),
+            rule=(max_grad_norm, f"clipped to {max_grad_norm:g}") if np.isfinite(max_grad_norm) else None,
         ),
-        Chart(
+        chart(
             "logprob_gap",
             "Log-prob gap, sampling to training",
-            "|log p when sampled - log p when trained| of the same token under the same weights: it should be rounding"
-            " and no more. If it grows, sampler and trainer disagree. (With several updates a batch, the mean also"
-            " holds what the earlier ones changed.)",
-            (line("logprob_gap_max", "largest", RED), line("logprob_gap", "mean", BLUE)),
+            lines({"largest": "logprob_gap_max", "mean": "logprob_gap"}, (RED, BLUE)),
             log=True,
         ),
-        Chart(
+        chart(
             "unanswered",
             "Trajectories without an answer",
-            "Share that ended otherwise than by answering, by what ended them.",
-            tuple(endings),
+            tuple(_series(steps, value, label, color) for label, (value, color) in endings.items()),
             percent=True,
             stacked=True,
         ),
-        Chart(
+        chart(
             "tokens_per_s",
             "Tokens per second",
-            "Rollout: tokens sampled per second of rollout, searches included. Update: tokens of packed trajectories"
-            " (prompts and passages too) per second of update.",
             (
-                line(share("sampled_tokens", "rollout_seconds"), "rollout", BLUE),
-                line(share("train_tokens", "update_seconds"), "update", GREEN),
+                _series(steps, share("sampled_tokens", "rollout_seconds"), "rollout", BLUE),
+                _series(steps, share("train_tokens", "update_seconds"), "update", GREEN),
             ),
         ),
-        Chart(
+        chart(
             "time",
             "Seconds per step",
-            "Rollout is decode + prefill + search + host (everything in Python around them); then the rewards and the"
-            " update (reference, forward, backward, optimiser).",
-            tuple(line(f"{phase}_seconds", phase, color) for phase, color in PHASES.items()),
+            lines({phase: f"{phase}_seconds" for phase in PHASES}, [color for color, _ in PHASES.values()]),
             stacked=True,
         ),
     ]
     return [chart for chart in map(_filled, charts) if chart.series]
 
 
-def _reward_parts(steps: Sequence[Record], evals: Sequence[Record]) -> list[Chart]:
-    """Return the charts of the parts of a system's reward.
+def _reward_charts(
+    steps: Sequence[Record],
+    evals: Sequence[Record],
+    lines: Callable[[Mapping[str, Value]], tuple[Series, ...]],
+    both: Callable[[Value], tuple[Series, ...]],
+) -> Iterator[Chart]:
+    """Yield the charts of the terms of a system's reward, where there are several.
 
-    Parts that are named after another (answer, answer_full, answer_evidence) share a chart with it; one that leaves
+    Terms that are named after another (answer, answer_full, answer_evidence) share a chart with it; one that leaves
     [0, 1] (a bonus, a count) has one to itself; the rest share one.
     """
     names = list(dict.fromkeys(name for record in (*steps, *evals) for name in record.get("parts") or {}))
-    if len(names) < 2:  # a single part is the reward
-        return []
+    if len(names) < 2:
+        return
 
-    def part(name: str, record: Record) -> float:
-        parts = record.get("parts")
-        return _number(parts, name) if isinstance(parts, Mapping) else float("nan")
+    def term(name: str, record: Record) -> float:
+        return _number(record.get("parts") or {}, name)
 
     groups: dict[str, list[str]] = {}
     for name in names:
         families = {one: [x for x in names if x == one or x.startswith(f"{one}_")] for one in names}
-        first = next((one for one, members in families.items() if len(members) > 1 and name in members), None)
-        alone = name if any(part(name, record) > 1 for record in (*steps, *evals)) else ""
-        groups.setdefault(alone if first is None else first, []).append(name)
-    charts = []
+        alone = name if any(term(name, record) > 1 for record in (*steps, *evals)) else ""
+        key = next((one for one, members in families.items() if len(members) > 1 and name in members), alone)
+        groups.setdefault(key, []).append(name)
     for key, members in groups.items():
-        if len(members) > 1:
-            series = tuple(
-                _series(steps, partial(part, name), name, PALETTE[place % len(PALETTE)])
-                for place, name in enumerate(members)
-            )
-        else:
-            only = partial(part, members[0])
-            series = (_series(steps, only, SAMPLED, BLUE), _series(evals, only, HELD_OUT, ORANGE, dots=True))
-        charts.append(
-            Chart(
-                f"parts_{key}" if key else "parts",
-                "Parts of the reward" if not key and len(members) > 1 else f"Reward's part: {key or members[0]}",
-                "Means over trajectories, as the system's reward has them, before any weight.",
-                series,
-            )
+        several = len(members) > 1
+        yield Chart(
+            f"parts_{key}" if key else "parts",
+            "Parts of the reward" if not key and several else f"Reward's part: {key or members[0]}",
+            CAPTIONS["parts"],
+            lines({name: partial(term, name) for name in members}) if several else both(partial(term, members[0])),
         )
-    return charts
 
 
 def _series(records: Sequence[Record], value: Value, label: str, color: str, dots: bool = False) -> Series:
@@ -314,23 +294,19 @@ def _ratio(top: float, bottom: float) -> float:
     return top / bottom if bottom > 0 else float("nan")
 
 
-def draw(chart: Chart, path: Path) -> None:
-    """Write one chart as a PNG, whole or not at all."""
-    draw_overview([chart], path)
-
-
-def draw_overview(charts: Sequence[Chart], path: Path) -> None:
-    """Write charts side by side as one PNG, whole or not at all."""
+def draw(*charts: Chart) -> bytes:
+    """Return charts side by side as one PNG."""
     size = OVERVIEW_SIZE if len(charts) > 1 else SIZE
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
         for axes, chart in zip(np.ravel(figure.subplots(1, len(charts), squeeze=False)), charts, strict=True):
             _draw_axes(axes, chart)
-        drawn = io.BytesIO()
+        drawn, png = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn, format="png")
-        with atomic_path(path) as temporary, Image.open(drawn) as picture:
-            colors = COLORS if all(len(chart.series) <= MANY for chart in charts) else 256
-            picture.convert("RGB").quantize(colors).save(temporary, "PNG", optimize=True)
+    colors = COLORS if all(len(chart.series) <= MANY for chart in charts) else 256
+    with Image.open(drawn) as picture:
+        picture.convert("RGB").quantize(colors).save(png, "PNG", optimize=True)
+    return png.getvalue()
 
 
 def _draw_axes(axes: Axes, chart: Chart) -> None:

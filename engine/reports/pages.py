@@ -1,6 +1,6 @@
-"""Parts that every page about a run has: its records, its stored steps, excerpts of trajectories, the template.
+"""What all pages about a run use: its records, its stored steps, excerpts of trajectories, templates.
 
-Excerpts are plain data; the page and the terminal colour them. They show what is in the records and judge nothing.
+Excerpts are plain data, which the page and the terminal color.
 """
 
 import itertools
@@ -32,8 +32,8 @@ ENDINGS = {  # Trajectory.reason -> its words; "answered" has none
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """A run as its folder has it. summary: {} before its end. start: the last line of starts.jsonl, {} for a run of an
-    earlier version, which has none."""
+    """The records of a run folder. summary: {} before its end. start: the last line of starts.jsonl, {} for a run of an
+    earlier version, which has no such file."""
 
     folder: RunFolder
     recipe: Recipe
@@ -128,7 +128,7 @@ def page_part(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stretch of text to colour: a tag itself, or what stands in the span it opened ("" outside of all)."""
+    """Text of one color: a tag, or text inside the span that a tag opened ("" outside of all)."""
 
     text: str
     is_tag: bool
@@ -137,7 +137,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A segment to show: its source, and its lines; each span of the policy's begins a line of its own."""
+    """A segment to show. Every span of the policy begins a line of its own."""
 
     source: Source
     lines: list[list[Chunk]]
@@ -145,8 +145,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """A trajectory to show: where it comes from, what came of it, and all that followed the prompt. `answer` is None
-    without one; a reward that was not finite is None too."""
+    """A trajectory to show, without its prompt. `answer` is None without one; so is a reward that was not finite."""
 
     label: str
     right: bool
@@ -176,8 +175,7 @@ def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[
     """Return up to `count` examples from the last evaluation, in segments of at most `limit` characters, each beside
     the first evaluation's trajectory on the same question.
 
-    A run without evaluations shows what it last sampled, and one without either shows none. Raise UserError for a
-    malformed line.
+    Without evaluations they are of the last stored step. Raise UserError for a malformed line.
     """
     evaluations = step_files(run.evaluations)
     files = list((evaluations or step_files(run.trajectories)).items())
@@ -279,7 +277,7 @@ def parts_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> lis
 
 
 def _trajectories(run: RunFolder, path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the trajectories of a file, without their token ids, which are most of it and not shown."""
+    """Yield the trajectories of a file without their token ids, which take most of its bytes."""
     for record in run.stored_trajectories(path):
         for segment in record.get("segments") or []:
             segment.pop("ids", None)

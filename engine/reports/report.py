@@ -1,22 +1,21 @@
-"""Pages of runs: one run with its curves and trajectories, several runs over each other, or curves of groups of runs.
+"""Pages of runs: one run with its curves and trajectories, several runs compared, or curves of groups of runs.
 
-    report.html           what came of a run, the curves, trajectories before and after, the recipe
+    report.html           one run: results, curves, trajectories before and after, the recipe
     plots/NAME.png        one picture a chart, and overview.png for a README
-    OUT.html              of several runs: each curve that two of them have, last figures, paired tests against the
-                          first run over the same questions, what their recipes differ in
+    OUT.html              several runs: each curve that two of them have, last measures, paired tests against the
+                          first run over the same questions, recipe differences
 
-A page holds its pictures, and needs no network and no script. It is made from run folders alone, so it can be written
-again at any time, also while the run goes on or after it was killed: what is not there yet is left out, and the page
-says so. Text that was sampled or retrieved is shown escaped. What the page cannot know (what the data is, what a figure
-does not prove) stands in an optional notes.md, paragraphs apart by blank lines.
+A page contains its pictures, and needs no network and no script. It is made from run folders alone, at any time, also
+while the run goes on or after it was killed: the page leaves out what is not there yet, and says so. Sampled and
+retrieved text is escaped. An optional notes.md, paragraphs separated by blank lines, is added to the page.
 """
 
 import base64
 import itertools
 import re
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,23 @@ from rich.text import Text
 from thresher.common.console import console
 from thresher.common.console import shown as shown_number
 from thresher.common.errors import UserError
-from thresher.common.files import atomic_write_text, read_json_object
+from thresher.common.files import atomic_write_bytes, atomic_write_text, read_json_object
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.config.tables import shown as shown_value
 from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
 from thresher.engine.evaluation.metrics import NAMES
-from thresher.engine.reports.charts import PALETTE, Chart, Series, charts_of, draw, draw_overview, smoothing
+from thresher.engine.reports.charts import (
+    COMPARED_BY,
+    PALETTE,
+    PHASES,
+    RECALLS,
+    Chart,
+    Series,
+    charts_of,
+    draw,
+    smoothing,
+)
 from thresher.engine.reports.pages import (
     ENDINGS,
     Chunk,
@@ -62,11 +71,7 @@ MEASURES = (  # key of an evaluation, its name, and whether it is a share
     ("f1", "F1", True),
     ("contains", "Contains a gold answer", True),
     ("answered", "Gave an answer", True),
-    ("recall_evidence", "Answer recall of the evidence", True),
-    ("recall_rationale", "Answer recall of the rationale", True),
-    ("recall_notes", "Answer recall of the notes", True),
-    ("recall_evaluation", "Answer recall of the evaluations", True),
-    ("recall_analysis", "Answer recall of the analysis", True),
+    *((f"recall_{name}", f"Answer recall of the {name}{ending}", True) for name, ending in RECALLS.items()),
     ("compression", "Compression ratio", False),
     ("relevance_precision", "Precision of named references", True),
     ("relevance_recall", "Recall of named references", True),
@@ -75,25 +80,8 @@ MEASURES = (  # key of an evaluation, its name, and whether it is a share
     ("response_tokens", "Tokens written", False),
 )
 SPAN_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
-PHASES = {  # key of a step's seconds -> its name
-    "update": "the update",
-    "decode": "decoding",
-    "prefill": "prefill",
-    "search": "searching",
-    "host": "Python around the rollout",
-    "reward": "rewards",
-}
 PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
 OVERVIEW = ("reward", "em")
-# Of charts with curves that say one thing in several ways: the one to hold runs against each other by, and its caption.
-CHOSEN = {
-    "kl": (
-        "k3",
-        "Mean over sampled tokens of e^(-d) - 1 + d, d = log p - log p_ref, whatever each recipe's loss has.",
-    ),
-    "kl_largest": ("value", "Over a step's sampled tokens, by the estimator of each recipe (grpo.kl_value), before β."),
-    "logprob_gap": ("largest", "|log p when sampled - log p when trained| of the same token under the same weights."),
-}
 LETTERS = "ABCDEFG"
 
 
@@ -107,57 +95,61 @@ def write_report(run: str | Path, out: str | Path | None = None, unverified: boo
     written, or if `out` cannot be written.
     """
     read = RunRecords.read(run, unverified)
-    folder, recipe, summary, evals = read.folder, read.recipe, read.summary, read.evals
-    out = Path(out) if out is not None else folder.path
-    charts = _charts(read)
-    overview = [chart for chart in charts if chart.name in OVERVIEW]
-    examples = examples_of(folder, recipe, 3, PAGE_CHARS)
-    plots = out / "plots"
+    out = Path(out) if out is not None else read.folder.path
+    page, pictures = report_page(read, out)
     try:
-        plots.mkdir(parents=True, exist_ok=True)
-        for chart in charts:
-            draw(chart, plots / f"{chart.name}.png")
-        if overview:
-            draw_overview(overview, plots / "overview.png")
-        page = page_template("report.html").render(
-            name=str(folder.path),
-            recipe=recipe,
-            toml=recipe.to_toml(),
-            summary=summary,
-            last_step=read.last_step,
-            tiles=_tiles(summary, evals),
-            notes=_notes(out, folder.path),
-            measures=_measures(evals),
-            evals=evals,
-            interval=_interval(evals[-1][1]) if evals else "",
-            facts=_facts(folder, recipe),
-            time=_time_sentence(read),
-            charts=charts,
-            overview=overview,
-            picture=lambda name: _data_uri(plots / f"{name}.png"),
-            window=smoothing(len(read.steps)),
-            endings=ENDINGS,
-            examples=examples,
-            stored=steps_in_words(list(step_files(folder.trajectories))),
-        )
+        (out / "plots").mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures.items():
+            atomic_write_bytes(out / "plots" / f"{name}.png", picture)
         atomic_write_text(out / "report.html", page)
     except OSError as error:
         raise UserError(f"{out}: cannot write the report ({error.strerror}); choose another folder") from None
     return out / "report.html"
 
 
+def report_page(run: RunRecords, *notes: Path) -> tuple[str, dict[str, bytes]]:
+    """Return the page of a run and its pictures by name. notes: folders that may have a notes.md, before the run's."""
+    folder, recipe, evals = run.folder, run.recipe, run.evals
+    charts = _charts(run)
+    overview = [chart for chart in charts if chart.name in OVERVIEW]
+    pictures = {chart.name: draw(chart) for chart in charts} | ({"overview": draw(*overview)} if overview else {})
+    page = page_template("report.html").render(
+        name=str(folder.path),
+        recipe=recipe,
+        toml=recipe.to_toml(),
+        summary=run.summary,
+        last_step=run.last_step,
+        tiles=_tiles(run.summary, evals),
+        notes=_notes(*notes, folder.path),
+        measures=_measures(evals),
+        evals=evals,
+        interval=_interval(evals[-1][1]) if evals else "",
+        facts=_facts(folder, recipe),
+        time=_time_sentence(run),
+        charts=charts,
+        overview=overview,
+        picture=lambda name: _data_uri(pictures[name]),
+        window=smoothing(len(run.steps)),
+        endings=ENDINGS,
+        examples=examples_of(folder, recipe, 3, PAGE_CHARS),
+        stored=steps_in_words(list(step_files(folder.trajectories))),
+    )
+    return page, pictures
+
+
 def _charts(run: RunRecords) -> list[Chart]:
+    recipe = run.recipe
     return charts_of(
         run.records,
-        kl_value=run.recipe.grpo.kl_value,
-        beta=run.recipe.grpo.beta,
-        max_grad_norm=run.recipe.optim.max_grad_norm,
-        groups=run.recipe.rollout.questions_per_step,
+        kl_value=recipe.grpo.kl_value,
+        beta=recipe.grpo.beta,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        groups=recipe.rollout.questions_per_step,
     )
 
 
-def _data_uri(picture: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode('ascii')}"
+def _data_uri(picture: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"
 
 
 def print_trajectories(run: str | Path, count: int = 2) -> None:
@@ -194,11 +186,11 @@ def _notes(*folders: Path) -> list[str]:
     return []
 
 
-# Figures
+# Measures
 
 
 def _tiles(summary: Record, evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str]]:
-    """Return (name, figure, what it was before) for the head of the page."""
+    """Return (name, value, value before) for the head of the page."""
     tiles = []
     for key, name in (("em", "exact match"), ("f1", "F1")):
         values = [measures.get(key) for _, measures in (*evals[:1], *evals[-1:])]
@@ -218,25 +210,20 @@ def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, 
     ""."""
     if not evals:
         return []
-    first, last = ({**measures, **_parts(measures)} for measures in (evals[0][1], evals[-1][1]))
+    first, last = ({**measures, **_terms(measures)} for measures in (evals[0][1], evals[-1][1]))
     rows = []
-    for key, name, share in (*MEASURES, *((key, key, False) for key in _parts(last))):
+    for key, name, share in (*MEASURES, *((key, key, False) for key in _terms(last))):
         old, new = (first.get(key) if len(evals) > 1 else None), last.get(key)
-        if new is None:
-            continue
-        if share:
-            change = "" if old is None else f"{100 * (new - old):+.1f} pts"
-            rows.append((name, "" if old is None else f"{old:.1%}", f"{new:.1%}", change))
-        else:
-            change = "" if old is None else f"{new - old:+.2f}"
-            rows.append((name, "" if old is None else f"{old:.2f}", f"{new:.2f}", change))
+        if new is not None:
+            change = "" if old is None else f"{100 * (new - old):+.1f} pts" if share else f"{new - old:+.2f}"
+            rows.append((name, "" if old is None else _shown(old, share), _shown(new, share), change))
     return rows
 
 
-def _parts(measures: Record) -> Record:
-    """Return the parts of the system's own reward, under names to show; none where a single one is all of it."""
-    parts = measures.get("parts") or {}
-    return {f"Reward's part: {name}": value for name, value in parts.items()} if len(parts) > 1 else {}
+def _terms(measures: Record) -> Record:
+    """Return the terms of the system's own reward, under names to show; none where a single one is all of it."""
+    terms = measures.get("parts") or {}
+    return {f"Reward's part: {name}": value for name, value in terms.items()} if len(terms) > 1 else {}
 
 
 def _interval(measures: Record) -> str:
@@ -249,21 +236,20 @@ def _interval(measures: Record) -> str:
 
 
 def _time_sentence(run: RunRecords) -> str:
-    """Return where the time went, the largest part first."""
-    steps = run.steps
+    """Return how the time was spent, the largest share first."""
 
     def spent(key: str) -> float:
-        return sum(record.get(f"{key}_seconds") or 0.0 for record in steps)
+        return sum(record.get(f"{key}_seconds") or 0.0 for record in run.steps)
 
-    parts = {name: spent(key) for key, name in PHASES.items()}
-    parts["evaluations"] = sum(measures.get("seconds") or 0.0 for _, measures in run.evals)
-    known = sum(parts.values())
+    seconds = {name: spent(key) for key, (_, name) in PHASES.items()}
+    seconds["evaluations"] = sum(measures.get("seconds") or 0.0 for _, measures in run.evals)
+    known = sum(seconds.values())
     total = max(run.summary.get("seconds") or 0.0, known)
     if not total:
         return ""
-    parts["loading, checkpoints and files"] = total - known
-    shares = [(seconds / total, name) for name, seconds in parts.items()]
-    listed = ", ".join(f"{share:.0%} {name}" for share, name in sorted(shares, reverse=True) if share >= 0.005)
+    seconds["loading, checkpoints and files"] = total - known
+    shares = sorted(((part / total, name) for name, part in seconds.items()), reverse=True)
+    listed = ", ".join(f"{share:.0%} {name}" for share, name in shares if share >= 0.005)
     waited = ""
     if rollout := spent("rollout"):
         waited = f" Decoding waited for searches {spent('search') / rollout:.1%} of the rollouts' time."
@@ -271,8 +257,7 @@ def _time_sentence(run: RunRecords) -> str:
 
 
 def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
-    """Return (name, value) of what a reader must know of the run. What lies outside the run folder may be gone by
-    now."""
+    """Return (name, value) rows about the run. Files outside the run folder may be gone by now."""
     rollout, grpo, optim = recipe.rollout, recipe.grpo, recipe.optim
     model = _model(run, recipe)
     facts = [("Model", f"{model}; {recipe.model.dtype} on {recipe.model.device}" if model else recipe.model.path)]
@@ -360,15 +345,15 @@ def _retrieval(retrieval: RetrievalSection) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun(RunRecords):
-    """A run and what it is called on the page."""
+    """A run with its letter and color on the page."""
 
     letter: str
     color: str
 
 
 def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: bool = False) -> list[dict[str, Any]]:
-    """Write the page of these runs to the file `out`; return what the paired tests found, the first run against each
-    other whose questions it shares.
+    """Write the page of these runs to the file `out`; return the results of the paired tests, of the first run against
+    each other whose questions it shares.
 
     Raise UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written, for
     runs that share neither a curve nor a question, and if `out` is no .html file that can be written.
@@ -392,11 +377,11 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: b
         )
     page = page_template("comparison.html").render(
         runs=runs,
-        figures=list(_figures(runs)),
+        figures=list(_compared_rows(runs)),
         tests=tests,
         differences=recipe_differences(runs),
         facts=[(run, _origin(run.start)) for run in runs],
-        charts=_pictures(charts),
+        charts=[(chart, _data_uri(draw(chart))) for chart in charts],
         window=max((smoothing(len(run.steps)) for run in runs), default=1),
     )
     try:
@@ -410,24 +395,23 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: b
 def write_curves(
     title: str, groups: Mapping[str, Sequence[str | Path]], out: Path, chosen: Sequence[str] | None = None
 ) -> list[Chart]:
-    """Write a page of curves over each other, one a group of run folders (label -> folders: seeds, whose mean and
-    deviation are drawn), of the charts of these names, all where none are given; return them."""
+    """Write a page of overlaid curves, one for each group of run folders (label -> folders: seeds, whose mean and
+    deviation are drawn); return its charts. chosen: the names of the charts, None for all."""
     named = [
         (label, color, list(map(str, groups[label])))
         for label, color in zip(groups, itertools.cycle(PALETTE), strict=False)
     ]
     charts = overlaid([(label, color, map(RunRecords.read, paths)) for label, color, paths in named], chosen=chosen)
-    page = page_template("curves.html").render(title=title, groups=named, charts=_pictures(charts))
-    atomic_write_text(out, page)
+    pictures = [(chart, _data_uri(draw(chart))) for chart in charts]
+    atomic_write_text(out, page_template("curves.html").render(title=title, groups=named, charts=pictures))
     return charts
 
 
 def overlaid(
     groups: Sequence[tuple[str, str, Iterable[RunRecords]]], at_least: int = 1, chosen: Sequence[str] | None = None
 ) -> list[Chart]:
-    """Return a chart for each curve that so many groups have, of the charts of these names where some are given, in the
-    order of a single run's page; a curve a group (label, color, runs), the mean over its runs. Layers become their
-    sum."""
+    """Return a chart for each curve that `at_least` groups have, in the order of a single run's page. It has a curve
+    for each group (label, color, runs), the mean over its runs; of stacked layers their sum. chosen: as above."""
     curves: dict[tuple[str, str], dict[int, list[Series]]] = {}  # (chart, label) -> group -> a curve a run
     charts: dict[tuple[str, str], Chart] = {}  # as the first run has it
     several = set()  # charts of more than one curve
@@ -438,21 +422,22 @@ def overlaid(
                 chart = replace(chart, series=(replace(chart.series[0], label="all", values=layers),))
             for series in chart.series:
                 key = chart.name, series.label
-                if series.label == CHOSEN.get(chart.name, (series.label,))[0]:
+                if chart.name not in COMPARED_BY or series.label == COMPARED_BY[chart.name][0]:
                     charts.setdefault(key, chart)
                     curves.setdefault(key, {}).setdefault(number, []).append(series)
                     several |= {key} if len(chart.series) > 1 else set()
     shared: list[Chart] = []
     order = list(dict.fromkeys(name for name, _ in curves))
     for key in sorted(curves, key=lambda key: order.index(key[0])):
+        if len(curves[key]) < at_least:
+            continue
         chart, drawn = charts[key], []
         for number, found in curves[key].items():
             label, color, _ = groups[number]
             drawn.append(replace(_mean(found), label=label, color=color))
-        if len(drawn) >= at_least:
-            caption = CHOSEN[chart.name][1] if chart.name in CHOSEN else chart.caption
-            title = f"{chart.title}: {key[1]}" if key in several else chart.title
-            shared.append(Chart(str(len(shared)), title, caption, tuple(drawn), chart.percent, chart.log))
+        _, caption = COMPARED_BY.get(chart.name, ("", chart.caption))
+        title = f"{chart.title}: {key[1]}" if key in several else chart.title
+        shared.append(Chart(str(len(shared)), title, caption, tuple(drawn), chart.percent, chart.log))
     return shared
 
 
@@ -472,43 +457,29 @@ def _mean(runs: Sequence[Series]) -> Series:
     return replace(runs[0], steps=steps, values=means, spread=spread)
 
 
-def _pictures(charts: Sequence[Chart]) -> list[tuple[Chart, str]]:
-    """Draw charts, each into a data URI."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "chart.png"
-
-        def picture(chart: Chart) -> str:
-            draw(chart, path)
-            return _data_uri(path)
-
-        return [(chart, picture(chart)) for chart in charts]
-
-
-def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, a text for each run) of what the runs came to."""
-    yield "Steps", [f"{run.last_step} of {run.recipe.run.steps}" for run in runs]
+def _compared_rows(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, a text for each run) of the runs' results."""
     last = [run.evals[-1][1] if run.evals else {} for run in runs]
+    terms = [measures.get("parts") or {} for measures in last]
+    yield "Steps", [f"{run.last_step} of {run.recipe.run.steps}" for run in runs]
     if any(last):
         yield "Last evaluation at step", [str(run.evals[-1][0]) if run.evals else "-" for run in runs]
         yield "Held-out questions, greedy", [shown_number(measures.get("questions")) for measures in last]
         yield "Exact match before", [_shown(run.evals[0][1].get("em"), True) if run.evals else "-" for run in runs]
-    for key, name, share in MEASURES:
-        values = [measures.get(key) for measures in last]
-        if any(value is not None for value in values):
-            yield name, [_shown(value, share) for value in values]
-    parts = [measures.get("parts") or {} for measures in last]
-    for key in dict.fromkeys(name for part in parts if len(part) > 1 for name in part):
-        yield f"Reward's part: {key}", [_shown(part.get(key), False) for part in parts]
+    rows: list[tuple[str, list[float | None], Callable[[float], str]]] = [
+        (name, [measures.get(key) for measures in last], partial(_shown, share=share)) for key, name, share in MEASURES
+    ]
+    for key in dict.fromkeys(name for term in terms if len(term) > 1 for name in term):
+        rows.append((f"Reward's part: {key}", [term.get(key) for term in terms], partial(_shown, share=False)))
     for name, tokens, seconds in (
-        ("Rollout", "sampled_tokens", "rollout_seconds"),
-        ("Update", "train_tokens", "update_seconds"),
+        ("Rollout, tokens per second", "sampled_tokens", "rollout_seconds"),
+        ("Update, tokens per second", "train_tokens", "update_seconds"),
     ):
-        values = [run.rate(tokens, seconds) for run in runs]
+        rows.append((name, [run.rate(tokens, seconds) for run in runs], "{:,.0f}".format))
+    rows.append(("In all", [run.summary.get("seconds") for run in runs], duration))
+    for name, values, show in rows:
         if any(value is not None for value in values):
-            yield f"{name}, tokens per second", ["-" if value is None else f"{value:,.0f}" for value in values]
-    spent = [run.summary.get("seconds") for run in runs]
-    if any(value is not None for value in spent):
-        yield "In all", ["-" if value is None else duration(value) for value in spent]
+            yield name, ["-" if value is None else show(value) for value in values]
 
 
 def _shown(value: float | None, share: bool) -> str:

@@ -1,15 +1,13 @@
-"""The token view: the trajectories of a stored step as a page on which each token has the colour of one of its values.
+"""The token view: the trajectories of a stored step as a page on which each token is colored by one of its values.
 
-    step_000010.html   one step, one file: no request to anywhere, at most 10 MB; what is too much is left out by groups
-    index.html         of a folder of such pages: the run's stored steps with their figures
+    step_000010.html   one step, one file without requests, at most 10 MB: groups that do not fit are left out
+    index.html         in a folder of such pages: the run's stored steps with their measures
 
-The page is this folder's token_view.html, .css and .js with the step's data as JSON in it: groups of samples, their
-text cut into tokens, values in base64. What the page computes of a token's values stands in token_formulas.js. Sampled
-text reaches the page as data alone, and its script only ever makes text nodes of it.
-
-A character whose bytes lie in several tokens stands with the last of them, the others have no text of their own.
-Strings that come often (prompts, passages) stand once a group. Differences of log-probs are made here in float32 and
-stored as float16, for the rounding of the log-probs themselves would hide them.
+The page is this folder's token_view.html, .css and .js with the step's data in it as JSON: groups of samples, their
+text cut into tokens, values in base64. token_formulas.js computes the rest. Sampled text is data alone: the script only
+makes text nodes of it. A character whose bytes lie in several tokens is shown with the last of them. Strings that
+repeat (prompts, passages) are stored once a group. Differences of log-probs are computed here in float32 and stored as
+float16, because the rounding of the log-probs to float16 would exceed them.
 """
 
 import base64
@@ -59,32 +57,25 @@ def write_token_view(run: str | Path, step: str, out: str | Path | None = None, 
     """
     folder, recipe = open_run(run, unverified)
     stored = list(step_files(folder.trajectories))
-    if step == "all":
-        target = Path(out) if out is not None else folder.path / "tokens"
-        return _write_all(folder, recipe, stored, target)
-    if not step.isdecimal() or int(step) not in stored:
+    if not stored if step == "all" else not step.isdecimal() or int(step) not in stored:
         listed = f"stored are {steps_in_words(stored)}" if stored else "none is stored (run.keep_trajectories)"
         raise UserError(f"--tokens {step}: expected a stored step of {run}, or all; {listed}")
-    target = Path(out) if out is not None else folder.path / "tokens" / f"{step_name(int(step))}.html"
-    _write(target, _page(folder, recipe, int(step), _tokenizer(folder, recipe)))
-    return target
-
-
-def _write_all(folder: RunFolder, recipe: Recipe, stored: Sequence[int], target: Path) -> Path:
-    if not stored:
-        raise UserError(f"--tokens all: {folder.path} has no stored step (run.keep_trajectories)")
-    tokenizer = _tokenizer(folder, recipe)
-    for n, step in enumerate(stored):
-        beside = {"before": stored[n - 1] if n else None, "after": stored[n + 1] if n + 1 < len(stored) else None}
-        links = {name: f"{step_name(other)}.html" for name, other in beside.items() if other is not None}
-        links["index"] = "index.html"
-        _write(target / f"{step_name(step)}.html", _page(folder, recipe, step, tokenizer, links))
+    tokenizer, pages = _tokenizer(folder, recipe), {number: f"{step_name(number)}.html" for number in stored}
+    if step != "all":
+        target = Path(out) if out is not None else folder.path / "tokens" / pages[int(step)]
+        _write(target, _page(folder, recipe, int(step), tokenizer, {}))
+        return target
+    target = Path(out) if out is not None else folder.path / "tokens"
+    for before, number, after in zip([None, *stored], stored, [*stored[1:], None], strict=False):
+        links = {"before": pages.get(before or -1), "after": pages.get(after or -1), "index": "index.html"}
+        present = {name: page for name, page in links.items() if page is not None}
+        _write(target / pages[number], _page(folder, recipe, number, tokenizer, present))
     records = {record["step"]: record for record in folder.metrics() if "eval" not in record}
-    rows = [(step, f"{step_name(step)}.html", records.get(step, {})) for step in stored]
-    page = page_template("token_index.html").render(
+    rows = [(number, page, records.get(number, {})) for number, page in pages.items()]
+    index = page_template("token_index.html").render(
         name=str(folder.path), css=page_part("token_view.css"), recipe=recipe, rows=rows
     )
-    _write(target / "index.html", page)
+    _write(target / "index.html", index)
     return target / "index.html"
 
 
@@ -106,9 +97,7 @@ def _tokenizer(run: RunFolder, recipe: Recipe) -> Tokenizer:
     )
 
 
-def _page(
-    run: RunFolder, recipe: Recipe, step: int, tokenizer: Tokenizer, links: Mapping[str, str] | None = None
-) -> str:
+def _page(run: RunFolder, recipe: Recipe, step: int, tokenizer: Tokenizer, links: Mapping[str, str]) -> str:
     path = run.trajectories / f"{step_name(step)}.jsonl"
     records = list(run.stored_trajectories(path))
     stats = read_token_stats(path.with_suffix(".safetensors"), *policy_counts(records), unverified=run.unverified)
@@ -120,7 +109,7 @@ def _page(
         "odd": odd_tokens(records, tokenizer),
         "objective": objective_of(recipe.grpo, recipe.rollout.temperature),
     }
-    return assemble(str(run.path), recipe, groups, facts, links or {})
+    return assemble(str(run.path), recipe, groups, facts, links)
 
 
 def assemble(
@@ -135,7 +124,6 @@ def assemble(
     template = page_template("token_view.html")
 
     def render(kept: Sequence[Group], left_out: str) -> str:
-        data = to_json({**facts, "groups": kept})
         return template.render(
             name=name,
             recipe=recipe,
@@ -145,7 +133,7 @@ def assemble(
             links=links,
             css=page_part("token_view.css"),
             script=page_part("token_formulas.js") + page_part("token_view.js"),
-            data=data,
+            data=to_json({**facts, "groups": kept}),
         )
 
     empty = len(render([], "").encode())
@@ -212,7 +200,7 @@ def groups_of(
 
 
 def _sample(record: Record, tokenizer: Tokenizer, tags: Sequence[str], texts: dict[str, int]) -> dict[str, Any]:
-    """Return one trajectory's record as the page has it. texts: the group's strings, to which its own are added."""
+    """Return a trajectory's data for the page; add its strings to `texts`, the group's."""
 
     def place(text: str) -> int:
         return texts.setdefault(text, len(texts))
@@ -263,8 +251,8 @@ def _tokens(
 
 
 def token_texts(tokens: Sequence[bytes]) -> list[str]:
-    """Return what each token adds to the text when the bytes are joined; "" for one that ends inside a character. Bytes
-    that are no UTF-8 become U+FFFD, as decoding all at once has it."""
+    """Return the text that each token adds to the joined bytes, "" where it ends inside a character. Bytes that are no
+    UTF-8 become U+FFFD, as in decoding all at once."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return [decoder.decode(token, final=n == len(tokens) - 1) for n, token in enumerate(tokens)]
 
@@ -282,8 +270,7 @@ def units(text: str) -> int:
 
 
 def prompt_parts(text: str, record: Record) -> list[tuple[str, str]]:
-    """Return a prompt in parts with their letters: t template, q the question, g a passage that the question
-    brought."""
+    """Return a prompt cut into (letter, text): t template, q the question, g a passage that the question brought."""
     needles = [("q", str(record.get("question") or ""))]
     needles += [("g", str(passage.get("text") or "")) for passage in record.get("passages") or []]
     spans = []
@@ -343,7 +330,7 @@ def odd_tokens(records: Sequence[Record], tokenizer: Tokenizer) -> dict[int, str
 
 
 def objective_of(grpo: GrpoSection, temperature: float) -> dict[str, Any]:
-    """Return what of the recipe the page needs to compute with, as kernels/loss.py has it."""
+    """Return the constants of the recipe that the page computes with, as kernels/loss.py has them."""
     return {
         "low": 1 - grpo.clip_low,
         "high": 1 + grpo.clip_high,

@@ -1,26 +1,22 @@
-"""`thresher watch RUN`: a run while it goes on, as a page that brings itself up to date, or in a terminal.
+"""`thresher watch RUN`: a run while it goes on, as a page that updates itself, or in a terminal.
 
-    left    steps to go x the median of the last steps' seconds, and what evaluations are to come at the last one's
-    alive   the process in .lock holds that file open; of a run on another host nothing is known, and it counts as alive
+    /            the page of `thresher report` with its pictures, and a line at its foot: the state of the run
+    /state       {"version", "says"} as JSON, which the page requests every few seconds
+    /watch.js    the script that requests it, and replaces the page by a newer one where the reader has scrolled to
 
-    /            the page of `thresher report`, its pictures inside, with a line at its foot: where the run stands
-    /state       {"version", "says"} as JSON, which the page asks for every few seconds
-    /watch.js    what asks, and puts a new page in the place of the old one where the reader has scrolled to
-
-Nothing is written into the run folder and no lock is taken on it, which could keep the run itself out. Only requests
-from this machine whose Host header names it are served (common/hosts.py), no path is looked up on the disk,
-and no request changes anything. At most MOST_CONNECTIONS are open; a further one is closed at once. The page is drawn
-anew only while somebody looks, for at most a quarter of the time, and behind the run's own work.
+Nothing is written into the run folder and no lock is taken on it, which could keep the run itself out. A server answers
+only requests from this machine whose Host header names it (common/hosts.py), looks up no path on the disk, and changes
+nothing. The page is drawn anew only while somebody looks, for at most a quarter of the time.
 """
 
 import html
 import json
 import os
 import platform
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,10 +33,10 @@ from thresher.common.console import console, shown, visible
 from thresher.common.errors import UserError
 from thresher.common.hosts import host_allowed
 from thresher.engine.reports.pages import RunRecords, duration, is_right, open_run, page_part, step_files
-from thresher.engine.reports.report import write_report
+from thresher.engine.reports.report import report_page
 from thresher.engine.store.run_folder import RunFolder
 
-RECENT = 20  # steps that rates and the time left are taken from
+RECENT = 20  # steps over which rates and the time left are computed
 PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")
 BARS = "▁▂▃▄▅▆▇█"
 CURVE, SAMPLES, LONGEST = 64, 4, 160  # characters of the reward's curve, samples shown, characters of a text
@@ -63,7 +59,7 @@ body { padding-bottom: 44px; }
 </style>
 <script src="/watch.js"></script>
 </body>"""
-# Asked for again as a whole: what watch.js brings in has no style sheet here.
+# Reloaded as a whole, because watch.js would bring in a page without its style sheet.
 FIRST = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -80,7 +76,7 @@ LOOKED = 15.0  # seconds after which nobody looks any more
 @dataclass(frozen=True, kw_only=True)
 class RunState(RunRecords):
     """A run at one moment. process: of this host, if one works on it. elsewhere: the host that the run was started on,
-    if not this one. age: seconds since the last record, None before the first."""
+    if not this one, whose processes are unknown. age: seconds since the last record, None before the first."""
 
     process: int | None
     elsewhere: str | None
@@ -102,7 +98,7 @@ class RunState(RunRecords):
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step, None where nothing is known yet."""
+        """Seconds until the last step, with its evaluations at the last one's seconds; None before the first step."""
         if self.seconds_a_step is None:
             return None
         run, to_go = self.recipe.run, range(self.last_step + 1, self.recipe.run.steps + 1)
@@ -113,7 +109,7 @@ class RunState(RunRecords):
     @property
     def says(self) -> str:
         """The state in one sentence."""
-        steps, age = f"step {self.last_step} of {self.recipe.run.steps}", duration(round(self.age or 0.0))
+        steps = f"step {self.last_step} of {self.recipe.run.steps}"
         if self.finished:
             return f"finished: {steps}"
         if self.ended:
@@ -121,10 +117,10 @@ class RunState(RunRecords):
         if self.age is None:
             return "running: nothing is recorded yet"
         left = "" if self.left is None else f", {duration(round(self.left))} left"
-        return f"running: {steps}{left}, last record {age} ago"
+        return f"running: {steps}{left}, last record {duration(round(self.age))} ago"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures of `thresher watch --json`, rates over the last RECENT steps."""
+        """Return the record of `thresher watch --json`, rates over the last RECENT steps."""
         last = self.steps[-1] if self.steps else {}
         return {
             "step": self.last_step,
@@ -144,7 +140,7 @@ class RunState(RunRecords):
 
 
 def read_state(path: str | Path, unverified: bool = False) -> RunState:
-    """Return where a run stands. Raise UserError for a folder that is no run, and for a file in it that is malformed
+    """Return the state of a run. Raise UserError for a folder that is no run, and for a file in it that is malformed
     or, unless `unverified`, not as it was written."""
     run = RunRecords.read(path, unverified)
     host = str(run.start.get("host")) if run.start else None
@@ -157,18 +153,15 @@ def read_state(path: str | Path, unverified: bool = False) -> RunState:
 
 
 def _process(run: RunFolder) -> int | None:
-    """Return the process that holds the run's lock: the number in the file may long be another's, the open file
-    cannot."""
+    """Return the process that has the run's lock file open; the number in the file alone may be another's by now."""
     lock = run.path / ".lock"
     try:
         pid = int(lock.read_text(encoding="ascii"))
         held = os.stat(lock)
         for entry in os.scandir(f"/proc/{pid}/fd"):
-            try:
+            with suppress(OSError):
                 if os.path.samestat(entry.stat(), held):
                     return pid
-            except OSError:
-                continue
     except (OSError, ValueError):
         pass
     return None
@@ -212,39 +205,39 @@ def watch_terminal(run: str | Path, every: float = 1.0, unverified: bool = False
 
 
 def _line(state: RunState) -> str:
-    facts = state.to_dict()
+    values = state.to_dict()
     names = {"reward": "reward", "em": "EM", "greedy_em": "greedy EM", "rollout_tokens_per_s": "tokens/s sampled"}
     names |= {"train_tokens_per_s": "trained", "seconds_a_step": "s a step"}
-    figures = [f"{name} {shown(facts[key])}" for key, name in names.items() if facts[key] is not None]
-    return "  ".join([state.says, *figures, *([f"memory {_memory(state)}"] if state.process else [])])
+    known = [f"{name} {shown(values[key])}" for key, name in names.items() if values[key] is not None]
+    return "  ".join([state.says, *known, *([f"memory {_memory(values)}"] if state.process else [])])
 
 
-def _memory(state: RunState) -> str:
-    resident = resident_bytes(state.process)
+def _memory(values: Mapping[str, Any]) -> str:
+    resident = values["resident_bytes"]
     return "-" if resident is None else f"{resident / 2**30:.2f} GiB"
 
 
 def _view(state: RunState) -> RenderableType:
-    facts = state.to_dict()
+    values = state.to_dict()
     table = Table.grid(padding=(0, 3))
     rows = (
-        ("reward", facts["reward"], "sampled tokens/s", facts["rollout_tokens_per_s"]),
-        ("EM, sampled", facts["em"], "trained tokens/s", facts["train_tokens_per_s"]),
-        ("EM, greedy", facts["greedy_em"], "seconds a step", facts["seconds_a_step"]),
-        ("process", str(state.process or "-"), "memory", _memory(state)),
+        ("reward", values["reward"], "sampled tokens/s", values["rollout_tokens_per_s"]),
+        ("EM, sampled", values["em"], "trained tokens/s", values["train_tokens_per_s"]),
+        ("EM, greedy", values["greedy_em"], "seconds a step", values["seconds_a_step"]),
+        ("process", str(state.process or "-"), "memory", _memory(values)),
     )
     for left, value, right, other in rows:
         table.add_row(Text(left, "dim"), shown(value), Text(right, "dim"), shown(other))
     rewards = [float(record["reward"]) for record in state.steps if record.get("reward") is not None]
     color = "green" if state.finished else "yellow" if state.ended else "cyan"
-    parts: list[RenderableType] = [Text(str(state.folder.path), "bold"), Text(state.says, color), table]
+    lines: list[RenderableType] = [Text(str(state.folder.path), "bold"), Text(state.says, color), table]
     if rewards:
-        parts.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "blue"), f" {shown(rewards[-1])}"))
+        lines.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "blue"), f" {shown(rewards[-1])}"))
     try:
-        parts += _samples(state.folder)
-    except UserError as error:  # a file that is damaged, or that a resumed run has just taken away
-        parts.append(Text(f"\n{error}", "red"))
-    return Group(*parts)
+        lines += _samples(state.folder)
+    except UserError as error:  # a file that is damaged, or that a resumed run has just deleted
+        lines.append(Text(f"\n{error}", "red"))
+    return Group(*lines)
 
 
 def sparkline(values: Sequence[float], width: int = CURVE) -> str:
@@ -256,7 +249,7 @@ def sparkline(values: Sequence[float], width: int = CURVE) -> str:
 
 
 def _samples(run: RunFolder) -> Iterator[Text]:
-    """Yield a trajectory of each of the first questions in the newest file that there is."""
+    """Yield a trajectory of each of the first questions in the newest file of trajectories."""
     files = [
         (step, path) for folder in (run.evaluations, run.trajectories) for step, path in step_files(folder).items()
     ]
@@ -290,24 +283,24 @@ def _short(text: object) -> str:
 
 
 class LivePage:
-    """The answers to a browser; the page is drawn anew when the run has moved on."""
+    """The answers to a browser; the page is drawn anew when the run has new records."""
 
     def __init__(self, run: str | Path, unverified: bool = False) -> None:
         read_state(run, unverified)  # or there is nothing to serve
         self._run, self._unverified = Path(run), unverified
-        self._wrong = ""  # what keeps the page from being drawn
+        self._error = ""  # the last failure to draw
         self._page, self._version = b"", 0
-        self._drawn: Any = None  # what the folder's files were when the page was drawn
-        self._looked = self._rest = -LOOKED  # on the clock of time.monotonic: last asked, and not to be drawn before
+        self._drawn: Any = None  # modification times and sizes of the run's files when the page was drawn
+        # On the clock of time.monotonic: the last request, and when the page may be drawn again.
+        self._looked = self._rest = -LOOKED
 
     def draw(self) -> None:
-        """Draw the page, if the run has moved on."""
+        """Draw the page, if the run has new records."""
         stamp = self._stamp()
         if stamp == self._drawn:
             return
         started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            page = write_report(self._run, folder, self._unverified).read_text(encoding="utf-8")
+        page, _ = report_page(RunRecords.read(self._run, self._unverified))
         head, _, _ = page.rpartition("</body>")
         self._page, self._drawn = f"{head}{FOOT}\n</html>\n".encode(), stamp
         self._version += 1
@@ -325,20 +318,20 @@ class LivePage:
         return None
 
     def keep_up(self, every: float) -> None:
-        """Draw as the run goes on, while somebody looks; without end."""
+        """Draw the page as the run goes on, while somebody looks; never return."""
         while True:
             now = time.monotonic()
             if self._version == 0 or (now - self._looked < LOOKED and now > self._rest):
                 try:
                     self.draw()
-                    self._wrong = ""
+                    self._error = ""
                 except (UserError, OSError) as error:  # a file that is just being replaced, or one that is damaged
-                    self._rest, self._wrong = now + every, str(error)
+                    self._rest, self._error = now + every, str(error)
             time.sleep(every)
 
     def _says(self) -> str:
         try:
-            return self._wrong or read_state(self._run, self._unverified).says
+            return self._error or read_state(self._run, self._unverified).says
         except (UserError, OSError) as error:
             return str(error)
 
@@ -358,11 +351,11 @@ def serve_page(
     """
     page = LivePage(run, unverified)
     try:
-        server = PageServer((HOST, port), handler(page))
+        server = PageServer(page, port)
     except OSError as error:
         raise UserError(f"--port {port}: {error.strerror}; choose another, or 0 for one that is free") from None
     os.nice(5)
-    # Drawing is this thread's, for an interrupt ends it at once there.
+    # The main thread draws, because an interrupt ends it at once.
     threading.Thread(target=server.serve_forever, daemon=True).start()
     say(f"watch: http://localhost:{server.server_address[1]}/ until Ctrl-C; open to this machine alone")
     try:
@@ -373,10 +366,11 @@ def serve_page(
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server with a thread for each of at most MOST_CONNECTIONS connections."""
+    """A server of a page, with a thread for each of at most MOST_CONNECTIONS connections; it closes others at once."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, page: LivePage, port: int) -> None:
+        super().__init__((HOST, port), _PageRequest)
+        self.page = page
         self._free = threading.Semaphore(MOST_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -392,34 +386,32 @@ class PageServer(ThreadingHTTPServer):
             self._free.release()
 
 
-def handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
-    """Return the class that answers GET and HEAD from this machine, and nothing else."""
+class _PageRequest(BaseHTTPRequestHandler):
+    """Answers GET and HEAD from this machine."""
 
-    class PageRequest(BaseHTTPRequestHandler):
-        timeout = 30  # of a connection on which nothing comes
-        server_version, sys_version = "thresher", ""
+    server: PageServer
+    timeout = 30  # of a connection on which nothing comes
+    server_version, sys_version = "thresher", ""
 
-        def do_GET(self) -> None:
-            if not host_allowed(self.headers.get_all("Host", [])):
-                self._answer(403, TEXT, b"thresher watch answers under the name localhost only\n")
-            elif (found := page.get(self.path.partition("?")[0])) is None:
-                self._answer(404, TEXT, b"not found\n")
-            else:
-                self._answer(200, *found)
+    def do_GET(self) -> None:
+        if not host_allowed(self.headers.get_all("Host", [])):
+            self._answer(403, TEXT, b"thresher watch answers under the name localhost only\n")
+        elif (found := self.server.page.get(self.path.partition("?")[0])) is None:
+            self._answer(404, TEXT, b"not found\n")
+        else:
+            self._answer(200, *found)
 
-        do_HEAD = do_GET
+    do_HEAD = do_GET
 
-        def _answer(self, status: int, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
-                self.send_header(name, value)
-            try:
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-            except ConnectionError:  # nobody reads it any more
-                self.close_connection = True
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
+            self.send_header(name, value)
+        try:
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+        except ConnectionError:  # the client has gone
+            self.close_connection = True
 
-        def log_message(self, *_: Any) -> None: ...
-
-    return PageRequest
+    def log_message(self, *_: Any) -> None: ...

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.reports import watch as watch_module
+from thresher.engine.reports.pages import RunRecords
 from thresher.engine.reports.watch import (
     FIRST,
     FOOT,
     HOST,
     LivePage,
     PageServer,
-    handler,
     read_state,
     serve_page,
     sparkline,
@@ -119,14 +118,12 @@ Get = Callable[..., tuple[int, dict[str, str], bytes]]
 def served(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LivePage, Get]]:
     """The page of a run, whose pictures are not drawn, and get(path, method, host) -> status, headers, body."""
 
-    def write(run: Path, out: str, unverified: bool) -> Path:
-        page = Path(out) / "report.html"
-        page.write_text(f"<body><main>step {read_state(run).last_step}</main>\n</body>\n</html>")
-        return page
+    def drawn(run: RunRecords) -> tuple[str, dict[str, bytes]]:
+        return f"<body><main>step {run.last_step}</main>\n</body>\n</html>", {}
 
-    monkeypatch.setattr(watch_module, "write_report", write)
+    monkeypatch.setattr(watch_module, "report_page", drawn)
     page = LivePage(run.path)
-    server = PageServer((HOST, 0), handler(page))
+    server = PageServer(page, 0)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
     def get(path: str, method: str = "GET", host: str | list[str] | None = None) -> tuple[int, dict[str, str], bytes]:
@@ -183,7 +180,7 @@ def test_who_is_answered_and_what_there_is(served: tuple[LivePage, Get]) -> None
 
 def test_a_connection_beyond_the_limit_is_closed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "MOST_CONNECTIONS", 2)
-    with PageServer((HOST, 0), handler(LivePage(run.path))) as server:
+    with PageServer(LivePage(run.path), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
         def opened() -> socket.socket:
@@ -232,7 +229,7 @@ def test_it_is_drawn_while_somebody_looks(run: RunFolder, served: tuple[LivePage
 
 
 def test_a_taken_port_and_no_run(run: RunFolder, tmp_path: Path) -> None:
-    with ThreadingHTTPServer((HOST, 0), handler(LivePage(run.path))) as taken:
+    with PageServer(LivePage(run.path), 0) as taken:
         port = taken.server_address[1]
         with pytest.raises(UserError, match=f"--port {port}: Address already in use; choose another"):
             serve_page(run.path, port, print)
