@@ -1,10 +1,10 @@
-"""Test reports: what a page says of a run and leaves out, several runs over each other, the trajectories that are
-chosen, charts, and that nothing sampled acts on the page or the terminal."""
+"""Test reports: pages of one run and of several, chosen trajectories, charts, and that nothing sampled acts on the page
+or the terminal."""
 
 import json
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from report_cases import CHARTS, Page, eval_record, make_run, step_record, trajectory
 from rich.console import Console
-from stored_cases import stored
 
 from thresher.cli import main as cli
 from thresher.common.console import visible
@@ -41,26 +40,29 @@ from thresher.retrieval.building.commands import build
 from thresher.rewards.reward import Source
 
 PNG = b"\x89PNG\r\n\x1a\n"
+NAMES = [f"q{number}" for number in range(12)]
 
 
 @pytest.fixture
-def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of the page alone: a chart takes a tenth of a second or two to draw."""
-    monkeypatch.setattr(report, "draw", lambda *_: PNG)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
+    """The charts of the pages; drawing each would take a tenth of a second or two."""
+    charts: list[Chart] = []
+
+    def draw(*several: Chart) -> bytes:
+        charts.extend(several)
+        return PNG
+
+    monkeypatch.setattr(report, "draw", draw)
+    return charts
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
-    """What is printed, with its colours, on a terminal of 100 columns."""
-    console = Console(force_terminal=True, width=100, color_system="standard", highlight=False, legacy_windows=False)
-    monkeypatch.setattr(report, "console", console)
-    console.begin_capture()
-    yield console.end_capture
+def report_of(run: RunFolder, *out: Path) -> str:
+    return Page(write_report(run.path, *out).read_text(encoding="utf-8")).text
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Path]:
-    """A run of 30 steps with evaluations, and its report in another folder, with notes."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report, with notes and in another folder, of a run of 30 steps with evaluations."""
     root = tmp_path_factory.mktemp("finished")
     run = make_run(root / "run")
     for step in range(31):
@@ -75,57 +77,52 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Path]
     )
     (root / "out").mkdir()
     (root / "out" / "notes.md").write_text("The world is <i>invented</i>.\nAll of it.\n\n \nSecond & last.\n")
-    return run, write_report(run.path, root / "out")
+    path = write_report(run.path, root / "out")
+    assert not run.report_file.exists()
+    return path
 
 
-def test_a_finished_run(finished: tuple[RunFolder, Path]) -> None:
-    run, path = finished
-    page = Page(path.read_text(encoding="utf-8"))
-    assert path.name == "report.html" and not run.report_file.exists()
+def test_a_finished_run(finished: Path) -> None:
+    html = finished.read_text(encoding="utf-8")
+    page = Page(html)
     assert "30 of 30 steps" in page.text and "seed 7" in page.text and "Not finished" not in page.text
     assert "Exact match 20.0% 95.0% +75.0 pts" in page.text
     assert "200 held-out questions, greedy step 0 step 30 change" in page.text
     assert "The world is <i>invented</i>. All of it. Second & last." in page.text
+    assert "a 95% interval of 91.0% to 97.3% around" in page.text
     # 30 s of steps and 8 s of evaluations are accounted for, of 130.
     assert "Of 2 min 10 s: 71% loading, checkpoints and files, 14% the update" in page.text
-    assert page.tags.isdisjoint({"script", "link", "iframe"})
-    assert "://" not in path.read_text(encoding="utf-8")
-
-
-def test_the_page_holds_its_pictures(finished: tuple[RunFolder, Path]) -> None:
-    path = finished[1]
-    pictures = Page(path.read_text(encoding="utf-8")).pictures
-    assert next(iter(pictures)) == "Reward, Exact match over the steps" and len(pictures) == 14
-    assert all(picture.startswith(PNG) for picture in pictures.values())
-    drawn = {file.read_bytes() for file in (path.parent / "plots").iterdir()}
-    assert drawn == set(pictures.values())  # the same, for a README
-    assert path.stat().st_size < 600_000
-
-
-def test_trajectories_stand_beside_those_before_them(finished: tuple[RunFolder, Path]) -> None:
-    text = Page(finished[1].read_text(encoding="utf-8")).text
-    order = [text.index(f"Who is {name}?") for name in ("cy", "ann", "bob")]  # two searches, one, a wrong answer
+    assert page.tags.isdisjoint({"script", "link", "iframe"}) and "://" not in html and len(html) < 600_000
+    assert next(iter(page.pictures)) == "Reward, Exact match over the steps" and len(page.pictures) == 14
+    assert all(picture.startswith(PNG) for picture in page.pictures.values())
+    assert {file.read_bytes() for file in (finished.parent / "plots").iterdir()} == set(page.pictures.values())
+    order = [page.text.index(f"Who is {name}?") for name in ("cy", "ann", "bob")]  # two searches, one, a wrong answer
+    ann = page.text[order[1] : order[2]]
     assert order == sorted(order)
-    ann = text[order[1] : order[2]]
     assert ann.index("step 0 · wrong · answered Bel · 2 searches") < ann.index("step 30 · right")
     assert "Expected: Bel or Bel D." in ann
     assert "<information> It is <b>Bel</b>. </information>" in ann  # as text: the parser saw no such elements
 
 
-def test_a_run_that_goes_on_and_one_that_has_only_begun(tmp_path: Path, no_drawing: None) -> None:
+def test_a_run_that_goes_on_and_one_that_has_only_begun(tmp_path: Path, drawn: list[Chart]) -> None:
     run = make_run(tmp_path / "run", grpo={"shuffle_rewards": True})
-    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    text = report_of(run)
     assert "Not finished" in text and "up to step 0" in text and "A control run" in text
     for absent in ("No step has been recorded yet", "Nothing was evaluated yet", "No trajectory has been written yet"):
         assert absent in text
     run.append_metrics(eval_record(0, 0.2))
     run.append_metrics(step_record(1))
     run.write_trajectories(1, [trajectory("ann", False), trajectory("ann", True)])
-    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    text = report_of(run)
     assert "1 of 30 steps" in text and "Exact match 20.0% F1" in text and " pts" not in text
     assert "Sampled in training." in text and "Greedy, on" not in text
     assert f"for the steps 1: thresher report {run.path} --tokens STEP" in text
     assert text.count("Who is ann?") == 1  # samples of one question are not shown twice
+    bare = make_run(tmp_path / "bare", data={"train": "train.jsonl"})
+    bare.append_metrics({"step": 1})  # records with hardly any key
+    bare.append_metrics({"step": 1, "eval": None})
+    bare.write_evaluation(1, [{"id": "a"}])
+    assert "1 of" in report_of(bare)
 
 
 @pytest.mark.slow
@@ -141,57 +138,47 @@ def test_one_step_and_numbers_that_were_not_finite(tmp_path: Path) -> None:
     assert page.pictures["Entropy (nats per sampled token) over the steps"].startswith(PNG)
 
 
-def test_a_record_with_hardly_any_key(tmp_path: Path, no_drawing: None) -> None:
-    run = make_run(tmp_path / "run", data={"train": "train.jsonl"})
-    run.append_metrics({"step": 1})
-    run.append_metrics({"step": 1, "eval": None})
-    run.write_evaluation(1, [{"id": "a"}])
-    page = Page(write_report(run.path).read_text(encoding="utf-8"))
-    assert "1 of" in page.text and "Not finished" in page.text
-
-
-def test_what_ran_is_read_from_the_files_around(tmp_path: Path, tiny_policy: Policy, no_drawing: None) -> None:
+def test_facts_of_a_run_are_read_from_the_files_around(tmp_path: Path, tiny_policy: Policy, drawn: list[Chart]) -> None:
     model = tmp_path / "warm"
     model.mkdir()
     tiny_policy.save(model)
     facts = {"steps": 200, "restarts": 1, "names copied right": 0.95, "gate": 0.98, "passed": False}
     (model / "sft.json").write_text(json.dumps(facts))
     run = make_run(tmp_path / "run", model=str(model), retrieval={"index": "gone", "shuffle": True, "k": 5})
-    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    (run.path / "notes.md").write_text("Of the run.")
+    text = report_of(run, tmp_path / "new" / "out")
     assert f"{tiny_policy.parameter_count():,} parameters: 2 layers of width 32" in text
     assert "200 steps of supervised fine-tuning after 1 restarts; 95.0% of the held-out copied tokens right" in text
-    assert "gate 98%, NOT passed" in text
+    assert "gate 98%, NOT passed" in text and "Of the run." in text
     assert "gone; 5 passages a search, in an order drawn at random" in text
+    (tmp_path / "new" / "out" / "notes.md").write_text("Of the folder.")
+    text = report_of(run, tmp_path / "new" / "out")
+    assert "Of the folder." in text and "Of the run." not in text
     remote = make_run(tmp_path / "remote", model=str(model), retrieval={"index": None, "url": "http://h:1"})
     remote.append_metrics(step_record(1) | {"rollout_seconds": 0.4, "search_seconds": 0.03})
-    text = Page(write_report(remote.path).read_text(encoding="utf-8")).text
+    text = report_of(remote)
     assert "the server at http://h:1; 3 passages a search, best first" in text
     assert "Decoding waited for searches 7.5% of the rollouts' time." in text
 
 
-def test_notes_of_the_out_folder_come_before_those_of_the_run(tmp_path: Path, no_drawing: None) -> None:
-    run = make_run(tmp_path / "run")
-    (run.path / "notes.md").write_text("Of the run.")
-    assert "Of the run." in write_report(run.path, tmp_path / "new" / "out").read_text(encoding="utf-8")
-    (tmp_path / "new" / "out" / "notes.md").write_text("Of the folder.")
-    text = write_report(run.path, tmp_path / "new" / "out").read_text(encoding="utf-8")
-    assert "Of the folder." in text and "Of the run." not in text
+def test_an_index_without_vectors_is_not_of_0_dimensions(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "title": "", "text": "rain falls"}\n')
+    build(tmp_path / "corpus.jsonl", tmp_path / "words", "bm25")
+    said = report._retrieval(RetrievalSection(index=str(tmp_path / "words"), k=3))
+    assert said == "1 passages, bm25; 3 passages a search, best first"
 
 
-def test_a_systems_own_parts_are_curves_and_rows_of_their_own(tmp_path: Path, no_drawing: None) -> None:
+def test_terms_of_a_reward_are_curves_and_rows_of_their_own(tmp_path: Path, drawn: list[Chart]) -> None:
     """Those named after another share its chart, a bonus or a count has one, and the rest share one."""
-
-    def parts(step: int) -> dict[str, float]:
-        rising = step / 30
-        return {"answer": rising, "answer_full": 0.5, "format": 1.0, "relevance": rising / 2, "bonus": 10 * rising}
-
-    run = make_run(tmp_path / "run")
+    run, records = make_run(tmp_path / "run"), []
     for step in (10, 20, 30):
-        run.append_metrics(step_record(step, parts=parts(step), compression=None if step == 10 else 4.0))
+        rising = step / 30
+        terms = {"answer": rising, "answer_full": 0.5, "format": 1.0, "relevance": rising / 2, "bonus": 10 * rising}
         record = eval_record(step, 0.5)
-        record["eval"] |= {"parts": parts(step), "compression": 2.0 * step, "recall_evidence": 0.25}
+        record["eval"] |= {"parts": terms, "compression": 2.0 * step, "recall_evidence": 0.25}
+        records += [step_record(step, parts=terms, compression=None if step == 10 else 4.0), record]
+    for record in records:
         run.append_metrics(record)
-    records = stored(run.metrics_file)
     charts = {chart.name: chart for chart in charts_of(records, **CHARTS)}
     own = {name: [series.label for series in chart.series] for name, chart in charts.items() if "part" in name}
     assert own == {
@@ -202,12 +189,14 @@ def test_a_systems_own_parts_are_curves_and_rows_of_their_own(tmp_path: Path, no
     assert charts["parts_answer"].series[0].values.tolist() == [10 / 30, 20 / 30, 1.0]
     assert charts["parts_bonus"].series[1].values.tolist() == pytest.approx([10 / 3, 20 / 3, 10.0])
     assert np.isnan(charts["compression"].series[0].values[0]) and charts["compression"].series[1].values[2] == 60.0
-    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    text = report_of(run)
     assert "Reward's part: bonus 3.33 10.00 +6.67" in text
     assert "Answer recall of the evidence 25.0% 25.0% +0.0 pts" in text and "Compression ratio 20.00 60.00" in text
+    single = charts_of([step_record(step, parts={"answer": 0.5}) for step in (1, 2)], **CHARTS)
+    assert not any(chart.name.startswith("parts") for chart in single)  # a single term is the reward
 
 
-def test_refusals(tmp_path: Path, no_drawing: None) -> None:
+def test_refusals(tmp_path: Path, drawn: list[Chart]) -> None:
     with pytest.raises(UserError, match="does not exist"):
         write_report(tmp_path / "absent")
     with pytest.raises(UserError, match=r"is not a run folder .it has no recipe\.toml"):
@@ -222,48 +211,23 @@ def test_refusals(tmp_path: Path, no_drawing: None) -> None:
     assert not run.report_file.exists()
 
 
-def test_on_the_terminal(tmp_path: Path, terminal: Callable[[], str]) -> None:
+def test_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(force_terminal=True, width=100, color_system="standard", highlight=False, legacy_windows=False)
+    monkeypatch.setattr(report, "console", console)
     run = make_run(tmp_path / "run")
     feedback = {"source": "feedback", "text": "\nNot valid.\n", "ids": [9]}
     rude = {"source": "policy", "text": "[bold]x[/bold] \x1b[31mred\x07", "ids": [8]}
     broken = trajectory("bob", False)
     broken["segments"][2:2] = [rude, feedback]
     run.write_evaluation(3, [trajectory("ann", True), broken, trajectory("cy", True)])
-    print_trajectories(run.path, 2)
-    printed = terminal()
+    with console.capture() as capture:
+        print_trajectories(run.path, 2)
+    printed = capture.get()
     assert "Who is ann?" in printed and "Who is bob?" in printed and "Who is cy?" not in printed
     assert "\x1b[32m<answer>\x1b[0m Bel \x1b[32m</answer>\x1b[0m" in printed
-    assert "\x1b[2m It is <b>Bel</b>.\x1b[0m" in printed
-    assert "\x1b[33mNot valid.\x1b[0m" in printed
-    assert "[bold]x[/bold] ␛[31mred␇" in printed  # neither markup nor escape codes of the policy's act
-    assert "right, 1 search, reward 1.00; expected: Bel | Bel D." in printed.replace("\x1b[2m", "").replace(
-        "\x1b[0m", ""
-    ).replace("\x1b[32m", "")
-
-
-def test_interval() -> None:
-    known = {(0.975, 200): "94.3% to 98.9%", (0.0, 8): "0.0% to 32.4%", (1.0, 50): "92.9% to 100.0%"}
-    for (em, questions), expected in (known | {(None, 9): "", (1, 0): ""}).items():
-        assert report._interval({"em": em, "questions": questions}) == expected
-
-
-def test_an_index_without_vectors_is_not_of_0_dimensions(tmp_path: Path) -> None:
-    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "title": "", "text": "rain falls"}\n')
-    build(tmp_path / "corpus.jsonl", tmp_path / "words", "bm25")
-    said = report._retrieval(RetrievalSection(index=str(tmp_path / "words"), k=3))
-    assert said == "1 passages, bm25; 3 passages a search, best first"
-
-
-NAMES = [f"q{number}" for number in range(12)]
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
-    """The charts, which are not drawn: each takes a tenth of a second or two."""
-    charts: list[Chart] = []
-
-    monkeypatch.setattr(report, "draw", lambda chart: charts.append(chart) or b"PNG")
-    return charts
+    assert "\x1b[2m It is <b>Bel</b>.\x1b[0m" in printed and "\x1b[33mNot valid.\x1b[0m" in printed
+    assert "[bold]x[/bold] ␛[31mred␇" in printed  # neither markup nor escape codes of the policy act
+    assert "\x1b[32mright\x1b[0m\x1b[2m, 1 search, reward 1.00; expected: Bel | Bel D.\x1b[0m" in printed
 
 
 def run_with(path: Path, right: int, steps: int = 3, **sections: dict[str, object]) -> RunFolder:
@@ -278,28 +242,21 @@ def run_with(path: Path, right: int, steps: int = 3, **sections: dict[str, objec
     return run
 
 
-def test_runs_lie_over_each_other(tmp_path: Path, drawn: list[Chart]) -> None:
-    first = run_with(tmp_path / "first", 2)
+def test_several_runs(tmp_path: Path, drawn: list[Chart], capsys: pytest.CaptureFixture[str]) -> None:
     more = {"grpo": {"kl_value": "k2", "beta": 0.02}, "run": {"steps": 30, "seed": 8}}
-    second = run_with(tmp_path / "second", 10, steps=5, **more)
+    first, second = run_with(tmp_path / "first", 2), run_with(tmp_path / "second", 10, steps=5, **more)
     second.write_summary({"seconds": 130.0})
     tests = write_comparison([first.path, second.path], tmp_path / "new" / "page.html")
     html = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     page = Page(html)
-    assert list(page.pictures.values()) == [b"PNG"] * len(drawn)
+    assert list(page.pictures.values()) == [PNG] * len(drawn)
     assert "http" not in html and "Thresher: 2 runs" in page.text
 
     charts = {chart.title: chart for chart in drawn}
-    assert [
-        (series.label, series.values.tolist()) for series in charts["Reward: sampled, training questions"].series
-    ] == [
-        ("A", [1 / 30, 2 / 30, 3 / 30]),
-        ("B", [1 / 30, 2 / 30, 3 / 30, 4 / 30, 5 / 30]),
-    ]
-    assert [series.values.tolist() for series in charts["Exact match: greedy, held-out questions"].series] == [
-        [2 / 12],
-        [10 / 12],
-    ]
+    curves = {title: [(one.label, one.values.tolist()) for one in chart.series] for title, chart in charts.items()}
+    rewards = [("A", [1 / 30, 2 / 30, 3 / 30]), ("B", [1 / 30, 2 / 30, 3 / 30, 4 / 30, 5 / 30])]
+    assert curves["Reward: sampled, training questions"] == rewards
+    assert curves["Exact match: greedy, held-out questions"] == [("A", [2 / 12]), ("B", [10 / 12])]
     assert charts["Seconds per step"].series[0].values[0] == pytest.approx(1.01)  # its layers' sum
     assert charts["Trajectories without an answer"].series[0].values[0] == pytest.approx(4 / 16)
     assert {"KL to the reference, by estimator: k3", "Entropy (nats per sampled token)"} <= charts.keys()
@@ -315,13 +272,17 @@ def test_runs_lie_over_each_other(tmp_path: Path, drawn: list[Chart]) -> None:
     assert 'grpo .kl_value "k3" "k2"' in page.text and "run .seed 7 8" in page.text and "run .steps" not in page.text
     assert "abc123+" in page.text and "2 x Chip" in page.text and "last resumed from step 2" in page.text
 
+    paths = [str(first.path), str(second.path)]
+    assert cli.run(["report", *paths]) == 2 and "expected --out with several runs" in capsys.readouterr().err
+    assert cli.run(["report", *paths, "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+
 
 def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, drawn: list[Chart]) -> None:
     seeds = [run_with(tmp_path / str(right), right, steps=right).path for right in (2, 4)]
-    other = run_with(tmp_path / "other", 10)
-    out = tmp_path / "curves.html"
-    write_curves("Both", {"Ours": seeds, "Theirs": [other.path], "None": []}, out, ["reward", "em"])
-    assert len(drawn) == 4 and list(Page(out.read_text("utf-8")).pictures.values()) == [b"PNG"] * 4
+    groups = {"Ours": seeds, "Theirs": [run_with(tmp_path / "other", 10).path], "None": []}
+    write_curves("Both", groups, tmp_path / "curves.html", ["reward", "em"])
+    assert len(drawn) == 4 and list(Page((tmp_path / "curves.html").read_text()).pictures.values()) == [PNG] * 4
     ours, theirs = next(chart for chart in drawn if chart.title.startswith("Exact match: greedy")).series
     assert (ours.label, theirs.label) == ("Ours", "Theirs") and theirs.spread is None and ours.spread is not None
     assert ours.steps.tolist() == [2, 4] and ours.values.tolist() == [2 / 12, 4 / 12]  # never both at one step
@@ -330,7 +291,7 @@ def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, dr
     assert reward.spread.tolist() == [0.0] * 4
 
 
-def test_what_runs_do_not_share_is_said(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_runs_that_share_too_little(tmp_path: Path, drawn: list[Chart]) -> None:
     first, other, fresh = run_with(tmp_path / "a", 3), run_with(tmp_path / "b", 5), make_run(tmp_path / "c")
     other.write_evaluation(9, [trajectory("else", True)])
     assert write_comparison([first.path, other.path, fresh.path], tmp_path / "page.html") == []
@@ -339,24 +300,15 @@ def test_what_runs_do_not_share_is_said(tmp_path: Path, drawn: list[Chart]) -> N
     assert "not recorded" in text and "all keys are the same" in text
     assert all([series.label for series in chart.series] == ["A", "B"] for chart in drawn)
     again = make_run(tmp_path / "d")
-    with pytest.raises(UserError, match="share neither a metric nor a question"):
-        write_comparison([fresh.path, again.path], tmp_path / "none.html")
-    with pytest.raises(UserError, match=r"page: expected a file ending in \.html"):
-        write_comparison([first.path, other.path], tmp_path / "page")
-    with pytest.raises(UserError, match="from 2 to 7 runs"):
-        write_comparison([first.path] * 8, tmp_path / "page.html")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        write_comparison([first.path, other.path], tmp_path / "file" / "page.html")
-
-
-def test_the_command(tmp_path: Path, drawn: list[Chart], capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(run_with(tmp_path / name, 4).path) for name in ("a", "b")]
-    assert cli.run(["report", *paths]) == 2 and "expected --out with several runs" in capsys.readouterr().err
-    assert cli.run(["report", *paths, "--out", str(tmp_path / "page.html")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
-    assert cli.run(["report", *paths, str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
-    assert "is not a run folder" in capsys.readouterr().err
+    for runs, out, problem in (
+        ([fresh, again], "none.html", "share neither a metric nor a question"),
+        ([first, other], "page", r"page: expected a file ending in \.html"),
+        ([first] * 8, "page.html", "from 2 to 7 runs"),
+        ([first, other], "file/page.html", "cannot be written"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            write_comparison([run.path for run in runs], tmp_path / out)
 
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
@@ -379,7 +331,7 @@ def test_choice(records: list[tuple[str, bool, int]], before: set[str], count: i
     assert [record["id"] for record in chosen] == expected
 
 
-def test_parts_name_the_block_of_every_stretch() -> None:
+def test_chunks_have_the_tag_of_their_span() -> None:
     segments = [
         {"source": "prompt", "text": "<answer> no </answer>"},
         {"source": "policy", "text": "so <think> a </think><search> q </search>"},
@@ -420,36 +372,35 @@ def test_parts_lose_nothing_and_add_nothing(segments: list[tuple[str, str]]) -> 
 def test_visible() -> None:
     assert visible("a\tb\nc é 名") == "a\tb\nc é 名"
     assert visible("\x00\x1b\x7f\x9b\u202e\u2066\ud800") == "␀␛" + r"\u007f\u009b\u202e\u2066\ud800"
-    visible("".join(map(chr, range(0x11000)))).encode()  # whatever there is can be written
+    visible("".join(map(chr, range(0x11000)))).encode()  # every character can be written
 
 
 def test_charts_hold_the_numbers_of_the_records() -> None:
     records = [eval_record(0, 0.25), step_record(1), step_record(2, searches=None, em=0.5), eval_record(2, 0.75)]
     charts = {chart.name: chart for chart in charts_of(records, **CHARTS)}
+    first = {name: [series.values[0] for series in chart.series] for name, chart in charts.items()}
     sampled, held_out = charts["em"].series
     assert sampled.steps.tolist() == [1, 2] and sampled.values.tolist() == [1 / 30, 0.5]
     assert held_out.steps.tolist() == [0, 2] and held_out.values.tolist() == [0.25, 0.75] and held_out.dots
-    assert [series.values[0] for series in charts["kl"].series] == [-0.01, 0.02, 0.01]
-    assert [series.values[0] for series in charts["kl_largest"].series] == [4.5, 3.0] and charts["kl_largest"].log
-    assert [series.values[0] for series in charts["tokens_per_s"].series] == [1000 / 0.4, 3000 / 0.6]
+    assert first["kl"] == [-0.01, 0.02, 0.01] and first["tokens_per_s"] == [1000 / 0.4, 3000 / 0.6]
+    assert first["kl_largest"] == [4.5, 3.0] and charts["kl_largest"].log
     assert charts["zero_advantage"].series[0].values.tolist() == [0.25, 0.25]
-    assert [(s.label, s.values[0]) for s in charts["unanswered"].series] == [
-        ("turn limit", 3 / 16),
-        ("context full", 1 / 16),
-    ]
-    assert np.isnan(charts["searches"].series[0].values[1]) and charts["searches"].series[0].values[0] == 1.5
-    assert sum(series.values[0] for series in charts["time"].series) == pytest.approx(0.6 + 0.4 + 0.01)
+    assert [series.label for series in charts["unanswered"].series] == ["turn limit", "context full"]
+    assert first["unanswered"] == [3 / 16, 1 / 16] and sum(first["time"]) == pytest.approx(0.6 + 0.4 + 0.01)
+    assert np.isnan(charts["searches"].series[0].values[1]) and first["searches"][0] == 1.5
     assert "0.02 × k2" in charts["kl"].caption and charts["grad_norm"].rule == (1.0, "clipped to 1")
 
 
 def test_charts_without_numbers_are_left_out() -> None:
-    assert charts_of([], **CHARTS) == []
-    assert charts_of([{"step": 1, "entropy": None}], **CHARTS) == []
-    no_reference = [{key: value for key, value in step_record(1).items() if not key.startswith("kl_")}]
-    names = [chart.name for chart in charts_of(no_reference, **CHARTS | {"beta": 0.0, "max_grad_norm": math.inf})]
-    assert not {"kl", "kl_largest"} & set(names) and "em" in names
-    exact = charts_of([step_record(1, logprob_gap=0.0, logprob_gap_max=0.0)], **CHARTS)
-    assert "logprob_gap" not in [chart.name for chart in exact]  # 0 has no place on a log axis
+    def names(*records: dict[str, Any], **changes: float) -> list[str]:
+        return [chart.name for chart in charts_of(records, **CHARTS | changes)]
+
+    assert names() == names({"step": 1, "entropy": None}) == []
+    no_reference = {key: value for key, value in step_record(1).items() if not key.startswith("kl_")}
+    found = names(no_reference, beta=0.0, max_grad_norm=math.inf)
+    assert not {"kl", "kl_largest"} & set(found) and "em" in found
+    # 0 has no place on a log axis.
+    assert "logprob_gap" not in names(step_record(1, logprob_gap=0.0, logprob_gap_max=0.0))
 
 
 def test_smoothing() -> None:
@@ -459,11 +410,6 @@ def test_smoothing() -> None:
     assert np.isnan(found[:2]).all() and found[2:].tolist() == [2.0, 2.0, 3.0, 4.0]
     assert [smoothing(count) for count in (0, 1, 19)] == [1, 1, 1]
     assert all(smoothing(count) % 2 == 1 and 3 <= smoothing(count) <= count / 5 for count in range(20, 2000))
-
-
-def test_a_reward_of_a_single_part_is_not_drawn_twice() -> None:
-    records = [step_record(step, parts={"answer": 0.5}) for step in (1, 2)]
-    assert not [chart for chart in charts_of(records, **CHARTS) if chart.name.startswith("parts")]
 
 
 @pytest.mark.parametrize("log", [False, True])

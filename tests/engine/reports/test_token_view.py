@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -172,49 +171,46 @@ def test_groups_are_left_out_whole_and_those_without_a_signal_first(tiny_tokeniz
     assert kept == [0, 1, 3, 5, 7]
     assert "3 of 8 groups are left out" in text and "(3 of them without a signal): 2, 4, 6." in text
     assert page(empty + 1000)[1] == []
+    bare = assemble("run", recipe, [], {"step": 1, "objective": {}}, {})
+    assert run_page(bare, "return texts('#group')") == ["No group is on this page."]
 
 
-def test_steps_and_folders_that_are_not_there(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+def test_refusals(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    def refused(step: str, problem: str, folder: Path = run.path, out: Path | None = None) -> None:
+        with pytest.raises(UserError, match=problem):
+            write_token_view(folder, step, out)
+
     for step in ("3", "last", "-2", "2.0"):
-        with pytest.raises(UserError, match=f"--tokens {step}: expected a stored step of .*; stored are 2, 4$"):
-            write_token_view(run.path, step)
-    with pytest.raises(UserError, match="is not a run folder"):
-        write_token_view(tmp_path, "2")
+        refused(step, f"--tokens {step}: expected a stored step of .*; stored are 2, 4$")
+    refused("2", "is not a run folder", tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file: cannot be made"):
-        write_token_view(run.path, "2", tmp_path / "file" / "F.html")
+    refused("2", "file: cannot be made", out=tmp_path / "file" / "F.html")
     other = record(tiny_tokenizer, 0, 0)
     other["segments"][1]["text"] = "what it never said"
     run.write_trajectories(4, [other])
-    with pytest.raises(UserError, match="are of another tokenizer"):
-        write_token_view(run.path, "4")
+    refused("4", "are of another tokenizer")
     (tmp_path / "model" / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"no tokenizer\.json in its checkpoints nor in"):
-        write_token_view(run.path, "2")
+    refused("2", r"no tokenizer\.json in its checkpoints nor in")
     for path in run.trajectories.iterdir():
         path.unlink()
-    with pytest.raises(UserError, match="none is stored"):
-        write_token_view(run.path, "2")
+    for step in ("2", "all"):
+        refused(step, f"--tokens {step}: .*none is stored")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "texts"),
-    [
+def test_bytes_are_joined_across_tokens() -> None:
+    for tokens, texts in (
         ([b"a", b"\xe5\x90", b"\x8d", b"b"], ["a", "", "名", "b"]),
         ([b"x\xf0\x9f", b"\x8c", b"\xbe y"], ["x", "", "🌾 y"]),  # the last of them completes it
         ([b"a", b"\xff", b"b"], ["a", "\ufffd", "b"]),
         ([b"a", b"\xe5\x90"], ["a", "\ufffd"]),  # a turn that ends inside a character
         ([], []),
-    ],
-)
-def test_bytes_are_joined_across_tokens(tokens: list[bytes], texts: list[str]) -> None:
-    assert token_texts(tokens) == texts
-    assert "".join(texts) == b"".join(tokens).decode("utf-8", errors="replace")
+    ):
+        assert token_texts(tokens) == texts
+        assert "".join(texts) == b"".join(tokens).decode("utf-8", errors="replace")
 
 
 def test_a_characters_tokens_are_kept_apart(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    one = record(tiny_tokenizer, 0, 0)
-    text = "🌾名"
+    one, text = record(tiny_tokenizer, 0, 0), "🌾名"
     one["segments"][1] |= {"text": text, "ids": tiny_tokenizer.byte_ids(text.encode())}
     run.write_trajectories(4, [one])
     data = data_of(write_token_view(run.path, "4", tmp_path / "F.html"))
@@ -362,11 +358,6 @@ def test_every_colour_filter_and_key_of_the_page(run: RunFolder, tmp_path: Path)
     assert bare["notes"][0].startswith("This step has no log-probs") and bare["matches"] == found["matches"]
 
 
-def test_a_page_without_groups_says_so(tmp_path: Path) -> None:
-    page = assemble("run", from_dict(Recipe, TABLE, "t"), [], {"step": 1, "objective": {}}, {})
-    assert run_page(page, "return texts('#group')") == ["No group is on this page."]
-
-
 # Both sides of the cap at 80, both signs, sizes at which exp(-d) - 1 loses its digits, and float16's largest.
 LOG_RATIOS = [0.0, 1e-7, -1e-7, 1e-3, -1e-3, 0.2, -0.2, 1.0, -1.0, 10.0, -10.0, 79.9, 80.0, 80.1, -79.9, -80.0, -80.1]
 LOG_RATIOS += [65504.0, -65504.0]
@@ -383,20 +374,16 @@ def close(found: object, expected: torch.Tensor) -> None:
 
 
 def test_ratios_and_kl_are_the_kernels() -> None:
-    d = torch.tensor(LOG_RATIOS, dtype=torch.float64)
-    found = formulas("(all) => all.map(FORMULAS.ratioOf)", LOG_RATIOS)
-    close(found, capped_exp(d))
+    every = torch.tensor(LOG_RATIOS, dtype=torch.float64)
+    close(formulas("(all) => all.map(FORMULAS.ratioOf)", LOG_RATIOS), capped_exp(every))
     found = formulas("(all) => all.map((d) => Object.values(FORMULAS.estimators).map((f) => f(d)))", LOG_RATIOS)
-    values = kl_values(d, torch.ones_like(d))
+    values = kl_values(every, torch.ones_like(every))
     close(found, torch.stack([values[name] for name in ("k1", "k2", "k3")], 1))
-
-
-@pytest.mark.parametrize("name", (*ESTIMATORS, "none"))
-def test_kl_coefficients_are_the_kernels(name: str) -> None:
     pairs = list(itertools.product(LOG_RATIOS, (0.0, 0.5, 1.0, 2.0, math.exp(80))))
     d, ratio = torch.tensor(pairs, dtype=torch.float64).T
-    found = formulas("(name, pairs) => pairs.map(([d, r]) => FORMULAS.coefficients[name](d, r))", name, pairs)
-    close(found, kl_coefficient(name, d, ratio))
+    for name in (*ESTIMATORS, "none"):
+        found = formulas("(name, all) => all.map(([d, r]) => FORMULAS.coefficients[name](d, r))", name, pairs)
+        close(found, kl_coefficient(name, d, ratio))
 
 
 def test_the_surrogate_at_the_clips_borders() -> None:
@@ -416,45 +403,30 @@ def test_the_surrogate_at_the_clips_borders() -> None:
     np.testing.assert_allclose(found, logprobs_R.grad.numpy(), rtol=1e-12)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """One setting of the loss, as kernels/loss.py and as the page have it."""
-
-    kl: str = "none"
-    beta: float = 0.0
-    entropy: float = 0.0
-    per_trajectory: bool = True
-    temperature: float = 1.0
-
-    @property
-    def page(self) -> dict[str, Any]:
-        names = ("kl", "beta", "entropy", "per_trajectory")
-        return {name: getattr(self, name) for name in names}
-
-
 @pytest.mark.parametrize(
-    "objective",
+    "changes",
     [
-        Objective(),
-        Objective(per_trajectory=False, temperature=0.7),
-        *(Objective(kl=name, beta=0.3) for name in ESTIMATORS),
-        Objective(kl="k2", beta=0.5, entropy=0.1, temperature=1.6),
-        Objective(entropy=-0.2),
+        {},
+        {"per_trajectory": False, "temperature": 0.7},
+        *({"kl": name, "beta": 0.3} for name in ESTIMATORS),
+        {"kl": "k2", "beta": 0.5, "entropy": 0.1, "temperature": 1.6},
+        {"entropy": -0.2},
     ],
-    ids=lambda objective: f"{objective.kl}-{objective.entropy}-{objective.temperature}",
+    ids=str,
 )
-def test_the_gradient_that_is_shown_is_the_losss(objective: Objective) -> None:
+def test_the_gradient_that_is_shown_is_the_losss(changes: dict[str, Any]) -> None:
     """Autograd's derivative of the loss by each token's own logit (after the temperature), sign turned round."""
+    one = {"kl": "none", "beta": 0.0, "entropy": 0.0, "per_trajectory": True, "temperature": 1.0} | changes
     tokens, columns = 7, 5
     draw = torch.Generator().manual_seed(3)
     logits_TV = torch.randn(tokens, columns, generator=draw, dtype=torch.float64) * 2
     logits_TV[0, 0], logits_TV[1, 0] = 60.0, -60.0  # a token that is sure, and one that is all but impossible
     targets_T = torch.tensor([0, 0, 1, 2, 3, 4, 1])
-    logprobs_T = (logits_TV / objective.temperature).log_softmax(1)[torch.arange(tokens), targets_T]
+    logprobs_T = (logits_TV / one["temperature"]).log_softmax(1)[torch.arange(tokens), targets_T]
     drift_T = torch.tensor([0.0, 0.1, 0.5, -0.5, 0.15, -0.2, 0.3], dtype=torch.float64)
     advantages_T = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.5, 2.0, -2.0], dtype=torch.float64)
     d_T = torch.tensor([0.0, 2.0, -2.0, 0.3, -0.3, 85.0, -3.0], dtype=torch.float64)
-    weight = 1 / tokens if objective.per_trajectory else 1.0
+    weight = 1 / tokens if one["per_trajectory"] else 1.0
     hidden_TV = logits_TV.clone().requires_grad_()
     # With the unit matrix as its head, the model's hidden states are its logits.
     result = reference_grpo_loss(
@@ -464,11 +436,11 @@ def test_the_gradient_that_is_shown_is_the_losss(objective: Objective) -> None:
         logprobs_T - drift_T,
         advantages_T,
         torch.full((tokens,), weight, dtype=torch.float64),
-        ref_logprobs_T=(logprobs_T - d_T) if objective.beta else None,
-        kl_value=objective.kl,
-        beta=objective.beta,
-        entropy_coef=objective.entropy,
-        temperature=objective.temperature,
+        ref_logprobs_T=(logprobs_T - d_T) if one["beta"] else None,
+        kl_value=one["kl"],
+        beta=one["beta"],
+        entropy_coef=one["entropy"],
+        temperature=one["temperature"],
     )
     result.loss.backward()
     assert hidden_TV.grad is not None and 0 < int(result.clipped.sum()) < tokens
@@ -478,14 +450,14 @@ def test_the_gradient_that_is_shown_is_the_losss(objective: Objective) -> None:
             "ratio": result.ratios[t].item(),
             "advantage": advantages_T[t].item(),
             "clipped": bool(result.clipped[t]),
-            "d": d_T[t].item() if objective.beta else None,
+            "d": d_T[t].item() if one["beta"] else None,
             "entropy": result.entropy[t].item(),
             "tokens": tokens,
         }
         for t in range(tokens)
     ]
-    found = formulas("(all, O) => all.map((one) => FORMULAS.logitGradient(one, O))", given, objective.page)
-    expected_T = -hidden_TV.grad[torch.arange(tokens), targets_T] * objective.temperature
+    found = formulas("(all, O) => all.map((one) => FORMULAS.logitGradient(one, O))", given, one)
+    expected_T = -hidden_TV.grad[torch.arange(tokens), targets_T] * one["temperature"]
     np.testing.assert_allclose(found, expected_T.numpy(), rtol=1e-9, atol=1e-15)
 
 

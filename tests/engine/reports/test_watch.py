@@ -59,6 +59,7 @@ def test_where_a_run_stands(run: RunFolder) -> None:
     run.close()
     state = read_state(run.path)
     assert state.ended and not state.finished
+    assert (run.path / ".lock").read_text() == f"{os.getpid()}\n"  # the number of a process that does not have it open
     assert state.says == "not running: step 10 of 30, and no process on this machine works on it"
     run.append_start({"step": 10, "host": "elsewhere"})
     assert not read_state(run.path).ended  # nothing is known of a process there
@@ -66,11 +67,6 @@ def test_where_a_run_stands(run: RunFolder) -> None:
     run.write_summary({"seconds": 3.0})
     state = read_state(run.path)
     assert state.ended and state.says == "finished: step 30 of 30"
-
-
-def test_a_number_that_is_another_process_by_now_is_not_the_runs(run: RunFolder) -> None:
-    run.close()
-    assert (run.path / ".lock").read_text() == f"{os.getpid()}\n" and read_state(run.path).process is None
 
 
 def test_a_line_for_each_new_step(run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -239,17 +235,17 @@ def test_a_taken_port_and_no_run(run: RunFolder, tmp_path: Path) -> None:
         watch_terminal(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("how", [["--tty"], ["--port", "0"]])
-def test_leaving_it_is_no_mistake(
-    how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupt_ends_both_views_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch_module, "watch_terminal", interrupted)
     monkeypatch.setattr(watch_module, "serve_page", interrupted)
-    assert cli.run(["watch", str(tmp_path), *how]) == 130
-    assert capsys.readouterr() == ("", "")
+    for flags in (["--tty"], ["--port", "0"]):
+        assert cli.run(["watch", str(tmp_path), *flags]) == 130
+        assert capsys.readouterr() == ("", "")
 
 
 LOST = "no answer from thresher watch: this page shows what it sent last"
@@ -310,16 +306,15 @@ def test_a_newer_page_takes_the_place_of_the_old_one() -> None:
 @pytest.mark.parametrize(
     ("states", "pages"),
     [
-        ([{"error": True}], []),
-        ([{"status": 500, "text": '{"version": 2, "says": "wrong"}'}], []),
-        ([{"cut": True}], []),
-        ([{"text": '{"version": 2, "sa'}], []),
-        ([state(2, "step 2")], [{"error": True}]),
-        ([state(2, "step 2")], [{"status": 403, "text": page("refused")}]),
-        ([state(2, "step 2")], [{"cut": True, "text": page("cut")}]),
-        ([state(2, "step 2")], [{"text": FIRST.format(says="a server that was started anew")}]),
+        pytest.param([{"error": True}], [], id="no-server"),
+        pytest.param([{"status": 500, "text": '{"version": 2, "says": "wrong"}'}], [], id="state-500"),
+        pytest.param([{"cut": True}], [], id="state-cut"),
+        pytest.param([{"text": '{"version": 2, "sa'}], [], id="state-half"),
+        pytest.param([state(2, "step 2")], [{"error": True}], id="no-page"),
+        pytest.param([state(2, "step 2")], [{"status": 403, "text": page("refused")}], id="page-403"),
+        pytest.param([state(2, "step 2")], [{"cut": True, "text": page("cut")}], id="page-cut"),
+        pytest.param([state(2, "step 2")], [{"text": FIRST.format(says="a new server")}], id="page-being-drawn"),
     ],
-    ids=["no-server", "state-500", "state-cut", "state-half", "no-page", "page-403", "page-cut", "page-being-drawn"],
 )
 def test_after_a_failed_answer_the_page_stays_and_is_asked_for_again(
     states: list[dict[str, Any]], pages: list[dict[str, Any]]
