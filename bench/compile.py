@@ -1,8 +1,8 @@
-"""`thresher bench compile`: every Triton kernel there is, compiled for GPUs that need not be there, and checked.
+"""`thresher bench compile`: compile every Triton kernel for GPUs that need not be there, and check the code.
 
 Triton brings NVIDIA's assembler and disassembler. Registers, stack, spilled bytes, shared memory and serialised wgmma
-are read from the assembler's log and the PTX of the very compilation; loops, widths and the places of spills from the
-machine code (sass.py). Each compilation gets an empty cache of its own, since a kernel found in a cache leaves no log.
+are read from the assembler's log and the PTX, loops, widths and the places of spills from the machine code (sass.py).
+Each compilation gets an empty cache of its own, since a kernel found in a cache leaves no log.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.table import Table
 
-from thresher.bench.harness import append_rows, facts, package_version
+from thresher.bench.harness import append_rows, check_files, facts, package_version
 from thresher.bench.sass import Code, disassemble, read_code
 from thresher.common.console import answer, console, progress_line, shown
 from thresher.common.errors import UserError
@@ -32,39 +32,21 @@ KERNEL_MODULES = triton_modules()
 KIB = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """A kind of GPU, by the technical specifications per compute capability in CUDA's programming guide. matrix: the
     PTX instruction of its tensor cores; shared memory in bytes."""
 
     name: str
     capability: int
-    gpus: str
     matrix: str
     shared_per_block: int
     shared_per_sm: int
 
 
 TARGETS = {
-    target.name: target
-    for target in (
-        Target(
-            name="sm_80",
-            capability=80,
-            gpus="A100, A800",
-            matrix="mma",
-            shared_per_block=163 * KIB,
-            shared_per_sm=164 * KIB,
-        ),
-        Target(
-            name="sm_90",
-            capability=90,
-            gpus="H100, H200",
-            matrix="wgmma",
-            shared_per_block=227 * KIB,
-            shared_per_sm=228 * KIB,
-        ),
-    )
+    "sm_80": Target("sm_80", 80, "mma", 163 * KIB, 164 * KIB),  # A100, A800
+    "sm_90": Target("sm_90", 90, "wgmma", 227 * KIB, 228 * KIB),  # H100, H200
 }
 # Of a multiprocessor, the same on both.
 REGISTERS_PER_SM, THREADS_PER_SM, BLOCKS_PER_SM = 64 * KIB, 2048, 32
@@ -88,11 +70,6 @@ def blocks_per_sm(registers: int, threads: int, shared: int, target: Target) -> 
         THREADS_PER_SM // (warps * WARP),
         BLOCKS_PER_SM,
     )
-
-
-def occupancy(blocks: int, threads: int) -> float:
-    """Return the share of a multiprocessor's warps that `blocks` blocks fill."""
-    return blocks * -(-threads // WARP) * WARP / THREADS_PER_SM
 
 
 def _up(number: int, unit: int) -> int:
@@ -119,14 +96,28 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A prediction for one multiprocessor. in_flight and needed in bytes; occupancy: the share of its warps that blocks
+    fill; share_of_peak: None if the kernel declares no work, or no block fits."""
+
+    blocks: int
+    occupancy: float
+    in_flight: int
+    needed: int
+    chip: str
+    share_of_peak: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One specialisation for one target; figures and code are None if it did not compile."""
+    """One specialisation for one target; figures, code and prediction are None if it did not compile."""
 
     specialisation: Specialisation
     target: Target
     figures: Figures | None = None
     cubin: bytes = b""
     code: Code | None = None
+    prediction: Prediction | None = None
     faults: tuple[str, ...] = ()
 
 
@@ -147,7 +138,12 @@ def compile_all(
             for place, code in zip(places, map(read_code, texts), strict=True):
                 one = made[place]
                 assert one.figures is not None
-                made[place] = replace(one, code=code, faults=faults(one.figures, code, target, one.specialisation))
+                made[place] = replace(
+                    one,
+                    code=code,
+                    prediction=predict(one.specialisation, one.figures, code, target),
+                    faults=faults(one.figures, code, target, one.specialisation),
+                )
     return made
 
 
@@ -158,7 +154,6 @@ def _assemble(specialisation: Specialisation, target: Target) -> Result:
     from triton.runtime.errors import PTXASError
 
     kernel, constants = specialisation.kernel, specialisation.constants
-    check(specialisation)
     source = ASTSource(
         kernel,
         {name: "constexpr" if name in constants else specialisation.signature[name] for name in kernel.arg_names},
@@ -184,18 +179,6 @@ def expected_matrix(specialisation: Specialisation, target: Target) -> str | Non
     if not specialisation.tensor_cores:
         return None
     return target.matrix if specialisation.wgmma else "mma"
-
-
-def check(specialisation: Specialisation) -> None:
-    """Raise ValueError unless types and constants cover the kernel's arguments, each once."""
-    wanted = set(specialisation.kernel.arg_names)
-    typed, constant = set(specialisation.signature), set(specialisation.constants)
-    wrong = (wanted ^ (typed | constant)) | (typed & constant) | (set(specialisation.aligned) - typed)
-    if wrong:
-        raise ValueError(
-            f"specialisation {specialisation.name}: {', '.join(sorted(wrong))}: expected every argument of the kernel "
-            "in signature or in constants, not in both, and those of aligned in signature"
-        )
 
 
 @contextlib.contextmanager
@@ -275,19 +258,6 @@ def faults(figures: Figures, code: Code, target: Target, specialisation: Special
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """A prediction for one multiprocessor. in_flight and needed in bytes; occupancy: the share of its warps that blocks
-    fill; share_of_peak: None if the kernel declares no work, or no block fits."""
-
-    blocks: int
-    occupancy: float
-    in_flight: int
-    needed: int
-    chip: str
-    share_of_peak: float | None
-
-
 def predict(specialisation: Specialisation, figures: Figures, code: Code, target: Target) -> Prediction:
     """Predict the share of peak on the chip of `target` whose memory is fastest, to be held to the first measurement.
 
@@ -319,7 +289,7 @@ def predict(specialisation: Specialisation, figures: Figures, code: Code, target
         share = _share(specialisation, figures, code, chip, blocks, in_flight)
     return Prediction(
         blocks=blocks,
-        occupancy=occupancy(blocks, figures.threads),
+        occupancy=blocks * -(-figures.threads // WARP) * WARP / THREADS_PER_SM,
         in_flight=in_flight,
         needed=round(chip.bytes_in_flight_per_sm),
         chip=chip.name,
@@ -346,7 +316,10 @@ def _share(
     by_flops = work.flops / (chip.flops_per_s / chip.sms) if figures.matrix else 0.0
     by_bytes = work.bytes / (chip.bytes_per_s / chip.sms)
     warp_instructions = -(-figures.threads // WARP) / (SCHEDULERS * chip.clock_hz)
-    in_loops = warp_instructions * code.loop.instructions * _passes(specialisation, figures, code)
+    # The loop's text is run as often as there are trips, by the number of them that ptxas put into one pass.
+    tile = specialisation.tile_bytes
+    unrolled = max(1, round(figures.threads * code.loop.loaded / tile)) if tile else 1
+    in_loops = warp_instructions * code.loop.instructions * (work.trips / unrolled)
     around = warp_instructions * (code.prologue.instructions + code.epilogue.instructions)
     slowed = by_bytes / min(1.0, in_flight / chip.bytes_in_flight_per_sm) if in_flight else by_bytes
     hidden = blocks > 1
@@ -354,18 +327,11 @@ def _share(
     return max(by_flops, by_bytes) / predicted
 
 
-def _passes(specialisation: Specialisation, figures: Figures, code: Code) -> float:
-    """Return how often the loop's text is run: the trips, by the number of them that ptxas put into one pass."""
-    assert specialisation.work is not None
-    loaded = figures.threads * code.loop.loaded
-    unrolled = max(1, round(loaded / specialisation.tile_bytes)) if specialisation.tile_bytes else 1
-    return specialisation.work.trips / unrolled
-
-
 def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str | Path | None) -> str | None:
     """Compile all that the `modules` list, print a table, append a JSON line a row to `out`; returns a sentence that
     names what is at fault, None where nothing is."""
     _require_compiler()
+    check_files(out, None)
     wanted = [
         (name, entry, TARGETS[target])
         for name in modules
@@ -381,9 +347,8 @@ def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str |
     head = facts(("triton",))
     rows = [_row(head, name, result) for (name, _, _), result in zip(wanted, results, strict=True)]
     answer({"rows": rows})
+    append_rows(out, *rows)
     if out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        append_rows(out, *rows)
         console.print(f"appended to {out}")
     wrong = [f"{r.specialisation.name} for {r.target.name} {' and '.join(r.faults)}" for r in results if r.faults]
     return "; ".join(wrong) or None
@@ -400,13 +365,8 @@ def run_under(
         raise UserError(
             f"--triton {triton}: expected a folder into which a wheel of Triton was unpacked, with triton/ in it"
         )
-    words = [
-        word
-        for flag, names in (("--target", targets), ("--module", modules))
-        for name in names
-        for word in (flag, name)
-    ]
-    words += [] if out is None else ["--out", str(out)]
+    named = [("--target", name) for name in targets] + [("--module", name) for name in modules]
+    words = [word for pair in named + ([] if out is None else [("--out", str(out))]) for word in pair]
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", "thresher.cli", "bench", "compile", *words]
     environment = os.environ | {"PYTHONPATH": path}
@@ -440,15 +400,9 @@ def _listed(name: str) -> tuple[Specialisation, ...]:
         raise UserError(f"--module {name}: {error}") from None
 
 
-def _prediction(result: Result) -> Prediction | None:
-    if result.figures is None or result.code is None:
-        return None
-    return predict(result.specialisation, result.figures, result.code, result.target)
-
-
 def _row(head: dict[str, Any], module: str, result: Result) -> dict[str, Any]:
-    chosen, figures, code = result.specialisation, result.figures, result.code
-    prediction = _prediction(result)
+    chosen, prediction = result.specialisation, result.prediction
+    parts = {"figures": result.figures, "code": result.code}
     return {
         "bench": "compile",
         **head,
@@ -461,18 +415,11 @@ def _row(head: dict[str, Any], module: str, result: Result) -> dict[str, Any]:
         "num_warps": chosen.num_warps,
         "num_stages": chosen.num_stages,
         "maxnreg": chosen.maxnreg,
-        "figures": None if figures is None else asdict(figures),
-        "code": None if code is None else asdict(code),
+        **{name: None if part is None else asdict(part) for name, part in parts.items()},
         "blocks_per_sm": None if prediction is None else prediction.blocks,
         "prediction": None if prediction is None else asdict(prediction),
         "faults": list(result.faults),
     }
-
-
-def _commonest(code: Code, what: str) -> int | None:
-    """Return the width by which most of the bulk path's bytes are moved."""
-    widths = code.bulk_path(what)
-    return max(widths, key=lambda width: width * widths[width]) if widths else None
 
 
 def _show(results: Sequence[Result]) -> None:
@@ -482,12 +429,17 @@ def _show(results: Sequence[Result]) -> None:
     a multiprocessor holds; instructions of prologue, loops and epilogue; ld and st: bytes of the loads and stores that
     move most of the bulk; flight: KiB in flight a multiprocessor / what Little's law asks for; peak: predicted share.
     """
+
+    def commonest(code: Code, what: str) -> int | None:
+        widths = code.bulk_path(what)
+        return max(widths, key=lambda width: width * widths[width], default=None)
+
     drawn = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("kernel", overflow="fold")
     for name in ("sm", "regs", "spills", "KiB", "blocks", "instructions", "ld", "st", "flight", "peak"):
         drawn.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        figures, code, prediction = result.figures, result.code, _prediction(result)
+        figures, code, prediction = result.figures, result.code, result.prediction
         values: tuple[Any, ...] = (None,) * 9
         if figures is not None and code is not None and prediction is not None:
             share = prediction.share_of_peak
@@ -497,8 +449,8 @@ def _show(results: Sequence[Result]) -> None:
                 -(-figures.shared // KIB),
                 prediction.blocks,
                 f"{code.prologue.instructions} {code.loop.instructions} {code.epilogue.instructions}",
-                _commonest(code, "loads"),
-                _commonest(code, "stores"),
+                commonest(code, "loads"),
+                commonest(code, "stores"),
                 f"{prediction.in_flight / KIB:.0f}/{prediction.needed / KIB:.0f}",
                 None if share is None else f"{share:.0%}",
             )

@@ -1,21 +1,19 @@
 """The machine code of a kernel, disassembled, and cut into prologue, loops and epilogue.
 
-NVIDIA's nvdisasm, which Triton brings, is run once for all kernels of a GPU. From its text a graph of basic blocks is
-made. A jump backwards is not enough for a loop, for ptxas puts rare paths behind the end of a kernel, and they jump
-back: an instruction is in a loop if its block can be reached from itself. A subroutine is in a loop if a call to it is.
-
     prologue   not in a loop, and a loop can be reached from it
     loop       in a loop; a loop inside another counts once
     epilogue   the rest. A kernel without a loop, or whose loops were unrolled, is all epilogue
 
-Counted are instructions of the program's text, not of its run. Widths are a thread's bytes of one instruction.
+An instruction is in a loop if its basic block can be reached from itself; a subroutine is, if a call to it is. A jump
+backwards is not enough: ptxas puts rare paths behind the end of a kernel, and they jump back. Instructions of the text
+are counted, not of its run. Widths are a thread's bytes of one instruction.
 """
 
 import re
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 _LABEL = re.compile(r"^(\.L_\w+|\.L\d+):")
@@ -43,8 +41,7 @@ class Instruction:
 
     @property
     def target(self) -> str | None:
-        found = _GOES_TO.search(self.operands)
-        return found[1] if found else None
+        return found[1] if (found := _GOES_TO.search(self.operands)) else None
 
     @property
     def conditional(self) -> bool:
@@ -89,26 +86,26 @@ class Code:
     loops: tuple[int, ...]
 
     @property
+    def outside(self) -> tuple[Region, Region]:
+        return self.prologue, self.epilogue
+
+    @property
     def spills_in_loops(self) -> int:
         return self.loop.spill_loads + self.loop.spill_stores
 
     @property
     def spills_outside(self) -> int:
-        return sum(part.spill_loads + part.spill_stores for part in (self.prologue, self.epilogue))
+        return sum(part.spill_loads + part.spill_stores for part in self.outside)
 
     @property
     def asynchronous(self) -> bool:
-        return any(part.copies or part.bulk for part in (self.prologue, self.loop, self.epilogue))
+        return any(part.copies or part.bulk for part in (*self.outside, self.loop))
 
     def bulk_path(self, what: str) -> dict[int, int]:
         """Return the "loads" or the "stores" that matter, by width: those of the loops, or all if these have none."""
         inside: dict[int, int] = getattr(self.loop, what)
-        if inside:
-            return inside
-        outside: Counter[int] = Counter()
-        for part in (self.prologue, self.epilogue):
-            outside.update(getattr(part, what))
-        return dict(outside)
+        before, behind = (Counter[int](getattr(part, what)) for part in self.outside)
+        return inside or dict(before + behind)
 
     def narrow(self) -> tuple[str, ...]:
         """Return what of the bulk path is narrower than 16 bytes, each as the end of a sentence."""
@@ -159,9 +156,8 @@ def read_code(text: str) -> Code:
     before = {block for block, after in enumerate(behind) if block not in inside and after & inside}
     after = set(range(len(blocks))) - inside - before
     sizes = sorted((sum(len(blocks[block]) for block in part) for part in loops), reverse=True)
-    return Code(
-        prologue=_region(blocks, before), loop=_region(blocks, inside), epilogue=_region(blocks, after), loops=(*sizes,)
-    )
+    prologue, loop, epilogue = (_region(blocks, chosen) for chosen in (before, inside, after))
+    return Code(prologue=prologue, loop=loop, epilogue=epilogue, loops=(*sizes,))
 
 
 def _blocks(text: str) -> tuple[list[list[Instruction]], dict[str, int]]:
@@ -194,22 +190,22 @@ def _graph(
     graph: list[set[int]] = []
     calls = []
     for number, block in enumerate(blocks):
-        last = block[-1] if block else None
-        target = labels.get(str(last.target)) if last is not None else None
+        last = block[-1]
+        target = labels.get(str(last.target))
         follows = True
         after: set[int] = set()
-        if last is not None and last.kind == "BRA":
+        if last.kind == "BRA":
             after |= {target} if target is not None else set()
             follows = last.conditional
-        elif last is not None and last.kind == "CALL" and target is not None:
+        elif last.kind == "CALL" and target is not None:
             calls.append((number, target))
-        elif last is not None and last.kind in _ENDS:
+        elif last.kind in _ENDS:
             follows = last.guarded
         if follows and number + 1 < len(blocks):
             after.add(number + 1)
         graph.append(after)
     # ptxas also jumps by CALL, to code from which nothing returns.
-    returning = {number for number, block in enumerate(blocks) if block and block[-1].kind == "RET"}
+    returning = {number for number, block in enumerate(blocks) if block[-1].kind == "RET"}
     subroutines = []
     for caller, callee in calls:
         if _reachable(graph, [callee]) & returning:
@@ -258,10 +254,9 @@ _SYMBOLS, _STRINGS, _FUNCTION = 2, 3, 2  # types: of sections, and of a symbol
 
 @dataclass(frozen=True, slots=True)
 class ElfSection:
-    """A section, as its header has it; `link` and `info` depend on the type. number: its place among the headers."""
+    """A section, as its header has it; `link` and `info` depend on the type."""
 
     name: str
-    number: int
     kind: int
     flags: int
     data: bytes
@@ -271,50 +266,37 @@ class ElfSection:
     entry: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A symbol of a piece of code: the section it is in, where in it, and how long."""
-
-    name: bytes
-    info: int
-    other: int
-    section: int
-    value: int
-    size: int
-
-
 def merged(cubins: Sequence[bytes]) -> bytes:
-    """Return a file in which the code of cubin n is section `.text.n.<name>`. ValueError unless all are for one GPU.
+    """Return a file in which the code of cubin n is section `.text.n.<name>`; all are for one GPU.
 
     A cubin is an ELF file of 64 bits (System V Application Binary Interface, chapter 4). Kept are the sections of
     machine code and the symbols of the functions in them, by which the disassembler finds where one begins.
     """
-    if len({cubin[16:20] + cubin[48:52] for cubin in cubins}) != 1:  # type, machine, and flags, which name the GPU
-        raise ValueError("expected cubins for one GPU")
     code: list[ElfSection] = []
-    functions: list[Function] = []
+    names, symbols = b"\0", bytes(_SYMBOL.size)
     for number, cubin in enumerate(cubins):
         found = sections(cubin)
-        for section in found:
+        places: dict[int, int] = {}  # of a section of code: in its cubin -> in the new file
+        for at, section in enumerate(found):
             if section.name.startswith(CODE):
                 name = f"{CODE}{number}.{section.name.removeprefix(CODE)}"
-                code.append(replace(section, name=name, number=len(code) + 1, link=0, entry=0))
-                functions += [
-                    replace(one, name=f"{number}.".encode() + one.name, section=len(code))
-                    for one in _functions(found)
-                    if one.section == section.number
-                ]
-    names = b"\0" + b"".join(one.name + b"\0" for one in functions)
-    symbols, at = _SYMBOL.pack(0, 0, 0, 0, 0, 0), 1
-    for one in functions:
-        symbols += _SYMBOL.pack(at, one.info, one.other, one.section, one.value, one.size)
-        at += len(one.name) + 1
-    count = len(code)
+                code.append(replace(section, name=name, link=0, entry=0))
+                places[at] = len(code)
+        for table in (section for section in found if section.kind == _SYMBOLS):
+            for name_at, info, other, at, value, size in _SYMBOL.iter_unpack(table.data):
+                if info & 15 == _FUNCTION and at in places:
+                    symbols += _SYMBOL.pack(len(names), info, other, places[at], value, size)
+                    names += b"%d.%s\0" % (number, _text(found[table.link].data, name_at))
+    of_names, of_symbols = len(code) + 1, len(code) + 2
     tables = (
-        ElfSection(".strtab", count + 1, _STRINGS, 0, names),
-        ElfSection(".symtab", count + 2, _SYMBOLS, 0, symbols, link=count + 1, info=1, align=8, entry=_SYMBOL.size),
+        ElfSection(".strtab", _STRINGS, 0, names),
+        ElfSection(".symtab", _SYMBOLS, 0, symbols, link=of_names, info=1, align=8, entry=_SYMBOL.size),
     )
-    return _written(cubins[0], [*code, *tables], symbols_at=count + 2)
+    return _written(cubins[0], [*(replace(one, link=of_symbols) for one in code), *tables])
+
+
+def _text(data: bytes, at: int) -> bytes:
+    return data[at : data.index(b"\0", at)]
 
 
 def sections(file: bytes) -> list[ElfSection]:
@@ -323,42 +305,27 @@ def sections(file: bytes) -> list[ElfSection]:
     count, of_names = struct.unpack_from("<HH", file, 60)
     heads = [_SECTION.unpack_from(file, start + number * _SECTION.size) for number in range(count)]
     names = heads[of_names][4]
-
-    def read(number: int) -> ElfSection:
-        name, kind, flags, _, at, size, link, info, align, entry = heads[number]
-        end = file.index(b"\0", names + name)
-        text = file[names + name : end].decode()
-        return ElfSection(text, number, kind, flags, file[at : at + size], link, info, align, entry)
-
-    return [read(number) for number in range(count)]
+    return [
+        ElfSection(_text(file, names + name).decode(), kind, flags, file[at : at + size], link, info, align, entry)
+        for name, kind, flags, _, at, size, link, info, align, entry in heads
+    ]
 
 
-def _functions(found: Sequence[ElfSection]) -> Iterator[Function]:
-    for table in found:
-        if table.kind == _SYMBOLS:
-            names = found[table.link].data
-            for name, info, other, section, value, size in _SYMBOL.iter_unpack(table.data):
-                if info & 15 == _FUNCTION:
-                    yield Function(names[name : names.index(b"\0", name)], info, other, section, value, size)
-
-
-def _written(like: bytes, chosen: Sequence[ElfSection], symbols_at: int) -> bytes:
+def _written(like: bytes, chosen: Sequence[ElfSection]) -> bytes:
     """Return an ELF file of these sections, for the machine of `like`."""
-    names = bytearray(b"\0")
-    body = bytearray()
+    names, body = b"\0", b""
     heads = [bytes(_SECTION.size)]
-    own = ElfSection(".shstrtab", len(chosen) + 1, _STRINGS, 0, b"")
+    own = ElfSection(".shstrtab", _STRINGS, 0, b"")
     for section in (*chosen, own):
-        body.extend(bytes(-(_HEADER + len(body)) % max(section.align, 1)))
+        body += bytes(-(_HEADER + len(body)) % max(section.align, 1))
         name = len(names)
-        names.extend(section.name.encode() + b"\0")
-        data = bytes(names) if section is own else section.data
-        link = symbols_at if section.name.startswith(CODE) else section.link
-        place = (0, _HEADER + len(body), len(data), link, section.info, section.align, section.entry)
+        names += section.name.encode() + b"\0"
+        data = names if section is own else section.data
+        place = (0, _HEADER + len(body), len(data), section.link, section.info, section.align, section.entry)
         heads.append(_SECTION.pack(name, section.kind, section.flags, *place))
-        body.extend(data)
-    body.extend(bytes(-len(body) % 8))
+        body += data
+    body += bytes(-len(body) % 8)
     header = bytearray(like[:_HEADER])
     struct.pack_into("<QQ", header, _FIRST_OFFSETS, 0, _HEADER + len(body))
     struct.pack_into("<HHHHH", header, _COUNTS, 0, 0, _SECTION.size, len(heads), len(chosen) + 1)
-    return bytes(header) + bytes(body) + b"".join(heads)
+    return bytes(header) + body + b"".join(heads)

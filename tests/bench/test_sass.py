@@ -115,29 +115,13 @@ def test_a_text_without_instructions_is_refused() -> None:
 
 
 def figures(registers: int = 64, shared: int = 0, matrix: tuple[str, ...] = ()) -> Figures:
-    return Figures(
-        registers=registers,
-        stack=0,
-        spill_stores=0,
-        spill_loads=0,
-        static_shared=0,
-        dynamic_shared=shared,
-        threads=128,
-        matrix=matrix,
-        wgmma_serialised=False,
-    )
+    none = {"stack": 0, "spill_stores": 0, "spill_loads": 0, "static_shared": 0, "wgmma_serialised": False}
+    return Figures(registers=registers, dynamic_shared=shared, threads=128, matrix=matrix, **none)
 
 
 def region(instructions: int, loads: dict[int, int] | None = None, copies: dict[int, int] | None = None) -> Region:
-    return Region(
-        instructions=instructions,
-        loads=loads or {},
-        copies=copies or {},
-        stores={},
-        bulk=0,
-        spill_loads=0,
-        spill_stores=0,
-    )
+    none = {"stores": {}, "bulk": 0, "spill_loads": 0, "spill_stores": 0}
+    return Region(instructions=instructions, loads=loads or {}, copies=copies or {}, **none)
 
 
 def compiled(loop: Region, around: int = 0) -> Code:
