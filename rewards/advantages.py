@@ -2,15 +2,9 @@
 
     A_i = (R_i - mean(R)) / (max(std(R), std_floor) + eps)
 
-The floor on the deviation is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as
-loud as a group of {0, 1}; with a floor of .1 it gets -.1 and +.1. The deviation is the population's
-(EviOmni's own example).
-
-A group of one sample has advantage 0, as has every group whose rewards are equal: nothing says whether the sample did
-better than its policy usually does. (verl takes mean 0 and deviation 1 for such a group, and so gives a lone sample its
-raw reward.)
-
-Deliberately absent: grouping. The caller passes one group, so two copies of a prompt never merge into one.
+The floor is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as a group of {0, 1} does; with a
+floor of .1 it gets -.1 and +.1. The deviation is the population's. A group whose rewards are equal, so a group of one,
+has advantage 0 (verl gives a lone sample its raw reward).
 """
 
 import math
@@ -27,14 +21,11 @@ ROUNDING = 1e-12
 def group_advantages(
     rewards: Sequence[float], *, std_floor: float = 0.1, sample_std: bool = False, eps: float = 0.0
 ) -> list[float]:
-    """Advantages of one group, in the order of its rewards; all exactly 0 where all rewards are equal, so
-    for a group of one.
+    """Return the advantages of one group, in the order of its rewards.
 
-    Training passes the recipe's grpo.std_floor, grpo.sample_std and grpo.std_eps, whose defaults are the recipe's own;
-    the ones here are for direct calls. `std_floor` 0 switches the floor off. `sample_std=True, std_floor=0, eps=1e-4`
-    is ARENA's code (TRL's form). Sums are rounded once (fsum), so the order of a group does not change a
-    member's advantage by a bit. Raises UserError for an empty group, a reward that is not finite, or a negative
-    floor or eps.
+    Training passes the recipe's grpo.std_floor, sample_std and std_eps. `std_floor` 0 switches the floor off.
+    `sample_std=True, std_floor=0, eps=1e-4` is ARENA's code (TRL's form). Sums are rounded once (fsum), so the order of
+    a group does not change a bit. UserError for an empty group, a reward that is not finite, a negative floor or eps.
     """
     if any(number is None or number < 0 for number in (as_number(std_floor), as_number(eps))):
         raise UserError(f"std_floor and eps must be numbers and not negative, got {shown(std_floor)} and {shown(eps)}")

@@ -1,11 +1,7 @@
 """Measures of an answer, of evidence, of named references and of a ranking, whatever the reward was.
 
-`answer_measures` are the shared metrics: every reward puts their three keys among the parts, so that systems can be
-compared by the same numbers. A measure that has no value for a question is None, never a number that would distort a
-mean: the caller leaves it out and counts it.
-
-Deliberately absent: means over questions and their confidence intervals (rewards/statistics.py), and every measure that
-takes a model.
+`answer_measures` are the shared metrics: every reward puts their three keys among its parts. A measure without a value
+for a question is None: the caller leaves it out of means and counts it.
 """
 
 import math
@@ -17,7 +13,7 @@ from thresher.rewards.text import Golds, Variant, contains_answer, exact_match, 
 
 
 def answer_measures(answer: str | None, golds: Golds) -> dict[str, float | int | bool]:
-    """em, f1 and answered (an `<answer>` was closed) of a final answer, None where there is none."""
+    """Return em, f1 and answered (an `<answer>` was closed) of a final answer; None: there is none."""
     return {
         "em": answer is not None and exact_match(answer, golds),
         "f1": 0.0 if answer is None else f1_score(answer, golds),
@@ -26,44 +22,39 @@ def answer_measures(answer: str | None, golds: Golds) -> dict[str, float | int |
 
 
 def char_f1(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "squad") -> float:
-    """`f1_score` with characters in place of tokens, the spaces between words among them, in [0, 1].
+    """`f1_score` of characters, spaces between words included, in [0, 1].
 
-    No reward uses it. EviOmni's printed F1 looks like this one (.46 on wrong answers), which a program arrives at that
-    counts a string where it means to count a list of tokens; it is here so that such tables can be compared with.
+    No reward uses it. EviOmni's printed F1 looks like it (.46 on wrong answers); it is for comparing with such tables.
     """
     return overlap_f1(s, golds, tuple, yes_no=yes_no, variant=variant)
 
 
 def sub_em(s: str, golds: Golds) -> bool:
-    """Return whether any gold is a plain substring of `s`, both normalised. This is lenient: it finds "no" in
-    "know"."""
+    """Return whether any gold is a plain substring of `s`, both normalised ("no" is found in "know")."""
     return contains_answer(s, golds, substring=True)
 
 
 def answer_recalled(text: str, golds: Golds) -> bool:
-    """Return whether a piece of evidence, or a rationale, holds a gold as a run of whole tokens (EviOmni's answer
-    recall, by Eval-RAR's rule of containment). The mean over questions is AR."""
+    """Return whether a text holds a gold as a run of whole tokens (EviOmni's answer recall; the mean is AR)."""
     return contains_answer(text, golds)
 
 
 def compression_ratio(length_of_passages: int, length_of_evidence: int) -> float | None:
-    """EviOmni's CR: how many times shorter the evidence is than the passages, both in one unit; None where the evidence
-    is empty. Below 1 where it is longer."""
+    """EviOmni's CR: length of the passages over that of the evidence, in one unit; None for empty evidence."""
     return length_of_passages / length_of_evidence if length_of_evidence > 0 else None
 
 
 def recall_at(relevant: Sequence[bool], k: int) -> float:
-    """1 where one of the first `k` passages is relevant, else 0: how open-domain QA counts recall, for nobody knows
-    how many passages of a corpus hold the answer."""
+    """Return 1 where one of the first `k` passages is relevant, else 0, as open-domain QA counts recall."""
     return float(any(islice(relevant, _checked(k))))
 
 
 def ndcg_at(relevant: Sequence[bool], k: int) -> float:
-    """Normalised discounted cumulative gain of a ranking, in [0, 1]; `relevant` in the order of the ranks.
+    """Return the normalised discounted cumulative gain of a ranking, in [0, 1]; 0 where no passage is relevant.
 
         DCG@k = sum over ranks i = 1..k of relevant_i / log2(i + 1),    NDCG@k = DCG@k / DCG@k of the best order
 
-    The best order is that of the passages given, all of them, also those behind `k`. 0 where none is relevant.
+    relevant: of all passages in the order of their ranks. The best order takes those behind `k` too.
     """
 
     def gain(ranking: Sequence[bool]) -> float:
@@ -75,9 +66,9 @@ def ndcg_at(relevant: Sequence[bool], k: int) -> float:
 
 
 def relevance_scores(named: Collection[int] | None, gold: Collection[int]) -> tuple[float, float] | None:
-    """Precision and recall of the references that were named; None where no reference is gold.
+    """Return precision and recall of the references named; None where no reference is gold.
 
-    Nothing named, or nothing that could be read (None), has precision 0: to name nothing is no way to be precise.
+    With nothing named, or nothing that could be read (None), precision is 0.
     """
     named, gold = frozenset(named or ()), frozenset(gold)
     if not gold:

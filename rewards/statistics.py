@@ -9,11 +9,8 @@
 Where all differences that are not 0 have one size (exact match), that test is the exact sign test, also known as
 McNemar's; where they are few, all patterns are counted; else some are drawn, and the pattern found counts among them.
 
-A value of None is a question for which the measure has no value (a compression ratio without evidence): such a
-question is drawn with the rest and left out of its draw's mean.
-
-Deliberately absent: corrections for comparing many measures, and variation over training seeds, of which the questions
-of one run say nothing.
+A value of None is a question without a value (a compression ratio without evidence): it is drawn with the rest and left
+out of its draw's mean. There is no correction for comparing many measures, and variation over seeds is not covered.
 """
 
 import math
@@ -35,8 +32,7 @@ _CELLS = 4_000_000  # of a matrix that is held at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over `count` questions and its interval; None where all have one value, which a bootstrap can only draw
-    again."""
+    """A mean over `count` questions and its interval; None where all have one value."""
 
     mean: float
     low: float | None
@@ -46,8 +42,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two runs on the `count` questions for which both have a value: their means, second - first with its interval
-    (None where it is the same in all of them), and the p-value of `test`."""
+    """Means of two runs over the `count` questions with a value in both, second - first with its interval (None where
+    it is the same in all), and the p-value of `test`."""
 
     first: float
     second: float
@@ -61,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Of `count` questions, the shares that both texts recall, only one of them, or neither; they add up to 1."""
+    """Shares of `count` questions that both texts recall, only one of them, or neither."""
 
     both: float
     only_first: float
@@ -86,11 +82,10 @@ def intervals(
     seed: int = 0,
     level: float = LEVEL,
 ) -> dict[str, Interval]:
-    """The interval of each column's mean; a column without any value has none.
+    """Return the interval of each column's mean; a column without any value has none.
 
-    columns: name -> values [Q], one a question and in the same order. shares: the names of columns whose values lie
-    between 0 and 1; where they are all 0 or 1 the interval is Wilson's. The draws are those of `seed`, the same for all
-    columns. ValueError where columns differ in length.
+    columns: name -> values [Q], one a question and in the same order. shares: columns of values between 0 and 1, whose
+    interval is Wilson's where all are 0 or 1. The draws are those of `seed`, the same for all columns.
     """
     names = [name for name, values in columns.items() if any(value is not None for value in values)]
     if not names:
@@ -117,7 +112,7 @@ def intervals(
 def compare_paired(
     first: Values, second: Values, *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
 ) -> Difference | None:
-    """Two runs on the same questions, in the same order; None where no question has a value in both."""
+    """Compare two runs on the same questions, in the same order; None where no question has a value in both."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         return None
@@ -163,17 +158,9 @@ def overlap(first: Sequence[bool], second: Sequence[bool]) -> Overlap | None:
     pairs = list(zip(first, second, strict=True))
     if not pairs:
         return None
-
-    def share(pair: tuple[bool, bool]) -> float:
-        return pairs.count(pair) / len(pairs)
-
-    return Overlap(
-        both=share((True, True)),
-        only_first=share((True, False)),
-        only_second=share((False, True)),
-        neither=share((False, False)),
-        count=len(pairs),
-    )
+    outcomes = ((True, True), (True, False), (False, True), (False, False))
+    both, only_first, only_second, neither = (pairs.count(pair) / len(pairs) for pair in outcomes)
+    return Overlap(both=both, only_first=only_first, only_second=only_second, neither=neither, count=len(pairs))
 
 
 def _bootstrap_means(values_QM: Floats, known_QM: Floats, resamples: int, seed: int) -> Floats:
@@ -193,9 +180,8 @@ def _bootstrap_means(values_QM: Floats, known_QM: Floats, resamples: int, seed: 
 
 def _sign_test(positive: int, count: int) -> float:
     """Two-sided: twice the chance of as few of the rarer sign among `count` fair coins, at most 1."""
-    rarer = min(positive, count - positive)
     patterns, term = 0, 1  # term: count choose i
-    for i in range(rarer + 1):
+    for i in range(min(positive, count - positive) + 1):
         patterns += term
         term = term * (count - i) // (i + 1)
     return min(1.0, patterns / (1 << (count - 1)))

@@ -1,18 +1,13 @@
 """Text measures of open-domain question answering: normalisation, exact match, token F1, containment.
 
-They decide most of every reward, so their corners are stated rather than left to chance:
-
-- An answer or a gold that normalises to nothing ("", "The", "...") matches nothing, in every measure.
-- A gold of yes or no is found in almost any text, so `contains_answer` never counts it.
-- Punctuation is deleted, not spaced, as in SQuAD's script: "U.S." is "us" and "Paris/London" is one token.
-  Only ASCII punctuation counts as such; curly quotes and dashes stay, as they do in the published scores.
-- ARENA's code takes TriviaQA's normalisation instead: punctuation, underscores and the quotes ‘ ’ ´ among it, becomes
-  a space ("New_York" is "new york", "U.S." is "u s", "twenty-one" is "twenty one"). Its F1 knows no yes and no.
+- A text that normalises to nothing ("", "The", "...") matches nothing, in every measure.
+- `contains_answer` never finds a gold of yes or no, which occur in almost any text.
+- Punctuation is deleted, not spaced, as in SQuAD's script: "U.S." is "us" and "Paris/London" is one token. Only ASCII
+  punctuation counts; curly quotes and dashes stay, as they do in the published scores.
+- ARENA's code takes TriviaQA's normalisation: punctuation, underscores and the quotes ‘ ’ ´ become a space ("New_York"
+  is "new york", "U.S." is "u s"). Its F1 has no rule for yes and no.
 
 `golds` is one acceptable answer or a list of them; the best one counts, and an empty list matches nothing.
-
-Deliberately absent: Unicode composition (NFC) and number words, since no published score applies them.
-Substring containment ("sub-EM") is a switch of `contains_answer`. What only evaluation asks for is in measures.py.
 """
 
 import re
@@ -37,10 +32,9 @@ _PUNCTUATION: dict[str, Mapping[int, int | None]] = {
 
 
 def normalize_answer(s: str, variant: Variant = "squad") -> str:
-    """Lower case, no ASCII punctuation, no articles (a, an, the), single spaces, no space at the ends.
+    """Lower the case; remove ASCII punctuation, articles (a, an, the) and extra white space. Idempotent.
 
-    "squad" deletes punctuation ("U.S." -> "us"); "arena" turns it, underscores and ‘ ’ ´ included, into spaces ("u s").
-    Idempotent. Raises UserError for another variant.
+    "squad" deletes punctuation ("U.S." -> "us"); "arena" turns it, underscores and ‘ ’ ´ into spaces ("u s").
     """
     if not isinstance(s, str):
         raise UserError(f"the text is {shown(s)}: write it as a string")
@@ -57,11 +51,9 @@ def exact_match(s: str, golds: Golds, *, variant: Variant = "squad") -> bool:
 
 
 def f1_score(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "squad") -> float:
-    """F1 of the overlap of normalised tokens (each counted as often as it occurs), the best over the golds,
-    in [0, 1].
+    """Return F1 of the overlap of normalised tokens (each as often as it occurs), the best over the golds, in [0, 1].
 
-    With `yes_no`, as in HotpotQA's official script, F1 is 0 unless both sides are the same word where either
-    side is yes, no or noanswer.
+    yes_no: as in HotpotQA's script, F1 is 0 where one side is yes, no or noanswer and the other is not the same.
     """
     return overlap_f1(s, golds, str.split, yes_no=yes_no, variant=variant)
 
@@ -69,7 +61,7 @@ def f1_score(s: str, golds: Golds, *, yes_no: bool = True, variant: Variant = "s
 def overlap_f1(
     s: str, golds: Golds, units: Callable[[str], Sequence[str]], *, yes_no: bool = True, variant: Variant = "squad"
 ) -> float:
-    """`f1_score` over whatever `units` makes of a normalised text: its tokens there, its characters in `char_f1`."""
+    """`f1_score` over the units of a normalised text: tokens, or characters in `char_f1`."""
     answer = normalize_answer(s, variant)
     normal = (normalize_answer(gold, variant) for gold in as_golds(golds))
     return max((_f1(answer, gold, units, yes_no) for gold in normal), default=0.0)
@@ -78,9 +70,8 @@ def overlap_f1(
 def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant: Variant = "squad") -> bool:
     """Return whether any gold occurs in `text`, both normalised, as a run of whole tokens ("art" is not in "party").
 
-    Golds that are yes, no or noanswer, or that normalise to nothing, never occur. `substring` is the plain test of the
-    released code instead: characters rather than tokens, yes and no included (so "no" is found in "I do not know").
-    Golds that normalise to nothing are left out of it, since they would be found everywhere.
+    Golds that are yes, no or noanswer never occur. substring: the released code's plain test of characters, yes and no
+    included (so "no" is found in "I do not know").
     """
     normal = normalize_answer(text, variant)
     wanted = [gold for gold in (normalize_answer(gold, variant) for gold in as_golds(golds)) if gold]
@@ -91,7 +82,7 @@ def contains_answer(text: str, golds: Golds, *, substring: bool = False, variant
 
 
 def as_golds(golds: Golds) -> list[str]:
-    """`golds` as a list. Raises UserError where one is not a string, such as a bare number read from JSON."""
+    """Return `golds` as a list. UserError where one is not a string, such as a bare number read from JSON."""
     if isinstance(golds, str):
         return [golds]
     if not isinstance(golds, Iterable):
