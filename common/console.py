@@ -1,8 +1,7 @@
-"""Output of a running command: one line that moves, and one table at the end.
+"""Output of a running command: one progress line, and one table at the end.
 
-Everything printed goes through `visible`: texts of models, data and paths may hold characters that a terminal obeys. A
-program gets the same as one object (`--json`): inside `answering()`, what `figures` and `table` show is kept as well,
-exact and not rounded. A command whose object should hold something else calls `answer(values)`.
+All text is printed as `visible` makes it. For `--json`, `answering()` keeps what `figures` and `table` show, exact and
+not rounded; a command whose object should hold something else calls `answer(values)`.
 """
 
 import math
@@ -10,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,12 +37,12 @@ _VISIBLE |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 
 
 def visible(text: object) -> str:
-    """The text with nothing in it that could act on a terminal or a page."""
+    """Replace the characters that could act on a terminal or a page."""
     return str(text).translate(_VISIBLE)
 
 
 class SafeConsole(Console):
-    """A console that prints text as `visible` has it; colours and movements of its own stay."""
+    """A console that prints text through `visible`; its own colours and movements stay."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -56,7 +55,7 @@ console = SafeConsole(highlight=False, markup=False)
 
 @dataclass
 class Answer:
-    """Findings of a command. given: by `answer`, in the place of figures and tables. files: written by it, by flag."""
+    """Findings of a command. given: by `answer`, replaces figures and tables. files: that it wrote, by flag."""
 
     given: dict[str, Any] | None = None
     figures: dict[str, Any] = field(default_factory=dict)
@@ -66,8 +65,7 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """One object for JSON; numbers that are not finite are null."""
         found = self.figures | ({"tables": self.tables} if self.tables else {}) if self.given is None else self.given
-        values: dict[str, Any] = _plain(self.files | found)
-        return values
+        return dict(_plain(self.files | found))
 
 
 _answers: list[Answer] = []  # of the command that runs, and of those that run it
@@ -81,7 +79,7 @@ PLAIN_WIDTH = 200
 
 @contextmanager
 def answering(quiet: bool = False) -> Iterator[Answer]:
-    """Keep what is shown inside. quiet: show no progress lines and announcements, also not those of commands inside."""
+    """Keep what is shown inside. quiet: show no progress lines and announcements, in nested commands neither."""
     global _lines_shown
     before = _lines_shown
     _lines_shown = before and not quiet
@@ -94,25 +92,24 @@ def answering(quiet: bool = False) -> Iterator[Answer]:
 
 
 def announce(text: str) -> None:
-    """Print a line on what a command has begun to do; --quiet leaves it out, as it does progress."""
+    """Print what a command has begun to do, unless --quiet."""
     if _lines_shown:
         console.print(text, soft_wrap=True)
 
 
 def answer(values: Mapping[str, Any]) -> None:
-    """Set what the command's object holds, in the place of what the command shows."""
+    """Set the command's object, in place of what the command shows."""
     if _answers:
         _answers[-1].given = dict(values)
 
 
 def wrote(files: Mapping[str, Any]) -> None:
-    """Files of the command, by the flag that named them; None was not given."""
+    """Record files that the command wrote, by the flag that named them; None: not given."""
     if _answers:
         _answers[-1].files |= {flag: path for flag, path in files.items() if path is not None}
 
 
 def _plain(value: Any) -> Any:
-    """Of what JSON knows; anything else is its text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -126,8 +123,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_line(label: str, total: int) -> Iterator["Line"]:
-    """A bar with the time left and a free text; where output is no terminal, a plain line every tenth of the way and
-    every half minute. Within another line it is a part of that one, and so is every `stage`."""
+    """Show a bar with the time left and a free text; where output is no terminal, print a line every tenth of the way
+    and every half minute. Inside another line it is a part of that one."""
     if _lines or not _lines_shown:
         with stage(label, total) as line:
             yield line
@@ -147,8 +144,7 @@ def progress_line(label: str, total: int) -> Iterator["Line"]:
 
 @contextmanager
 def stage(label: str, total: int = 0) -> Iterator["Line"]:
-    """A part of the line that is shown now, for as long as it lasts: how far a step is within; without a total its name
-    alone. Without a line, or with --quiet, it shows nothing."""
+    """Show progress as a part of the current line; without a total the label alone. Without a line show nothing."""
     with _shown(Line(label, total)) as line:
         yield line
 
@@ -164,10 +160,8 @@ class Stage(NamedTuple):
 
 @contextmanager
 def polling(ask: Callable[[], Stage | None]) -> Iterator[None]:
-    """Show what `ask` returns as a part of the line that is shown now; None: nothing to show.
-
-    A thread asks every REDRAW_SECONDS, so that the work itself calls nothing here: `ask` reads what it has noted.
-    """
+    """Show what `ask` returns as a part of the current line; None: nothing. A thread calls it every REDRAW_SECONDS, so
+    that the work itself need not report."""
     if not _lines:
         yield
         return
@@ -175,7 +169,7 @@ def polling(ask: Callable[[], Stage | None]) -> Iterator[None]:
 
     def follow() -> None:
         while not over.wait(REDRAW_SECONDS):
-            line.ask()
+            line.shown()
             _lines[0].refresh()
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)
@@ -202,8 +196,8 @@ def _shown(line: "Line") -> Iterator["Line"]:
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A line for each stage of a command, one after the other: yields the function to be called with a stage's name,
-    how far it is, and of how many. A stage has begun when the one before was last heard of."""
+    """Show a line for each stage of a command in turn: yields the function to call with a stage's name, the number
+    done, and the total. A stage begins at the last report of the one before."""
     with ExitStack() as stack:
         lines: dict[str, Line] = {}
         heard = time.monotonic()
@@ -221,7 +215,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class Line:
-    """Progress line. `to` moves it; `at` does the same for calls so frequent that even making a text costs time."""
+    """Progress line. `to` moves it; `at` does so for calls that are too frequent to make a text each time."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total = label, total
@@ -230,22 +224,22 @@ class Line:
         self._started = self._moved = time.monotonic()
 
     def since(self, started: float) -> None:
-        """It began at `started`, of time.monotonic."""
+        """Set the time of its beginning, of time.monotonic."""
         self._started = started
 
     def from_before(self, done: int) -> None:
-        """So much was done by an earlier run, in no time of this one."""
+        """Set how much an earlier run has done; it does not count for the pace."""
         self.done = self._before = done
 
     def to(self, done: int, text: str) -> None:
-        """`done` of all, and a free text."""
+        """Move it to `done`, with a free text."""
         self._move(done)
         self.text = text
         if _lines:
             _lines[0].refresh()
 
     def at(self, done: int, say: Callable[[], str]) -> None:
-        """`to`, with a text that is made only if it will be shown."""
+        """Move it; `say` makes the text where it will be shown."""
         self._move(done)
         if _lines and _lines[0].due():
             self.to(done, say())
@@ -258,7 +252,7 @@ class Line:
         self.done = done
 
     def left(self) -> str:
-        """The time left, at the pace so far, as "left 40 s"; nothing until there is a pace."""
+        """Return the time left at the pace so far, as "left 40 s"; "" until there is a pace."""
         if self.done <= self._before and self.done < self.total:
             return ""
         pace = (self._moved - self._started) / max(self.done - self._before, 1)
@@ -266,7 +260,7 @@ class Line:
         return f"left {show_time(max(left, 0.0))}"
 
     def shown(self) -> str:
-        """As a plain line, or as a part of another."""
+        """Return its text, alone or as a part of another line."""
         if not self.total:
             return self.label
         return "  ".join(filter(None, (f"{self.label} {self.done}/{self.total}", self.left(), self.text)))
@@ -276,19 +270,18 @@ class Line:
         return False
 
     def refresh(self) -> None:
-        """Show what it and the lines within it say now, if it is the one that is drawn and it is time."""
+        """Draw it and the lines inside it, if it is the outermost and it is time."""
 
 
 class _PolledLine(Line):
-    """The part of a line that `polling` shows: the stage that was found last."""
+    """The part of a line that `polling` shows."""
 
     def __init__(self, ask: Callable[[], Stage | None]) -> None:
         super().__init__("", 0)
         self._ask = ask
         self._stage: Line | None = None
 
-    def ask(self) -> Line | None:
-        """Ask once; a stage with another label begins anew. The thread asks, and whoever draws the line."""
+    def shown(self) -> str:
         found, stage = self._ask(), self._stage
         if found is None:
             stage = None
@@ -298,11 +291,6 @@ class _PolledLine(Line):
             stage._move(found.done)
             stage.text = found.text
         self._stage = stage
-        return stage
-
-    def shown(self) -> str:
-        """As Line has it, of what is found now; "" where there is nothing to show."""
-        stage = self.ask()
         return "" if stage is None else stage.shown()
 
 
@@ -316,70 +304,62 @@ class _BarLine(Line):
         self._tenth, self._drawn = 0, time.monotonic()
 
     def from_before(self, done: int) -> None:
-        """As Line has it."""
         super().from_before(done)
-        self._tenth = min(done, self.total) * 10 // max(self.total, 1)
+        self._tenth = self._tenth_at(done)
 
     def due(self) -> bool:
-        """As Line has it."""
         return time.monotonic() - self._drawn >= (REDRAW_SECONDS if console.is_terminal else PLAIN_SECONDS)
 
     def to(self, done: int, text: str) -> None:
-        """As Line has it; a step is shown at once on a terminal, and else at every tenth of the way."""
-        tenth = min(done, self.total) * 10 // max(self.total, 1)
-        self._tenth, further = tenth, tenth > self._tenth
-        if console.is_terminal or further:
-            self._drawn = -math.inf
+        before, self._tenth = self._tenth, self._tenth_at(done)
+        if console.is_terminal or self._tenth > before:
+            self._drawn = -math.inf  # due at once
         super().to(done, text)
 
     def refresh(self) -> None:
-        """As Line has it."""
         if not self.due():
             return
         self._drawn = time.monotonic()
+        inner = [line.shown() for line in _lines[1:]]
         if console.is_terminal:
-            parts = [self.left(), self.text, *(line.shown() for line in _lines[1:])]
-            self._bars.update(self._task, completed=self.done, text=visible("  ".join(filter(None, parts))))
+            text = "  ".join(filter(None, [self.left(), self.text, *inner]))
+            self._bars.update(self._task, completed=self.done, text=visible(text))
         else:
-            parts = [self.shown(), *(line.shown() for line in _lines[1:])]
-            console.print("  ".join(filter(None, parts)), soft_wrap=True)
+            console.print("  ".join(filter(None, [self.shown(), *inner])), soft_wrap=True)
+
+    def _tenth_at(self, done: int) -> int:
+        return min(done, self.total) * 10 // max(self.total, 1)
 
 
 def show_time(seconds: float) -> str:
-    """For a reader: "40 s", "12 min", "3.1 h", "2.5 days"."""
+    """Return a time for a reader: "40 s", "12 min", "3.1 h", "2.5 days"."""
     for size, unit, most in ((1.0, "s", 120.0), (60.0, "min", 7200.0), (3600.0, "h", 172_800.0)):
         if seconds < most:
             return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
     return f"{seconds / 86_400:.1f} days"
 
 
-class Counter:
-    """The line of work of unknown length: `to(done, what)`."""
-
-    def __init__(self, what: str, show: Callable[[str], None]) -> None:
-        self._what, self._show = what, show
-        self._started = self._drawn = time.monotonic()
-
-    def to(self, done: int, text: str = "") -> None:
-        """So much is done."""
-        now = time.monotonic()
-        if now - self._drawn >= (REDRAW_SECONDS if console.is_terminal else PLAIN_SECONDS):
-            self._drawn = now
-            rate = done / (now - self._started)
-            self._show("  ".join(filter(None, (f"{self._what} {done:,}", f"{rate:,.0f} a second", text))))
-
-
 @contextmanager
-def counting(what: str) -> Iterator[Counter]:
-    """A line for work of unknown length, which says `what` is counted: on a terminal one that is rewritten, else a
-    plain one every half minute."""
-    if not _lines_shown:
-        yield Counter(what, lambda text: None)
-    elif console.is_terminal:
-        with console.status(Text(what)) as status:
-            yield Counter(what, lambda text: status.update(Text(text)))
-    else:
-        yield Counter(what, lambda text: console.print(text, markup=False, soft_wrap=True))
+def counting(what: str) -> Iterator[Callable[..., None]]:
+    """Show work of unknown length: yields the function to call with the number done, and a free text."""
+    started = drawn = time.monotonic()
+
+    def count(done: int, text: str = "") -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if now - drawn >= (REDRAW_SECONDS if console.is_terminal else PLAIN_SECONDS):
+            drawn = now
+            show("  ".join(filter(None, (f"{what} {done:,}", f"{done / (now - started):,.0f} a second", text))))
+
+    def show(text: str) -> None:
+        if status is not None:
+            status.update(Text(text))
+        elif _lines_shown:
+            console.print(text, soft_wrap=True)
+
+    status = console.status(Text(what)) if _lines_shown and console.is_terminal else None
+    with status or nullcontext():
+        yield count
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -390,7 +370,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def figures(title: str, values: Mapping[str, Any]) -> None:
-    """A table of names and values."""
+    """Print a table of names and values."""
     if _answers:
         _answers[-1].figures |= values
     _draw(title, ("figure", "value"), list(values.items()))
@@ -413,12 +393,13 @@ def draw(drawn: Table) -> None:
 
 
 def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
-    """Print a text to stdout as it stands, without colours or line breaks of ours, as `visible` has it. exact: every
-    character is kept where stdout is no terminal, for the text is what a program asked for."""
+    """Print a text to stdout without colours or line breaks of ours, through `visible`. exact: where stdout is no
+    terminal, print it unchanged, for a program that asked for it."""
     print(text if exact and not sys.stdout.isatty() else visible(text), end=end, flush=True)
 
 
 def shown(value: Any) -> str:
+    """Return a value for a table, numbers rounded."""
     if value is None:
         return "-"
     if isinstance(value, float):

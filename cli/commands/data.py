@@ -65,7 +65,7 @@ class Convert(
                 corpus=self.corpus,
                 skipped=self.skipped,
                 passages=self.passages,
-                on_record=lambda name, records: counter.to(records, f"of {name}"),
+                on_record=lambda name, records: counter(records, f"of {name}"),
             )
         _print_conversion(self.out, figures)
         console.answer(figures)
@@ -101,7 +101,7 @@ class Check(
         from thresher.retrieval.datasets.summary import summarize
 
         with console.counting("questions checked:") as counter:
-            figures = summarize(self.file, counter.to)
+            figures = summarize(self.file, counter)
         parts = ("kinds", "per question", "words")
         spreads = {f"{part}, {name}": figures[part][name] for part in parts for name in figures[part]}
         plain = {name: value for name, value in figures.items() if name not in parts}

@@ -99,7 +99,7 @@ def encode_all(
                 raise UserError(
                     f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
                 ) from error
-            counter.to(len(result))
+            counter(len(result))
     if cut := sum(transcript.cut for transcript in result):
         console.console.print(
             f"sft: {cut:,} of {len(result):,} prompts had passages cut to {renderer.max_passage_tokens:,} tokens; "

@@ -169,7 +169,7 @@ def test_work_of_unknown_length_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     with console.counting("questions checked:") as counter:
         for done in range(1, 62):
             clock.now += 1
-            counter.to(done * 1000)
+            counter(done * 1000)
     assert written.getvalue().splitlines() == [
         "questions checked: 30,000  1,000 a second",
         "questions checked: 60,000  1,000 a second",
@@ -198,7 +198,7 @@ def test_quiet_shows_tables_and_no_lines(capsys: pytest.CaptureFixture[str]) -> 
     with console.answering(quiet=True), console.answering():  # of a command within another
         with console.progress_line("train", 2) as line, console.counting("reading") as counter:
             line.to(1, "x")
-            counter.to(9)
+            counter(9)
         console.figures("done", {"n": 2})
     said = capsys.readouterr().out
     assert "train" not in said and "reading" not in said and "done" in said
@@ -220,6 +220,6 @@ def test_brackets_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsy
     with console.progress_line(said, 2) as line:
         line.to(1, "[/x] text[y]")
     with console.counting(said) as counter:
-        counter.to(1, said)
+        counter(1, said)
     printed = terminal.getvalue()
     assert "[/x] text[y]" in printed and "[/INST] of thresher[bench]" in printed
