@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """`with Background() as background: future = background.submit(call)`; at most `threads` calls at a time.
+    """Run `submit`ted calls, at most `threads` at a time: `with Background() as background: background.submit(call)`.
 
-    An interrupt leaves the `with` at once: calls under way go on alone, and later ones are dropped. Python would wait
-    for a ThreadPoolExecutor, here and when the program ends.
+    An interrupt leaves the `with` at once: running calls go on alone, later ones are dropped. Python waits for a
+    ThreadPoolExecutor, here and when the program ends.
     """
 
     def __init__(self, threads: int = 1, name: str = "background") -> None:

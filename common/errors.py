@@ -1,8 +1,7 @@
-"""The exception for a mistake that the user can fix, and values as its sentences and checks have them.
+"""The exception for a mistake that the user can fix, and values as error messages and checks need them.
 
-The command line prints the sentence of a `UserError` and exits with status 2. A whole number is anything that Python
-takes as an index (int, NumPy's and torch's integers), and never a bool: 1.5 is refused and not cut. A number is
-anything that Python takes as a float, and never a bool or a string.
+A whole number is anything that Python takes as an index (int, NumPy's and torch's integers), never a bool: 1.5 is
+refused and not cut. A number is anything that Python takes as a float, never a bool or a string.
 """
 
 import math
@@ -10,21 +9,21 @@ from operator import index
 
 
 class UserError(ValueError):
-    """A mistake in what was handed in. Its message is one sentence that names the file, line or key, says what was
-    expected and what to do."""
+    """A mistake in the input. Its message is one sentence that names the file, line or key, what was expected and what
+    to do. The command line prints it and exits with status 2."""
 
 
 LARGEST_INT = 2**63 - 1
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can encode the text. It cannot encode lone surrogates, which undecodable bytes of a command
-    line become."""
+    """Return whether UTF-8 can encode the text. Undecodable bytes of a command line become lone surrogates, which it
+    cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def shown(value: object) -> str:
-    """A value for an error message, short."""
+    """Return a value for an error message, short."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write out more than 4,300 digits
@@ -33,7 +32,7 @@ def shown(value: object) -> str:
 
 
 def as_whole(value: object) -> int | None:
-    """The value as an int, or None where it is no whole number."""
+    """Return the value as an int; None where it is no whole number."""
     try:
         return None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -41,7 +40,7 @@ def as_whole(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """The value as a float, or None where it is no finite real number."""
+    """Return the value as a float; None where it is no finite real number."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         return None
     try:

@@ -1,13 +1,8 @@
-"""Files that are either whole or absent.
+"""Files that are read whole, and files that are written whole or not at all.
 
-A run may be killed at any moment, so nothing here is written in place: data goes to a temporary sibling, is
-flushed to the disk, and is renamed over its target, which the operating system does in one step. A kill
-leaves the old file and at most a temporary one whose name starts with a dot and ends in `.tmp`.
-
-Files that are read whole are read here too, so that each gets the same checks and sentences: a regular file (to open a
-FIFO waits for a writer, and a device may have no end), of a limited size, in UTF-8 or JSON where it is to be.
-
-Deliberately absent: locks. Two writers of one file both succeed and the later one stays.
+A run may be killed at any moment, so data goes to a temporary sibling, is flushed to the disk, and is renamed over its
+target. A kill leaves the old file and at most a temporary one, whose name starts with a dot and ends in `.tmp`. There
+are no locks here (locks.py): of two writers of one file the later one wins.
 """
 
 import errno
@@ -32,7 +27,7 @@ _HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASC
 
 
 def as_path(path: object) -> Path:
-    """The path as a Path; UserError for what is none."""
+    """Return the path as a Path. UserError for anything else."""
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"{shown(path)} is no path; give a folder as a string or a pathlib.Path")
     return Path(path)
@@ -50,7 +45,7 @@ def refuse_hub_id(path: str | Path) -> None:
 
 
 def model_folder(path: str | Path) -> Path:
-    """`path`, which is to be the folder of a model. UserError, saying what it is instead, where it is none."""
+    """Return `path` as the folder of a model. UserError, with what it is instead, for anything else."""
     refuse_other_folder(path)
     path = Path(path)
     if path.is_file():
@@ -61,7 +56,7 @@ def model_folder(path: str | Path) -> Path:
 
 
 def refuse_other_folder(path: str | Path) -> None:
-    """UserError where `path` looks like what is given in the place of a model's folder: a name on the Hub, or a run."""
+    """Raise UserError where `path` is a name on the Hub, with the command that downloads it, or the folder of a run."""
     refuse_hub_id(path)
     if saved := sorted(Path(path).glob("checkpoints/step_*")):
         raise UserError(f"{path}: is a run's folder and no model's; give one of its checkpoints, such as {saved[-1]}")
@@ -74,8 +69,8 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 
 def check_file(path: str | Path, most: int | None = None) -> None:
-    """Refuse what is not a regular file of at most `most` bytes, without opening it. UserError for that, and for a path
-    that is absent or unreadable."""
+    """Raise UserError for what is no readable regular file of at most `most` bytes, without opening it (to open a FIFO
+    waits for a writer)."""
     path = Path(path)
     try:
         found = path.stat()
@@ -92,8 +87,8 @@ def check_file(path: str | Path, most: int | None = None) -> None:
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES, *, stream: bool = False) -> bytes:
-    """The content of the file `path`. UserError as `check_file`. stream: it may be a pipe or a device, such as
-    /dev/stdin, which ends before it has given more than `most` bytes."""
+    """Return the content of a file. UserError as `check_file`. stream: it may be a pipe or a device, such as
+    /dev/stdin, that ends within `most` bytes."""
     path = Path(path)
     if not stream:
         check_file(path, most)
@@ -112,14 +107,14 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, *, stream: bool = False
 
 
 def read_text(path: str | Path) -> str:
-    """The text of the file `path`, its line ends as line feeds. UserError as `check_file`, for more than MOST_TEXT
-    bytes, and for what is not UTF-8."""
+    """Return the text of a UTF-8 file of at most MOST_TEXT bytes, with line feeds as line ends. UserError as
+    `check_file`."""
     data = read_bytes(path, MOST_TEXT)
     return decode_text(data, str(path)).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """The text that `data` is in UTF-8. UserError, naming `where`, where it is not."""
+    """Decode UTF-8. UserError, naming `where`, for anything else."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -144,8 +139,7 @@ def _kind(mode: int) -> str:
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object that `data` spells; UserError, naming `where`, when it is malformed or something
-    else."""
+    """Parse a JSON object. UserError, naming `where`, for anything else."""
     try:
         value = json.loads(data.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -166,13 +160,12 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read_json_object(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
-    """The JSON object in the file `path`. UserError when it is absent, unreadable, larger than `most` bytes, malformed
-    or not an object."""
+    """Return the JSON object in a file of at most `most` bytes. UserError as `check_file` and `parse_json_object`."""
     return parse_json_object(read_bytes(path, most), str(path))
 
 
 class Unwritable(UserError):
-    """A file or folder that the system would not write, in a sentence."""
+    """Error for a file or folder that the system would not write."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path}: cannot be written ({error.strerror}); {remedy(error)}")
@@ -186,7 +179,7 @@ def remedy(error: OSError) -> str:
 
 
 def show_bytes(size: float) -> str:
-    """`size` for a reader, in powers of 1,000: "64.6 GB"."""
+    """Return a size for a reader, in powers of 1,000: "64.6 GB"."""
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -195,8 +188,8 @@ def show_bytes(size: float) -> str:
 
 
 def need_room(path: Path, size: int, what: str) -> None:
-    """UserError, before anything is written, where the disk of `path`, which need not exist yet, has fewer than `size`
-    bytes free; `what` needs them. A quota that the system does not count as used is found when it is reached."""
+    """Raise Unwritable where the disk of `path`, which need not exist yet, has fewer than `size` bytes free; `what`
+    needs them. A quota that the system does not count as used is found when it is reached."""
     place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free
     if size > free:
@@ -205,8 +198,8 @@ def need_room(path: Path, size: int, what: str) -> None:
 
 
 def append_bytes(path: Path, data: bytes) -> None:
-    """Add to a file's end; when this returns, it survives a kill of the process. UserError where it cannot be written;
-    what of `data` is then there is half a line, which readers of such a file cut off."""
+    """Append to a file; when this returns, the data survives a kill of the process. Unwritable where it fails; the file
+    may then end in half a line, which readers of such a file cut off."""
     try:
         with path.open("ab", buffering=0) as file:
             left = memoryview(data)
@@ -218,8 +211,8 @@ def append_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Raise `Unwritable`, which names `path`, for what cannot be written to `path` or to its temporary sibling. A
-    UserError that names the sibling names `path` instead. Errors that name another file pass unchanged."""
+    """Name `path` in errors of writing it or its temporary sibling, as Unwritable where they are the system's. Errors
+    that name another file pass unchanged."""
     temporary = temporary or path
     try:
         yield
@@ -240,12 +233,8 @@ def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary sibling of `path` to write to; it becomes `path` when the block ends, or vanishes
-    if it raises. UserError where it cannot be written.
-
-    The folder must exist. For writers that insist on opening the file themselves; else use
-    `atomic_write_bytes`.
-    """
+    """Yield a temporary sibling of `path` to write to; it becomes `path` when the block ends, or vanishes if it raises.
+    Unwritable where it cannot be written. The folder must exist."""
     path = Path(path)
     temporary = _temporary_sibling(path)
     try:
@@ -260,25 +249,22 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write_bytes(path: str | Path, data: bytes) -> None:
-    """Writes `data` to `path` so that a reader sees the old file or the whole new one. The folder must
-    exist."""
+    """Write `data` to `path` so that a reader sees the old file or the whole new one. The folder must exist."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """`atomic_write_bytes` of `text` in UTF-8, line ends kept as they are."""
+    """`atomic_write_bytes` of a text in UTF-8, line ends unchanged."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
 @contextmanager
 def staged_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields a new empty folder beside `path`, which becomes `path` when the block ends, or vanishes if it
-    raises.
+    """Yield a new empty folder beside `path`, which becomes `path` when the block ends, or vanishes if it raises.
 
-    An existing `path` is refused with a UserError unless `replace`; then it is moved aside just before the
-    new folder takes its name and deleted after. A kill exactly between those two renames leaves the old
-    folder under its temporary name: a folder, unlike a file, cannot be renamed over another.
+    An existing `path` is a UserError unless `replace`; then it is moved aside just before the new folder takes its
+    name, and deleted after. A kill between the two renames leaves the old folder under its temporary name.
     """
     path = Path(path)
     _refuse_existing(path, replace)
@@ -322,12 +308,10 @@ def _refuse_existing(path: Path, replace: bool) -> None:
 
 
 def _temporary_sibling(path: Path) -> Path:
-    """A name in the same folder, because a rename is only atomic within one file system."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _flush(path: Path) -> None:
-    """Waits until the file's (or folder's) content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,18 +1,10 @@
-"""Hashes of a folder's files, block by block, so that a flipped bit is found before it is used.
-
-`hashes.json` lies in a folder that this program wrote and lists its files, those of its subfolders included:
+"""Hashes of a folder's files, block by block, so that a flipped bit is found before it is used: `hashes.json`.
 
     {"format": 1, "block": 262144, "files": {"state.json": {"bytes": .., "digests": ["..", ..]}, ..}, "own": ".."}
 
 A digest is the first 128 bits of the SHA-256 of one block, "own" that of the list itself. It guards against disks,
-copies and memory, not against people: whoever changes a file can change its hash. Where a processor has
-instructions for it, SHA-256 is the fastest of those that Python brings along (docs/internals/log.md).
-
-What is read whole is verified whole, before it is read; of what is mapped, a block is verified when it is first touched
-(`Blocks`). A folder without the file is read as it is: published models have none, nor do folders of earlier
-versions.
-
-Deliberately absent: repair of what is damaged.
+copies and memory, not against people. Files read whole are verified first; a block of a mapped file when it is first
+touched (`Blocks`). A folder without the file is read unverified.
 """
 
 import hashlib
@@ -38,7 +30,7 @@ FEWEST_FOR_THREADS, LONGEST_RUN, MOST_THREADS = 64, 256, 8
 
 
 class Damaged(UserError):
-    """A file that is not what was written."""
+    """Error for a file that is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class _Listed:
 
 
 class Blocks:
-    """The blocks of one file, each verified when it is first asked for. Several threads may ask."""
+    """The blocks of one file, each verified when it is first asked for. Thread-safe."""
 
     def __init__(self, path: Path, block: int, entry: _Listed, listed: Path) -> None:
         self.path, self.block, self._list = path, block, listed
@@ -63,12 +55,12 @@ class Blocks:
         return self._left == 0
 
     def touch(self, begin: int, end: int) -> None:
-        """Verifies the blocks that hold the bytes `begin` to `end` - 1. Damaged where one is not what was written."""
+        """Verify the blocks that hold the bytes `begin` to `end` - 1. Damaged where one is not what was written."""
         if end > begin and self._left:
             self.check(range(begin // self.block, (end - 1) // self.block + 1))
 
     def check(self, numbers: Iterable[int]) -> None:
-        """Verifies the blocks of these numbers."""
+        """Verify the blocks of these numbers."""
         new = [number for number in numbers if number >= len(self._seen) or not self._seen[number]]
         if not new:
             return
@@ -86,26 +78,25 @@ class Blocks:
 
 
 class Hashes:
-    """A list of hashes of the files in its folder. Only `blocks` may be told of a file elsewhere. Made by
-    `read_hashes`."""
+    """The hashes of the files in a folder. Made by `read_hashes`."""
 
     def __init__(self, path: Path, block: int, files: dict[str, _Listed]) -> None:
         self.path, self.folder, self.block = path, path.parent, block
         self._files = files
 
     def check(self, names: Iterable[str]) -> None:
-        """Verifies these files whole. Damaged for one that is absent, or has another size or another content. What is
-        not listed is passed over: no disk adds a file, a person may (a chat template, say)."""
+        """Verify these files whole. Damaged for one that is absent or changed. A file that is not listed passes: a
+        person may have added it (a chat template, say)."""
         for name in names:
             if name in self._files:
                 self.blocks(name).check(range(len(self._files[name].digests)))
 
     def check_all(self, but: Collection[str] = ()) -> None:
-        """Verifies every file that is listed, `but` these."""
+        """Verify every listed file, except `but`."""
         self.check(name for name in self._files if name not in but)
 
     def blocks(self, name: str, path: Path | None = None) -> Blocks:
-        """The blocks of a file, whose size is looked at now; `path` is where one lies that is not in the folder."""
+        """Return the blocks of a file, whose size is checked now. path: of a file outside the folder."""
         path, entry = path or self.folder / name, self._files.get(name)
         if entry is None:
             raise Damaged(_changed(path, f"{self.path.name} does not list it", self.path))
@@ -119,15 +110,14 @@ class Hashes:
 
 
 def write_hashes(folder: Path, leave_out: Collection[str] = ()) -> None:
-    """Writes `hashes.json` over all files that `folder` holds now, hidden ones and those to `leave_out` apart.
-    Unwritable where it cannot."""
+    """Write `hashes.json` over all files in `folder`, except hidden ones and `leave_out`."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     write_list(folder / FILE, {name: path for name, path in names.items() if name not in (FILE, *leave_out)})
 
 
 def write_list(path: Path, files: Mapping[str, Path]) -> None:
-    """Writes such a list of these files, wherever they lie, as `path`."""
+    """Write the hashes of these files (name -> place) as `path`."""
     listed = {}
     for name, place in files.items():
         size = place.stat().st_size
@@ -137,8 +127,7 @@ def write_list(path: Path, files: Mapping[str, Path]) -> None:
 
 
 def content_digest(files: Iterable[Path]) -> str:
-    """A SHA-256, in hex and cut to 128 bits, of the names and contents of these files. UserError where one cannot be
-    read."""
+    """Return a digest of the names and contents of these files. UserError where one cannot be read."""
     listed = []
     for path in files:
         size = path.stat().st_size
@@ -147,8 +136,8 @@ def content_digest(files: Iterable[Path]) -> str:
 
 
 def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashes | None:
-    """The hashes of a folder, in its list `file`; None where it has none. Damaged where it has none and they are
-    `expected`, and where the list is not what was written."""
+    """Return the hashes of a folder, in its list `file`; None where it has none. Damaged where they are `expected` and
+    absent, and where the list is not what was written."""
     path = folder / file
     if not os.path.lexists(path):
         if expected:
@@ -163,7 +152,7 @@ def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashe
 
 
 def check_hashes(folder: Path, names: Iterable[str]) -> None:
-    """Verifies these files of a folder that may have hashes, as `Hashes.check` does."""
+    """Verify these files of a folder that may have hashes, as `Hashes.check`."""
     if (hashes := read_hashes(folder)) is not None:
         hashes.check(names)
 
@@ -182,8 +171,8 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
-    """Of the blocks of these numbers, in their order; by several threads where they are many, for neither reading nor
-    hashing holds Python's lock."""
+    """Hash the blocks of these numbers, in their order; many of them in threads, since reading and hashing release
+    Python's lock."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(numbers) // FEWEST_FOR_THREADS)
     check_file(path)
     try:

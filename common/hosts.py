@@ -1,8 +1,7 @@
 """The Host header of a request to a server of ours: which names it may hold.
 
-A page of another site can make its own name resolve to this machine (DNS rebinding). The browser then lets the page
-read what a server here answers. Such a request holds the site's name as its Host, so a name that is not known to be
-ours is refused. An IP address cannot be rebound, and is always allowed.
+A page of another site can make its own name resolve to this machine (DNS rebinding) and then read the answers. Such a
+request has the site's name as its Host, so an unknown name is refused. An IP address cannot be rebound.
 """
 
 import ipaddress
@@ -17,8 +16,8 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]{1,254}))(?::\d{1,5}
 
 
 def host_allowed(headers: Sequence[str], names: Collection[str] = ()) -> bool:
-    """Return whether a request with these Host headers may be answered: it has exactly one, and that is an IP address,
-    localhost, or one of `names`, with or without a port."""
+    """Return whether there is exactly one Host header, of an IP address, localhost, or one of `names`, with or without
+    a port."""
     found = _HOST.fullmatch(headers[0]) if len(headers) == 1 else None
     if found is None:
         return False
@@ -27,8 +26,7 @@ def host_allowed(headers: Sequence[str], names: Collection[str] = ()) -> bool:
 
 
 def server_names(host: str, allowed: Collection[str] = ()) -> frozenset[str]:
-    """Return the names of a server that listens on `host`: that one, this machine's own, and those that the user
-    `allowed`. UserError for an allowed name that is no host name."""
+    """Return the names of a server that listens on `host`: that one, this machine's own, and those of --allow-host."""
     for name in allowed:
         if not _NAME.fullmatch(name):
             raise UserError(f"--allow-host {name!r}: expected a host name without a port, such as node17.example.org")

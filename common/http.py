@@ -1,9 +1,5 @@
-"""Common code of the two HTTP clients: completing an address, a request and its answer of limited size, an answer as
-JSON, a message for a failed attempt.
-
-Deliberately absent: retries and patience, which differ. Searches of a run wait for one server in turn; requests to a
-chat model run side by side and are called off together.
-"""
+"""What both HTTP clients need: an address completed, one request with an answer of limited size, failures in words.
+Each client retries in its own way."""
 
 import json
 import time
@@ -21,8 +17,8 @@ MOST_BYTES = 2**28
 
 
 def service_address(url: str, path: str, whose: str, example: str, root: str = "") -> str:
-    """`url` with `path` at its end, or behind `root` where it names a server alone. UserError for one that is none, in
-    words of `whose` address it should be, with an `example`."""
+    """Put `path` at the end of `url`, or behind `root` where it names a server alone. UserError for no address, in
+    words of `whose` it should be, with an `example`."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
@@ -44,11 +40,11 @@ class HttpAnswer:
 
 
 class TooLarge(Exception):
-    """An answer of more than MOST_BYTES bytes, in words."""
+    """Error for an answer of more than MOST_BYTES bytes, in words."""
 
 
 class TooSlow(urllib3.exceptions.HTTPError):
-    """An answer that was not whole when its time had passed."""
+    """Error for an answer that is not complete in time."""
 
 
 def request(
@@ -62,9 +58,9 @@ def request(
 ) -> HttpAnswer:
     """Send one request and read the whole answer within `seconds`.
 
-    TooLarge as soon as more than MOST_BYTES bytes have come, whatever length the server announced and however it
-    compressed them; urllib3's HTTPError where the attempt fails. The headers alone may take longer: urllib3 limits each
-    read from the socket, and only the reads of the body are limited together.
+    TooLarge as soon as more than MOST_BYTES decompressed bytes have come; urllib3's HTTPError where the attempt fails.
+    The headers may take longer: urllib3 limits each read from the socket, and only reads of the body are limited
+    together.
     """
     deadline = time.monotonic() + seconds
     timeout = urllib3.Timeout(connect=min(connect_seconds, seconds), read=seconds)
@@ -87,7 +83,7 @@ def request(
 
 
 def json_of(response: HttpAnswer) -> Any:
-    """The answer's value; None where it holds no JSON."""
+    """Return the answer's JSON value; None where it has none."""
     try:
         return json.loads(response.data)
     except (ValueError, RecursionError):
@@ -95,7 +91,7 @@ def json_of(response: HttpAnswer) -> Any:
 
 
 def in_words(error: Exception, timeout: float, answer: str) -> str:
-    """Why an attempt failed; `answer` is what did not come within `timeout` seconds."""
+    """Say why an attempt failed; `answer` is what did not come within `timeout` seconds."""
     if isinstance(error, urllib3.exceptions.ReadTimeoutError | TooSlow):
         return f"{answer} that took longer than {timeout:g} s"
     if isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):

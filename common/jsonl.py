@@ -1,12 +1,7 @@
 """Records in and out of JSON files: JSONL, a JSON list, and either of them gzipped.
 
-Every reader of questions and passages stands on this file, so that a malformed line ends the same way
-everywhere: one sentence with the file, the line and what was expected. Lines are split on the line feed only
-(passages may hold U+2028), decoded one by one (so that bad UTF-8 has a line number too) and never skipped,
-except blank ones.
-
-Deliberately absent: any knowledge of what a record means (`formats`, `questions`), and random access by
-offset (`corpus`).
+A malformed line is a UserError with the file, the line and what was expected. Lines are split on the line feed only
+(passages may hold U+2028) and decoded one by one; none but blank ones are skipped.
 """
 
 import gzip
@@ -31,10 +26,10 @@ TAR_AT = slice(257, 265)
 
 
 def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
-    """Yields (line number from 1, JSON object) for every line of `path`; blank lines are passed over.
+    """Yield (line number from 1, JSON object) for every line of `path` that is not blank.
 
-    A name that ends in `.gz` is decompressed. UserError when the file is absent, unreadable or truncated, or
-    a line is no JSON object, naming the line.
+    A name that ends in `.gz` is decompressed. UserError for a file that is absent, unreadable or truncated, and for a
+    line that is no JSON object.
     """
     path = Path(path)
     for number, line in iter_lines(path):
@@ -45,11 +40,9 @@ def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
 
 
 def iter_records(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Yields (where, JSON object) for the records of `path`, be it JSONL or, by its name `.json` or
-    `.json.gz`, one JSON list of objects.
+    """Yield (where, JSON object) for the records of `path`: JSONL or, by its name `.json` or `.json.gz`, a JSON list.
 
-    `where` is what an error message should start with: `file:line`, or `file: item 3` (from 1) of a list.
-    UserError as `iter_jsonl`.
+    where: how an error message should start, `file:line` or `file: item 3` (from 1). UserError as `iter_jsonl`.
     """
     path = Path(path)
     if path.name.removesuffix(".gz").endswith(".json"):
@@ -60,7 +53,7 @@ def iter_records(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 
 def iter_list(path: Path) -> Iterator[tuple[str, Record]]:
-    """`iter_records` of one JSON list, whatever the file is called. It is parsed whole."""
+    """`iter_records` of a JSON list, whatever the file's name. It is parsed whole."""
     records = parse_json(read_whole(path), str(path))
     if not isinstance(records, list):
         raise UserError(f"{path}: expected a JSON list of objects, found {json_kind(records)}; convert the file")
@@ -69,11 +62,8 @@ def iter_list(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def write_jsonl(path: str | Path, records: Iterable[Record]) -> int:
-    """Writes one JSON object per line to `path` (gzipped when the name ends in `.gz`) and returns how many.
-
-    The file appears whole or not at all, also when `records` raises half-way. UserError when the folder is
-    absent. ValueError for NaN and infinities, which are not JSON.
-    """
+    """Write one JSON object per line to `path` (gzipped for a name in `.gz`), whole or not at all, and return their
+    number. UserError without the folder. ValueError for NaN and infinities, which JSON lacks."""
     path = Path(path)
     if not path.parent.is_dir():
         raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
@@ -91,15 +81,15 @@ def write_jsonl(path: str | Path, records: Iterable[Record]) -> int:
 
 
 def string_field(record: Record, key: str, where: str, *, may_be_empty: bool = False) -> str:
-    """The string under `key`, as it stands. UserError, starting with `where`, when it is absent, not a
-    string, blank (unless `may_be_empty`) or not encodable as UTF-8."""
+    """Return the string under `key`. UserError, starting with `where`, where it is absent, not a string, blank (unless
+    `may_be_empty`) or not encodable as UTF-8."""
     if key not in record:
         raise UserError(f'{where}: no "{key}" in this record; expected a string there')
     return checked_string(record[key], f'{where}: "{key}"', may_be_empty=may_be_empty)
 
 
 def checked_string(value: object, where: str, *, may_be_empty: bool = False) -> str:
-    """`value` if it is a usable string, else UserError starting with `where`."""
+    """Return `value` if it is a usable string. UserError starting with `where` for anything else."""
     if not isinstance(value, str):
         raise UserError(f"{where} should be a string, found {json_kind(value)}; fix this record")
     if not may_be_empty and not value.strip():
@@ -113,8 +103,8 @@ def checked_string(value: object, where: str, *, may_be_empty: bool = False) -> 
 
 
 def id_field(record: Record, row: int, where: str, *, key: str = "id") -> str:
-    """The record's id, which is under `key`, as a string (a number is spelled out), or `row` spelled out where
-    there is none. UserError, starting with `where`, for any other kind of id and for an empty one."""
+    """Return the record's id as a string (a number is spelled out), or `row` where it has none. UserError, starting
+    with `where`, for any other kind of id and for an empty one."""
     value = record.get(key, row)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -122,9 +112,8 @@ def id_field(record: Record, row: int, where: str, *, key: str = "id") -> str:
 
 
 def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line with its line feed) of `path`, decompressed where the name ends in `.gz`.
-    UserError when it is absent, unreadable or truncated, and for a line longer than `line_limit`: a few kilobytes of
-    gzip may hold one that fills the memory."""
+    """Yield (number from 1, line with its line feed) of `path`. UserError as `iter_jsonl`, and for a line longer than
+    `line_limit`: a few kilobytes of gzip may hold one that fills the memory."""
     number, limit = 0, line_limit()
     with readable(path, lambda: f"after line {number}") as file:
         while line := file.readline(limit + 1):
@@ -138,8 +127,8 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of `path`, decompressed where the name ends in `.gz`, without a byte order mark. UserError as
-    `iter_lines`, here for more than WHOLE_LIMIT bytes."""
+    """Return the content of `path` without a byte order mark. UserError as `iter_lines`, for more than WHOLE_LIMIT
+    bytes."""
     with readable(path, lambda: "at its beginning") as file:
         content = file.read(WHOLE_LIMIT + 1)
     if len(content) > WHOLE_LIMIT:
@@ -148,7 +137,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def line_limit() -> int:
-    """Bytes that a line may have: 64 MB, unless the environment says otherwise."""
+    """Return the bytes that a line may have: 64 MB, unless the environment says otherwise."""
     said = os.environ.get(LINE_LIMIT, "64000000")
     if not said.isdecimal() or not 0 < int(said) < 2**62:
         raise UserError(f"{LINE_LIMIT} is {said!r}; expected a number of bytes, such as 64000000")
@@ -156,8 +145,7 @@ def line_limit() -> int:
 
 
 def read_head(path: Path) -> bytes:
-    """The first HEAD_BYTES of `path` from its first line that is not blank, decompressed and with errors as
-    `iter_lines`."""
+    """Return the first HEAD_BYTES of `path` from its first line that is not blank."""
     with readable(path, lambda: "at its beginning") as file:
         line = next((line for line in iter(lambda: file.readline(HEAD_BYTES), b"") if line.strip()), b"")
         return line + file.read(max(0, HEAD_BYTES - len(line)))
@@ -165,8 +153,8 @@ def read_head(path: Path) -> bytes:
 
 @contextmanager
 def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
-    """`path` as a stream of bytes, decompressed where the name ends in `.gz`. `place` says, in an error, how far the
-    reading had come. UserError as `iter_lines`, and for a tar archive, whatever its name is."""
+    """Open `path` as a stream of bytes, decompressed for a name in `.gz`. place: says in an error how far the reading
+    had come. UserError as `iter_lines`, and for a tar archive, whatever its name."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             if file.peek(TAR_AT.stop)[TAR_AT] in TAR_MAGIC:
@@ -181,8 +169,8 @@ def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
 
 
 def parse_json(data: bytes, where: str, *, pairs: bool = False) -> object:
-    """Return the JSON value of `data`; if `pairs`, objects are lists of (key, value), which loses no key that occurs
-    twice. UserError, starting with `where`, when it is no JSON in UTF-8."""
+    """Return the JSON value of `data`; if `pairs`, objects are lists of (key, value), which keep a key that occurs
+    twice. UserError, starting with `where`, for no JSON in UTF-8."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=list if pairs else None)
     except json.JSONDecodeError as error:
@@ -197,7 +185,7 @@ def parse_json(data: bytes, where: str, *, pairs: bool = False) -> object:
 
 
 def as_object(value: object, where: str) -> Record:
-    """`value` if it is a JSON object, else UserError starting with `where`."""
+    """Return `value` if it is a JSON object. UserError starting with `where` for anything else."""
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, found {json_kind(value)}; fix or remove this record")
     return value

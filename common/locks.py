@@ -1,5 +1,5 @@
-"""Locks, by which one process at a time writes to a folder or a file. They are the operating system's, so that a
-process which was killed leaves none behind."""
+"""Locks of the operating system, by which one process at a time writes to a folder or a file. A process that is killed
+leaves none."""
 
 import errno
 import fcntl
@@ -14,14 +14,13 @@ from thresher.common.files import Unwritable
 
 
 def lock_folder(folder: Path) -> int:
-    """An open descriptor that holds the folder's lock until it is closed or its process ends. The file .lock stays;
-    only the lock on it counts."""
+    """Return an open descriptor with the folder's lock, until it is closed or its process ends. The file .lock stays."""
     return _lock(folder / ".lock", folder, "folder")
 
 
 @contextmanager
 def locked_file(path: Path) -> Iterator[None]:
-    """Within it this process alone writes to the file, which need not exist yet. UserError where another one does."""
+    """Let only this process write to the file, which need not exist yet. UserError where another one does."""
     lock = path.with_name(f".{path.name}.lock")
     try:
         descriptor = _lock(lock, path, "file")

@@ -1,5 +1,5 @@
-"""The machine that this process runs on: what a figure must say of where it comes from (code, processor, libraries),
-and how much memory there is, of the machine or of the container."""
+"""The machine that this process runs on: code, processor and libraries for the origin of a figure, and memory of the
+machine or of the container."""
 
 import os
 import platform
@@ -15,13 +15,13 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def checkout() -> Path | None:
-    """The root of the git checkout that this code runs from; None where it was installed as a wheel."""
+    """Return the root of the git checkout that this code runs from; None for an installed wheel."""
     root = Path(__file__).resolve().parent.parent
     return root if (root / ".git").exists() else None
 
 
 def origin(cuda: bool) -> dict[str, Any]:
-    """Time, commit, machine and its name, and versions. cuda: of the GPU too, and CUDA is initialised for it."""
+    """Return time, commit, machine, host and versions. cuda: of the GPU too, which initialises CUDA."""
     import torch
 
     return {
@@ -36,14 +36,14 @@ def origin(cuda: bool) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Cores, processor and memory in words."""
+    """Return cores, processor and memory in words."""
     return f"{os.cpu_count()} x {cpu_name()}, {installed_memory() / 2**30:.0f} GiB"
 
 
 @cache
 def commit() -> str | None:
-    """The checkout's commit, with "+" where tracked files differ from it; None without a checkout or without git. It is
-    looked at once, for what is imported by then is what computes."""
+    """Return the checkout's commit, with "+" where tracked files differ from it; None without a checkout or git. It is
+    read once: what is imported by then is what computes."""
     root = checkout()
     if root is None:
         return None
@@ -56,7 +56,7 @@ def commit() -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor as the system names it."""
+    """Return the processor as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -66,12 +66,12 @@ def cpu_name() -> str:
 
 
 def installed_memory() -> int:
-    """Bytes of RAM."""
+    """Return the bytes of RAM."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cpu_memory() -> tuple[int, int]:
-    """(bytes that this process may ever have, bytes available now)."""
+    """Return (bytes that this process may ever have, bytes available now)."""
     total = installed_memory()
     for path in map(Path, LIMITS):
         text = path.read_text().strip() if path.is_file() else ""
@@ -83,7 +83,7 @@ def cpu_memory() -> tuple[int, int]:
 
 
 def gpu() -> str | None:
-    """The current CUDA device: name, memory, the driver's version and the CUDA version torch was built for."""
+    """Describe the current CUDA device: name, memory, the driver's version and the CUDA version torch was built for."""
     import torch
 
     if not torch.cuda.is_available():

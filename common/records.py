@@ -4,17 +4,9 @@
     {"step": 2, .., "checksum": "90c3.."}
     {"records": 2, "digest": "90c3.."}         the closing line of a finished file: their number, and 64 hex digits
 
-A checksum is the beginning of the SHA-256 of all records so far, each as its line of JSON without the checksum and with
-its line feed. So it follows from every line before it. The digest of the closing line is the whole of the last one.
-
-    RecordLog        a file that grows and survives a kill
-    write_records    a file that is written at once, whole or not at all
-    read_records     reads either, and raises UserError for one that is not as it was written
-
-A file without any checksum is of an earlier version, or of another program. It is read with a warning, one a folder,
-where the caller expects a file of ours. `write_object` and `read_object` do the same for one JSON object.
-
-Deliberately absent: protection from people, who can compute a checksum too; repair; and locks (locks.py).
+A checksum begins the SHA-256 of all records so far, each as its line of JSON without the checksum, with its line feed;
+the digest is the whole of the last one. A file without any checksum is of an earlier version or another program: it is
+read with one warning a folder. It does not guard against people, who can compute a checksum too.
 """
 
 import json
@@ -64,7 +56,7 @@ class _Chain:
         return other
 
     def add(self, line: bytes) -> bytes:
-        """Count a record in, given as its line without a checksum; returns the line that is stored."""
+        """Count in a record, given as its line without a checksum; return the line that is stored."""
         self.records += 1
         self._hash.update(line)
         return line[:-2] + _tail(self.digest[:DIGITS]) + b"\n"
@@ -82,7 +74,7 @@ _CLOSING = re.compile(rb'\{"records": \d+, "digest": "[0-9a-f]{64}"\}\n?')
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of JSON. Numbers that are not finite become null, for JSON has none such."""
+    """Return a record as a line of JSON. Numbers that are not finite become null."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError):  # the slow way only for records that need it
@@ -92,7 +84,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """Plain JSON values: None for nan and infinities, a number for a numpy or torch scalar."""
+    """Return plain JSON values: None for nan and infinities, a number for a numpy or torch scalar."""
     if isinstance(value, Mapping):
         return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -103,7 +95,7 @@ def finite(value: Any) -> Any:
 
 
 def mark_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The number of these records and their digest: what a file that holds them says of itself."""
+    """Return the number of these records and their digest, as a file of them has it."""
     chain = _Chain()
     for record in records:
         chain.add(json_line(record))
@@ -111,7 +103,7 @@ def mark_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]], *, closed: bool = True) -> dict[str, Any]:
-    """Write a file of records, whole or not at all; returns their mark. closed: nothing more is to come."""
+    """Write a file of records, whole or not at all; return their mark. closed: with a closing line."""
     chain = _Chain()
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         for record in records:
@@ -137,10 +129,10 @@ def read_records(
     owner: Path | None = None,
     remedy: str = REMEDY,
 ) -> Iterator[tuple[int, Record]]:
-    """Yields (line number from 1, record without its checksum). UserError for a file that is not as it was written, in
-    a sentence that ends with `remedy`.
+    """Yield (line number from 1, record without its checksum). UserError, ending with `remedy`, for a file that is not
+    as it was written.
 
-    unverified: whatever its checksums say. growing: it may be unfinished and end in half a line, as a kill leaves it.
+    unverified: ignore checksums. growing: the file may be unfinished and end in half a line, as a kill leaves it.
     foreign: it may be anyone's, so that no checksum is no reason to warn. expected: the mark of its first records, with
     no others behind them unless it is growing. owner: the folder to warn of; default: the file's own.
     """
@@ -149,9 +141,8 @@ def read_records(
 
 
 class _Reader:
-    """One pass over a file of records. When it is over: chain has all of them, end and size are the bytes up to the
-    last one's end and those of all, and closed says whether a closing line is there. as_written: the lines are those
-    that the chain would write, so that more can be appended."""
+    """One pass over a file of records. Afterwards `chain` has all of them; `end` and `size` are the bytes up to the end
+    of the last one and of the file; `closed`: there is a closing line; `as_written`: more can be appended."""
 
     def __init__(
         self, path: Path, unverified: bool, growing: bool, foreign: bool, owner: Path | None, remedy: str
@@ -183,7 +174,7 @@ class _Reader:
             self._refuse(self.path, "has no closing line: it was cut, or what writes it has not finished")
 
     def _record(self, number: int, line: bytes) -> Record | None:
-        """The record of a line; None for one that holds none."""
+        """Return the record of a line; None for a line that holds none."""
         where = f"{self.path}:{number}"
         line = line.removeprefix(BOM) if number == 1 else line
         if not line.strip() and (self.unverified or not self._guarded):
@@ -252,11 +243,10 @@ def warn_unguarded(owner: Path, path: Path) -> None:
 
 
 class RecordLog:
-    """A file of records that grows, of which this process is the only writer. What is there is taken up by `recover`;
-    nothing is written before the first `append` or `finish`.
+    """A file of records that grows, with this process as its only writer. `recover` reads the records that exist.
 
-    Half a line at the end, as a kill leaves it, and a closing line are cut off by the next append. A file without
-    checksums, or one that is read unverified, is then written anew, with them.
+    The next append cuts off half a line at the end, as a kill leaves it, and a closing line. A file without checksums,
+    or one that is read unverified, is first written anew with them.
     """
 
     def __init__(
@@ -267,7 +257,7 @@ class RecordLog:
         self._found = self._opened()
 
     def recover(self, expected: Mapping[str, Any] | None = None) -> Iterator[tuple[int, Record]]:
-        """The records that are there, as `read_records` of a growing file; all must be taken before an append."""
+        """Yield the existing records, as `read_records` of a growing file; take all of them before an append."""
         self._found = self._opened()
         if self.path.exists():
             yield from self._found.records(expected)
@@ -283,21 +273,20 @@ class RecordLog:
         return (self.path.stat().st_size if self.path.exists() else 0) == self._found.size
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Add records; when this returns, they survive a kill of the process. UserError where they cannot be written,
-        and where somebody else has changed the file or taken it away."""
+        """Append records; when this returns, they survive a kill of the process. UserError where they cannot be
+        written, and where another program has changed or deleted the file."""
         lines = [_plain_line(record) for record in records]
         self._write(lambda chain: b"".join(map(chain.add, lines)))
         self._found.end, self._found.closed = self._found.size, False
 
     def finish(self) -> dict[str, Any]:
-        """Add the closing line, if it is not there; returns the mark of all records."""
+        """Append the closing line, if it is missing; return the mark of all records."""
         if not self._found.closed:
             self._write(_Chain.closing_line)
             self._found.closed = True
         return self.mark
 
     def _write(self, make: Callable[[_Chain], bytes]) -> None:
-        """Put at the end of the records what `make` gives for them."""
         found = self._found
         if not self.as_left:
             what = "changed" if self.path.exists() else "deleted"
@@ -327,7 +316,7 @@ class RecordLog:
 
 
 def write_object(path: Path, values: Mapping[str, Any]) -> None:
-    """Write one JSON object with a digest of it, whole or not at all. Numbers that are not finite become null."""
+    """Write one JSON object with its digest, whole or not at all. Numbers that are not finite become null."""
     plain = finite(values)
     text = json.dumps(plain | {"digest": sha256(json_line(plain)).hexdigest()}, indent=2, allow_nan=False)
     atomic_write_text(path, text + "\n")
@@ -336,7 +325,7 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
 def read_object(
     path: Path, *, unverified: bool = False, owner: Path | None = None, remedy: str = REMEDY
 ) -> dict[str, Any]:
-    """Return what `write_object` wrote, without its digest. The arguments are those of `read_records`."""
+    """Return an object that `write_object` wrote, without its digest. The arguments are those of `read_records`."""
     values = read_json_object(path)
     digest = values.pop("digest", None)
     if unverified:

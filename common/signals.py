@@ -1,21 +1,13 @@
-"""Ctrl-C and SIGTERM. What must not be cut in two is finished first, all else ends at once.
+"""Ctrl-C and SIGTERM: what must not be cut in two is finished first, all else ends at once.
 
-    with handling():                                # once a process: cli/main.py
-        with held("the step is finished first"):    # training: a signal is noted
-            with released():                        # an evaluation, of which nothing would be kept: raised at once
-                ..
+    with handling():                                        # once a process: cli/main.py
+        with held("the step is finished first"):            # training: a signal is noted
+            with released():                                # an evaluation: raised at once
         with held("..", unless=lambda: step.collecting):    # the same, asked when a signal comes
-            ..
 
-The first signal raises `Interrupted` in the main thread; inside `held` it is noted, and raised where `released` begins,
-at `check()`, or where `held` ends. It is raised once. A second Ctrl-C ends the process there and then with status 130.
-That is a kill, which files (common/files.py) and run folders are made for: it leaves temporary files, and nothing that
-is half written under its own name.
-
-torchrun passes Ctrl-C on to ranks that the terminal has interrupted already, and ends after 30 s who goes on; so there
-a second one is no person's, and ignored.
-
-Deliberately absent: SIGHUP, which ends a process as ever, and signals that the process was started to ignore.
+The first signal raises `Interrupted` in the main thread, once; inside `held` it is noted, and raised where `released`
+begins, at `check()`, or where `held` ends. A second Ctrl-C ends the process at once with status 130, as a kill. Under
+torchrun a second one is ignored: torchrun repeats Ctrl-C to its ranks, and kills them after 30 s.
 """
 
 import os
@@ -32,8 +24,8 @@ SHOW_CURSOR = b"\x1b[?25h"  # which a progress line hides
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by a signal. kept: what the command leaves, in words; None: nothing. flag: with it the command goes on.
-    spent: a flag with a value that has done its work, and is not given again; "": none."""
+    """Raised by a signal. kept: what the command leaves, in words; None: nothing. flag: with which the command goes on.
+    spent: a flag with a value that is not given again."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)
@@ -60,8 +52,8 @@ _state = _Signals()
 
 @contextmanager
 def handling() -> Iterator[None]:
-    """Within it a signal raises `Interrupted`, which leaves it even if other code has put another error in its place.
-    Outside of the main thread nothing changes."""
+    """Raise `Interrupted` for a signal inside, even if other code has put another error in its place. Outside of the
+    main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -110,8 +102,8 @@ def noted() -> int | None:
 
 @contextmanager
 def held(first: str, unless: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Within it nothing is raised. first: what is finished before, for the person who has interrupted. unless: whether
-    a signal that comes now is raised at once all the same; one that came before waits for `check`."""
+    """Raise nothing inside. first: what is finished before, for the user. unless: whether a signal that comes now is
+    raised at once all the same; one that came before waits for `check`."""
     before = _state.first, _state.unless
     _state.first, _state.unless = first, unless
     try:
@@ -123,7 +115,7 @@ def held(first: str, unless: Callable[[], bool] | None = None) -> Iterator[None]
 
 @contextmanager
 def released() -> Iterator[None]:
-    """Within it, as outside of any `held`, a signal is raised at once; also one that was noted before."""
+    """Raise a signal at once inside, as outside of any `held`; also one that was noted before."""
     before, _state.first = _state.first, None
     try:
         _raise_noted()
@@ -145,10 +137,9 @@ def _raise_noted() -> None:
 
 
 def interruption(error: BaseException) -> Interrupted | None:
-    """Return the interruption that `error` is or has come out of; None for any other error.
+    """Return the interruption that `error` is or comes from; None for any other error.
 
-    C code that calls Python may replace what a signal raised there by an error of its own. torch.asarray does so with
-    an object whose elements Python gives: it says that the shape cannot be determined.
+    C code that calls Python may replace a signal's exception by its own, as torch.asarray does.
     """
     if isinstance(error, KeyboardInterrupt):
         return error if isinstance(error, Interrupted) else Interrupted()
@@ -159,8 +150,8 @@ def interruption(error: BaseException) -> Interrupted | None:
 
 @contextmanager
 def keeping(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], str] = str) -> Iterator[None]:
-    """Have `Interrupted` say what the command leaves, the flag with which it goes on, and which is not given again. Of
-    several around one another the outermost speaks."""
+    """Set in `Interrupted` what the command leaves, the flag with which it goes on, and the one not to repeat. The
+    outermost of several sets it."""
     try:
         yield
     except BaseException as error:
@@ -172,7 +163,7 @@ def keeping(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], 
 
 
 def lines_in(path: Path) -> str | None:
-    """Return a sentence on what a file that grows line by line keeps, for `keeping`; None where there is no file."""
+    """Say what a file that grows line by line keeps, for `keeping`; None without the file."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
