@@ -14,7 +14,7 @@ from thresher.common.files import Unwritable
 
 
 def lock_folder(folder: Path) -> int:
-    """Return an open descriptor with the folder's lock, until it is closed or its process ends. The file .lock stays."""
+    """Return an open descriptor with the folder's lock, until it is closed or its process ends. The file stays."""
     return _lock(folder / ".lock", folder, "folder")
 
 

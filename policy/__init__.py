@@ -1,10 +1,8 @@
-"""Reading and writing of model folders: config, weights, transformer, adapters, tokenizer.
-
-New files: another model family (docs/add/model.md), adapter or tokenizer; nothing that samples or trains.
+"""Model folders read and written: config, weights, transformer, adapters, tokenizer; nothing that samples or trains.
 
     from thresher.policy import load_policy, load_tokenizer
 
-The names below are imported when they are asked for: torch takes seconds that `policy.files` need not wait for.
+The names below are imported when they are asked for: torch takes seconds.
 """
 
 from importlib import import_module

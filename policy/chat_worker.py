@@ -1,12 +1,9 @@
 """Fills chat templates, in a process of its own: a template is a program that came with somebody's weights.
 
-One request a line on standard input, one reply a line on standard output, in JSON:
+    {"template", "messages", "names", "add_generation_prompt"}  ->  {"text"}, or {"error"}      a line each, in JSON
 
-    {"template", "messages", "names", "add_generation_prompt"}  ->  {"text"}, or {"error"}
-
-Jinja's sandbox keeps it from Python's objects; what it cannot keep it from is to loop, to recurse and to grow, so this
-process has little memory (resource.RLIMIT_AS) and whoever started it has a clock (chat.py). Run by its path, it imports
-nothing of the package.
+Jinja's sandbox keeps a template from Python's objects, not from loops, recursion and growth: so this process has little
+memory (resource.RLIMIT_AS), and its parent a clock. It is run by its path and imports nothing of the package.
 """
 
 import json
@@ -25,7 +22,7 @@ LONGEST = 10_000_000  # characters of a prompt
 
 
 def fill(request: dict[str, Any]) -> str:
-    """The template filled, as Hugging Face fills it. Raises whatever the template does."""
+    """Fill the template as Hugging Face does. Raises whatever the template does."""
     return compiled(request["template"]).render(
         messages=request["messages"],
         add_generation_prompt=request["add_generation_prompt"],
@@ -46,7 +43,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """Jinja's own filter escapes HTML and sorts keys; chat templates expect plain JSON."""
+    """Plain JSON, as chat templates expect it; Jinja's own filter escapes HTML and sorts keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 
 

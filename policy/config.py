@@ -1,19 +1,10 @@
-"""The shape of a model, read from and written to the two JSON files of a Hugging Face model folder.
+"""The shape of a model, read from and written to config.json and generation_config.json of a Hugging Face folder.
 
-`config.json` gives the shape. `generation_config.json`, where it exists, overrides the ids that end a text:
-Qwen's instruct models end a turn with `<|im_end|>`, and only the generation file lists both of their end
-tokens. Both dialects of config.json are understood: transformers 4 writes `rope_theta` and `torch_dtype`,
-transformers 5 writes `rope_parameters` and `dtype`. What is written is the older dialect, which both load.
-
-RoPE scaling is read for every family, in the one kind that Llama 3.1 brought ("llama3"). The others are refused, YaRN
-among them, which Qwen's pages offer for contexts beyond those that the models were made for.
-
-What one family needs or refuses beyond this stands in its own file, as `ConfigRules`. That file holds its layer
-too, so it is imported when a config is made; this one needs no torch.
-
-Deliberately absent: defaults for the shape (a missing key is refused, since what another library assumes
-for it changes from version to version), sliding windows and quantised weights. The dtype is not kept: the
-reader of the weights chooses it.
+generation_config.json overrides the ids that end a text: Qwen's instruct models list both of theirs only there. Both
+dialects of config.json are read (`rope_theta` and `torch_dtype` of transformers 4, `rope_parameters` and `dtype` of 5);
+the older is written, which both load. A missing key of the shape is refused. RoPE scaling is read in the kind of Llama
+3.1 ("llama3") alone. Sliding windows and quantised weights are refused. This file needs no torch; a family's
+`ConfigRules` lie beside its layer.
 """
 
 import dataclasses
@@ -58,7 +49,7 @@ _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types
 
 
 class RopeScaling(NamedTuple):
-    """RoPE of type "llama3", under config.json's names; what it computes: kernels/layers.py."""
+    """RoPE of type "llama3", under config.json's names; kernels/layers.py computes it."""
 
     factor: float
     low_freq_factor: float
@@ -70,11 +61,9 @@ class RopeScaling(NamedTuple):
 class ConfigRules:
     """Rules of one family for config.json.
 
-    constants: keys with the one value that the family's layer computes: written always, any other value refused.
-    accepted: keys that are only read, to refuse what the layer does not compute. integers: fields that config.json must
-    spell out, and that are written, where other families may leave them open. written: fields that config.json may
-    leave open, and that are written. check: raises UserError for sizes that contradict each other in this family, where
-    any do.
+    constants: keys with the one value that the layer computes: always written, any other value refused. accepted: keys
+    that are read only to refuse what the layer does not compute. integers: fields that must be there, and are written.
+    written: fields that may be absent, and are written. check: raises UserError for sizes that contradict each other.
     """
 
     constants: Mapping[str, object]
@@ -86,11 +75,9 @@ class ConfigRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants of one model; raises UserError when they contradict each other.
+    """Sizes and constants of one model; UserError when they contradict each other.
 
-    `model_type` names the family, Qwen2 unless said otherwise; a config.json always says.
-    `extra` and `generation_extra` hold what else stood in config.json and generation_config.json, so that
-    saving a model keeps it (its usual sampling temperature, say). They take no part in the hash.
+    `extra` and `generation_extra` hold the other keys of the two files, so that saving keeps them. They are not hashed.
     """
 
     model_type: str = "qwen2"
@@ -132,8 +119,8 @@ class ModelConfig:
                 raise UserError(f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them")
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """A copy with other values; head_dim follows hidden_size and num_attention_heads, unless given, where it was
-        their quotient."""
+        """Return a copy with other values; head_dim stays the quotient of hidden_size and num_attention_heads where it
+        was, unless given."""
         follows = self.head_dim * self.num_attention_heads == self.hidden_size
         if follows and "head_dim" not in changes and changes.keys() & {"hidden_size", "num_attention_heads"}:
             hidden = changes.get("hidden_size", self.hidden_size)
@@ -142,14 +129,14 @@ class ModelConfig:
 
 
 def rules_of(model_type: str) -> ConfigRules:
-    """The rules of a family, by its model_type; UserError where there is none."""
+    """Return the rules of a family, by its model_type; UserError where there is none."""
     rules = load_layer_class(model_type).rules
     assert isinstance(rules, ConfigRules)
     return rules
 
 
 def known_keys() -> frozenset[str]:
-    """The keys of config.json that mean something to a family; others are kept for whoever reads the saved model."""
+    """Return the keys of config.json that mean something to a family."""
     ours = {field.name for field in dataclasses.fields(ModelConfig)} - {"eos_token_ids", "extra", "generation_extra"}
     keys = ours | {"eos_token_id"} | _NOT_KEPT | _ACCEPTED.keys()
     for rules in map(rules_of, FAMILIES):
@@ -158,11 +145,8 @@ def known_keys() -> frozenset[str]:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Reads config.json and, where present, generation_config.json of a model folder.
-
-    Raises UserError naming file and key for a file that is absent or malformed, a key that is missing or of
-    the wrong type, sizes that do not fit together, and every architecture or feature that is not supported.
-    """
+    """Read config.json and, if present, generation_config.json of a model folder. UserError, naming file and key, for
+    anything absent, malformed, contradictory or not supported."""
     folder = model_folder(folder)
     path = folder / "config.json"
     config = config_from_dict(read_json_object(path), str(path))
@@ -187,10 +171,8 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
-    """The config of a parsed config.json (either dialect); `where` names its origin in errors.
-
-    Without `eos_token_id` the config has no end-of-text ids: then only stop tags and limits end a turn.
-    """
+    """Return the config of a parsed config.json; `where` names its origin in errors. Without `eos_token_id` only stop
+    tags and limits end a turn."""
     model_type = _with_location(where, lambda: infer_model_type(d))
     rules = rules_of(model_type)
     _refuse_unsupported(d, rules, where)
@@ -216,8 +198,7 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
 
 
 def write_config(config: ModelConfig, folder: str | Path) -> None:
-    """Writes config.json and generation_config.json into `folder` (made if absent), each file at once or
-    not at all."""
+    """Write config.json and generation_config.json into `folder` (made if absent)."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     eos = list(config.eos_token_ids)
@@ -246,7 +227,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported(d: dict[str, Any], rules: ConfigRules, where: str) -> None:
-    """Raises UserError for every feature that would silently change what the model computes."""
     layer_types = d.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
@@ -259,7 +239,7 @@ def _refuse_unsupported(d: dict[str, Any], rules: ConfigRules, where: str) -> No
 
 
 def _rope(d: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """The RoPE base and scaling from either dialect, which must agree where both are present."""
+    """Read RoPE's base and scaling from either dialect; they must agree where both are present."""
     parameters = d.get("rope_parameters")
     if parameters is None:
         return _number(d, "rope_theta", where), _rope_scaling(d, "rope_scaling", where)
@@ -275,8 +255,7 @@ def _rope(d: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
 
 
 def _rope_scaling(d: dict[str, Any], key: str, where: str) -> RopeScaling | None:
-    """Return the scaling that the object `key` gives beside a base: None for plain RoPE. UserError for every kind but
-    Llama 3.1's."""
+    """Read the scaling in the object `key`; None for plain RoPE."""
     found = d.get(key)
     if found is None:
         return None

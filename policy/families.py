@@ -1,8 +1,5 @@
-"""The model families that can be read, made and trained, a row each.
-
-A row says how config.json names the family and which class its layer is. The class is imported when it is first asked
-for: this table is read without torch.
-"""
+"""The model families, a row each: how config.json names the family, and the class of its layer. The class is imported
+when it is first asked for, so this table is read without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +28,7 @@ FAMILIES = {
 
 
 def find_family(model_type: object) -> Family:
-    """The row of a model_type; UserError, listing all, where there is none."""
+    """Return the row of a model_type; UserError, listing all, where there is none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(map(repr, FAMILIES))
         raise UserError(f"model_type is {model_type!r}, expected one of {known}; {_use_another()}")
@@ -39,7 +36,7 @@ def find_family(model_type: object) -> Family:
 
 
 def infer_model_type(table: Mapping[str, Any]) -> str:
-    """The model_type of a parsed config.json, given itself or by the architecture. UserError for no family, or two."""
+    """Return the model_type of a parsed config.json, or by its architecture. UserError for none, or two."""
     architectures = table.get("architectures")
     known = {family.architecture: name for name, family in FAMILIES.items()}
     named = [known[name] for name in architectures if name in known] if _is_names(architectures) else []
@@ -56,14 +53,13 @@ def infer_model_type(table: Mapping[str, Any]) -> str:
 
 
 def load_layer_class(model_type: str) -> type[Any]:
-    """The family's layer, a subclass of `thresher.policy.layers.Layer`; imports the family's file, and torch."""
+    """Import the family's layer, a subclass of `thresher.policy.layers.Layer`."""
     family = find_family(model_type)
     layer: type[Any] = getattr(import_module(family.module), family.layer)
     return layer
 
 
 def _use_another() -> str:
-    """The end of a message about a model of no family."""
     return f"use a {' or '.join(family.models for family in FAMILIES.values())} model"
 
 

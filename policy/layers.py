@@ -1,14 +1,9 @@
 """The decoder layers of all model families: Llama 3, 3.1 and 3.2; Qwen2 and Qwen2.5; Qwen3 (dense).
 
-All three are one layer: attention with grouped queries, then a gated MLP, a norm before each. Qwen2 has biases on q, k
-and v; Qwen3 has a norm of each query head and key head before rotation.
-
-The query, key and value projections are one parameter, gate and up another; Hugging Face's names are views of them.
-Attention is an argument, `attend`: it gets a layer's fresh q, k and v, rotates them and knows where keys and values
-are.
-
-Not supported: sliding windows (refused where a config has them on), experts, Llama 1 and 2 (another tokenizer).
-Axes: T packed tokens, H hidden, N query heads, K key/value heads, M = N + 2K, D head dimension, I intermediate.
+All are one layer: attention with grouped queries, then a gated MLP, a norm before each. Qwen2 has biases on q, k and v;
+Qwen3 has a norm of each query and key head before rotation. q, k and v are one parameter, gate and up another; Hugging
+Face's names are views of them. Attention is an argument, `attend`. Axes: T packed tokens, H hidden, N query heads, K
+key/value heads, M = N + 2K, D head dimension, I intermediate.
 """
 
 from abc import ABC, abstractmethod
@@ -42,8 +37,8 @@ class Layer(nn.Module, ABC):
     def forward(
         self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, attend: Attend, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream [T, H] after layer number `layer`, as two terms: the output of the last map is
-        added by the next norm, as `more_TH` is by this layer's first. rope: from `rope_table`."""
+        """Return the residual stream [T, H] after this layer as two terms: the next norm adds the second, as this
+        layer's first norm adds `more_TH`. rope: from `rope_table`."""
 
     @abstractmethod
     def hf_views(self) -> dict[str, torch.Tensor]:
@@ -124,7 +119,6 @@ def _check_heads(config: ModelConfig) -> None:
 
 
 def _check_shared_width(config: ModelConfig) -> None:
-    """Raise UserError unless the heads share the hidden width, as Qwen2's do."""
     _check_heads(config)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if config.head_dim * heads != hidden:

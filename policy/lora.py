@@ -1,17 +1,11 @@
 """Low-rank adapters (LoRA; Hu et al. 2021): y = W x + (alpha / r) B A x, of which only A and B are trained.
 
-A begins uniform in +-1/sqrt(in) (Kaiming's rule as PEFT applies it), a function of the seed; B begins at 0, so that a
-policy with fresh adapters computes what its base computes. They may lie on the seven linear maps of a layer. The sum
-is never merged while a run samples or trains: rollout and update go through the same forward, and with the adapters off
-that forward is the base's to the bit, which gives GRPO its reference without a second model. On export the product is
-added to the weights, and the adapters lie beside them under PEFT's names, to be resumed from.
-
-A and B are float32 whatever the base computes in, since a step of 1e-6 would not move a bfloat16; they are cast on use.
-
-Deliberately absent: dropout, which would set rollout and update apart; adapters on the embedding, the head and the
-norms; several adapters at once; scales other than alpha / r.
-Axes: T packed tokens; here R rank, I inputs and O outputs of a linear map, whichever it is (stored optimiser states
-know A and B as `a_RI` and `b_OR`).
+A begins uniform in +-1/sqrt(in) (Kaiming's rule as PEFT applies it), a function of the seed; B begins at 0. The sum is
+never merged while a run samples or trains, so with the adapters off the forward is the base's to the bit: GRPO's
+reference without a second model. On export the product is added to the weights, and the adapters lie beside them under
+PEFT's names. A and B are float32 (a step of 1e-6 would not move a bfloat16), cast on use. There is no dropout, which
+would set rollout and update apart, and none on embedding, head and norms. Axes: T packed tokens; R rank, I inputs and O
+outputs of a linear map (stored optimiser states use `a_RI`, `b_OR`).
 """
 
 import json
@@ -50,19 +44,12 @@ RANK_STEP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Settings that determine fresh adapters. UserError for an impossible rank, alpha or target."""
+    """Settings of fresh adapters; the recipe's [lora] checks them."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or not 0 < self.alpha < math.inf:
-            raise UserError(f"lora: expected a rank of at least 1 and an alpha > 0, got {self.rank} and {self.alpha}")
-        unknown = [target for target in self.targets if target not in TARGETS]
-        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
-            raise UserError(f"lora: targets are {list(self.targets)}; expected some of {', '.join(TARGETS)}, each once")
 
 
 class Adapter(nn.Module):
@@ -85,7 +72,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def product(self) -> torch.Tensor:
-        """(alpha / r) B A, [O, I]: what merging adds to the weight."""
+        """Return (alpha / r) B A, [O, I]: what merging adds to the weight."""
         return (self.b_OR @ self.a_RI) * self.scale
 
 
@@ -103,7 +90,7 @@ class LayerAdapters(nn.Module):
         )
 
     def forward(self, x_TI: torch.Tensor, y_TO: torch.Tensor, targets: Sequence[str]) -> torch.Tensor:
-        """The outputs y of maps that lie side by side, each with what its adapter adds, if it has one."""
+        """Return the outputs y of maps that lie side by side, plus those of the adapters among them."""
         if not self.on or not any(target in self.by_target for target in targets):
             return y_TO
         parts = y_TO.split([self.shapes[target][0] for target in targets], dim=-1)
@@ -136,7 +123,7 @@ class AdaptedPolicy(Protocol):
 
 
 def linear_shapes(layer: AdaptedLayer) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of each linear map of a layer."""
+    """Return (outputs, inputs) of each linear map of a layer."""
     views = layer.hf_views()
     shapes = {}
     for target, module in MODULES.items():
@@ -148,13 +135,8 @@ def linear_shapes(layer: AdaptedLayer) -> dict[str, tuple[int, int]]:
 def add_lora(
     policy: AdaptedPolicy, *, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> LoraSettings:
-    """Put fresh adapters on every layer of `policy`, in place; from then on they are all that is trained.
-
-    They are float32 (float64 on a float64 policy), on its device. UserError for settings that cannot be, ValueError for
-    a policy that has adapters.
-    """
-    if policy.lora is not None:
-        raise ValueError("the policy has adapters already")
+    """Put fresh adapters on every layer of `policy`, in place; from then on only they are trained. They are float32
+    (float64 on a float64 policy)."""
     settings = LoraSettings(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     policy.requires_grad_(False)
@@ -166,7 +148,7 @@ def add_lora(
 
 
 def adapters(policy: AdaptedPolicy) -> Iterator[tuple[str, Adapter]]:
-    """Hugging Face's name of each adapted map ("model.layers.0.self_attn.q_proj"), and its adapter."""
+    """Yield Hugging Face's name of each adapted map ("model.layers.0.self_attn.q_proj"), and its adapter."""
     for index, layer in enumerate(policy.decoder_layers()):
         if layer.adapters is not None:
             for target, adapter in layer.adapters.by_target.items():
@@ -175,8 +157,8 @@ def adapters(policy: AdaptedPolicy) -> Iterator[tuple[str, Adapter]]:
 
 
 def merged_weights(policy: AdaptedPolicy, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The policy's weights by Hugging Face's names, `views`, with the adapters' products added: on the CPU, in float32
-    (a float64 policy's in float64), lest small products be lost on a bfloat16 base. The policy is left as it is."""
+    """Return the weights by Hugging Face's names, from `views`, plus the adapters' products: on the CPU, in float32
+    (float64 of a float64 policy), so that small products are not lost on a bfloat16 base."""
     dtype = torch.promote_types(policy.dtype, torch.float32)
     merged = {name: view.to("cpu", dtype) for name, view in views.items()}
     for name, adapter in adapters(policy):
@@ -187,8 +169,7 @@ def merged_weights(policy: AdaptedPolicy, views: Mapping[str, torch.Tensor]) -> 
 def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors, as PEFT has them, into `folder` (made if absent)."""
     settings = policy.lora
-    if settings is None:
-        raise ValueError("the policy has no adapters")
+    assert settings is not None
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -210,13 +191,10 @@ def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
-    """Put the adapters that `save_adapters` wrote into those of `policy`, with the bits they were saved with.
-
-    UserError for files that are absent, cut short, or of other adapters than the policy has.
-    """
+    """Load what `save_adapters` wrote into the adapters of `policy`. UserError for files that are absent, cut short, or
+    of other adapters."""
     settings, folder = policy.lora, Path(folder)
-    if settings is None:
-        raise ValueError("the policy has no adapters to load into")
+    assert settings is not None
     config = read_json_object(folder / CONFIG)
     for key, expected in (("r", settings.rank), ("lora_alpha", settings.alpha)):
         if config.get(key) != expected:
@@ -242,7 +220,7 @@ def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
 
 
 def _tensors(policy: AdaptedPolicy) -> dict[str, torch.Tensor]:
-    """PEFT's name -> A or B of each adapter."""
+    """Return PEFT's name -> A or B of each adapter."""
     return {
         f"base_model.model.{name}.lora_{letter}.weight": value
         for name, adapter in adapters(policy)

@@ -1,16 +1,10 @@
-"""The policy: a decoder-only transformer. layers.py has the layers of each family.
+"""The policy: a decoder-only transformer; layers.py has the layers of each family.
 
-One forward serves rollout and training. What differs between them, where keys and values live, is an argument: `attend`
-is called once a layer with that layer's fresh projections of q, k and v, and is either a layout of whole sequences,
-with gradients (`Varlen`, or `PrefixForest` where they share beginnings), or one step's view of the cache
-(engine/decoding/kv_cache.py, decoder_cuda.py). Low-rank adapters (lora.py), where there are some, add to a
-layer's linear maps, in both.
-
-Parameters may be fused (q, k and v are one matrix); the names and pieces that Hugging Face files use are views of them
-(`hf_views`), so loading and saving are one table read in two directions.
-
-Deliberately absent: dropout, sliding windows (refused when the config is read), any notion of batch.
-Axes: T packed tokens, H hidden, V vocabulary.
+One forward serves rollout and training. Where keys and values live is an argument: `attend` is called once a layer with
+its fresh q, k and v, and is a layout of whole sequences, with gradients (`Varlen`, or `PrefixForest` where they share
+prefixes), or one step's view of the cache (engine/decoding/kv_cache.py, decoder_cuda.py). Parameters may be fused;
+Hugging Face's names are views of them (`hf_views`), so loading and saving are one table in two directions. Axes: T
+packed tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -35,7 +29,7 @@ from thresher.policy.weights import build_unallocated, read_weights, tensor_shap
 
 
 class Policy(nn.Module):
-    """A language model over packed tokens. Make one with `load_policy` or `init_policy`."""
+    """A language model over packed tokens. Made by `load_policy` or `init_policy`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,14 +58,14 @@ class Policy(nn.Module):
         return self.embed_VH.dtype
 
     def decoder_layers(self) -> Iterator[Layer]:
-        """The layers in order, typed, which torch's list of modules is not."""
+        """Yield the layers in order, typed."""
         for layer in self.layers:
             assert isinstance(layer, Layer)
             yield layer
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """Within it the policy is its base: what it was before it got adapters. A policy without any stays as it is."""
+        """Switch the adapters off inside, so that the policy computes what its base does."""
         found = [layer.adapters for layer in self.decoder_layers() if layer.adapters is not None]
         before = [adapters.on for adapters in found]
         for adapters in found:
@@ -83,18 +77,18 @@ class Policy(nn.Module):
                 adapters.on = on
 
     def rope(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """The rotations of these positions [T], as every layer takes them."""
+        """Return the rotations of these positions [T], as every layer takes them."""
         config = self.config
         return rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype, config.rope_scaling)
 
     def hidden(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, recompute: bool = False
     ) -> torch.Tensor:
-        """Packed ids [T] int64 and their positions [T] int64 -> hidden states after the last norm [T, H].
+        """Map packed ids [T] int64 and their positions [T] int64 to hidden states after the last norm [T, H].
 
-        recompute: keep for the backward what enters each layer and no more, and compute the layer a second time there
-        (activation checkpointing; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174):
-        the same bits where a forward repeats its own. `attend` is then called twice a layer.
+        recompute: keep only the input of each layer for the backward, and compute the layer again there (activation
+        checkpointing; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). `attend` is
+        then called twice a layer.
         """
         config = self.config
         rope = self.rope(positions_T)
@@ -108,7 +102,7 @@ class Policy(nn.Module):
         return add_norm(x_TH, more_TH, self.norm, config.rms_norm_eps)[1]
 
     def logits(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """One sequence of ids [T] -> logits [T, V]. For inspection and tests: training never materialises them."""
+        """Map one sequence of ids [T] to logits [T, V]. For inspection and tests: training never materialises them."""
         ids_T = torch.as_tensor(ids_T, dtype=torch.int64, device=self.device)
         layout = Varlen([len(ids_T)], self.device)
         return F.linear(self.hidden(ids_T, layout.positions_T, layout), self.head_VH)
@@ -118,7 +112,7 @@ class Policy(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write config.json, generation_config.json and model.safetensors as Hugging Face lays them out. Adapters are
-        merged into these, in float32, and written as they are into a folder beside."""
+        merged into these, in float32, and also written to a folder of their own."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora is None:
@@ -130,7 +124,7 @@ class Policy(nn.Module):
 
 
 def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
-    """Hugging Face's names -> tensors that share the policy's memory (slices of the fused projections included)."""
+    """Return Hugging Face's names -> tensors that share the policy's memory (slices of fused projections included)."""
     views = {"model.embed_tokens.weight": policy.embed_VH.data, "model.norm.weight": policy.norm.data}
     if policy.untied_head_VH is not None:
         views["lm_head.weight"] = policy.untied_head_VH.data
@@ -145,12 +139,8 @@ def load_policy(
     device: torch.device | str = "cpu",
     verify: bool = True,
 ) -> Policy:
-    """Read a model, of any family in families.py, from a folder of config.json and safetensors (one file, or
-    shards with an index).
-
-    Names and shapes must match the config exactly; anything else is a UserError that names the file and the tensor.
-    verify: hold what is read against the folder's hashes, where it has some (common/hashes.py).
-    """
+    """Read a model from a folder of config.json and safetensors. UserError, naming file and tensor, unless names and
+    shapes match the config exactly. verify: check the folder's hashes, if it has some."""
     _check_placement(dtype, device)
     folder = as_path(path)
     if verify:
@@ -172,7 +162,6 @@ def load_policy(
 
 
 def _check_placement(dtype: object, device: object) -> None:
-    """UserError for a dtype that a policy is not computed in, and for a device that is not there."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise UserError(f"dtype is {shown(dtype)}; expected a floating one of torch, such as torch.bfloat16")
     try:
@@ -184,12 +173,11 @@ def _check_placement(dtype: object, device: object) -> None:
 def init_policy(
     config: ModelConfig, seed: int, *, embedding_std: float | None = None, zero_outputs: bool = False
 ) -> Policy:
-    """A policy with random weights: normal(0, initializer_range), zero biases, unit norms; a function of the seed.
+    """Make a policy with random weights: normal(0, initializer_range), zero biases, unit norms; a function of the seed.
 
-    `embedding_std` takes initializer_range's place for the embeddings; `zero_outputs` makes every layer begin as the
-    identity, its projections into the residual stream being 0. A token is then still itself after all layers, which is
-    what looking it up needs: small models learn to copy from among shuffled passages so, and else hardly
-    (docs/internals/log.md).
+    embedding_std: for the embeddings, in place of initializer_range. zero_outputs: the projections into the residual
+    stream are 0, so that every layer begins as the identity; small models learn to copy from shuffled passages so, and
+    hardly otherwise (docs/internals/log.md).
     """
     generator = torch.Generator().manual_seed(seed)
     policy = Policy(config)

@@ -1,12 +1,9 @@
-"""A frozen policy that lies in CPU memory and computes elsewhere: its layers come over one by one, when they are due.
+"""A frozen policy in CPU memory that computes on a device: its layers are copied there one by one, when they are due.
 
-Two layers' room is taken on the device. While one computes, the next is copied into the other from pinned memory, on a
-stream of its own; so a forward of many tokens hides the way, and one of few is as slow as the bus. Embeddings are
-looked up in CPU memory; the head comes over whole each time that it is asked for. Results are those of the policy on
-the device, to the bit.
-
-Deliberately absent: gradients, and adapters, with which a policy is its own reference (lora.py).
-Axes: T packed tokens, H hidden, V vocabulary.
+Two layers fit on the device. While one computes, the next is copied from pinned memory on a stream of its own, so a
+forward of many tokens hides the transfer. Embeddings are looked up in CPU memory; the head is copied at each use.
+Results are those of the policy on the device, to the bit. There are no gradients and no adapters. Axes: T packed
+tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -24,12 +21,9 @@ ROOMS = 2  # layers on the device at once
 
 
 class StreamedPolicy:
-    """`policy`, which must lie in CPU memory, computing on `device`; it is frozen, and on CUDA its memory is pinned.
-    ValueError for a policy that lies elsewhere or has adapters."""
+    """A `policy` without adapters in CPU memory, computing on `device`; it is frozen, on CUDA its memory is pinned."""
 
     def __init__(self, policy: Policy, device: torch.device | str) -> None:
-        if policy.device.type != "cpu" or policy.lora is not None:
-            raise ValueError(f"expected a policy in CPU memory, without adapters; this one is on {policy.device}")
         self.policy, self.device = policy.requires_grad_(False), torch.device(device)
         self._copies: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -54,7 +48,7 @@ class StreamedPolicy:
         return self.policy.head_VH.to(self.device, non_blocking=True)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """It has none: as it is."""
+        """Do nothing: it has no adapters."""
         return nullcontext()
 
     @torch.no_grad()
@@ -73,7 +67,7 @@ class StreamedPolicy:
         return add_norm(x_TH, more_TH, self._norm, self.policy.config.rms_norm_eps)[1]
 
     def _copy(self, index: int) -> None:
-        """Begin to bring a layer over, into the room that the one before the last has left."""
+        """Begin to copy a layer into the place of the layer before the last."""
         place = index % len(self._rooms)
         pairs = zip(self._rooms[place].parameters(), self._layers[index].parameters(), strict=True)
         if self._copies is None:

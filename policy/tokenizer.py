@@ -1,25 +1,22 @@
 """Text to token ids and token ids to bytes, for byte-level BPE tokenizers kept in a tokenizer.json.
 
-Two encoders are built from the one file. `encode` is for text that others wrote (questions, passages,
-feedback): in it every added token, such as `<|im_end|>` or `<tool_call>`, is spelled out like any other
-text and cannot come out as its control id. The library's own switch for this covers only tokens marked
-special, which is why the second encoder is built from the JSON without its added tokens. `encode_template`
-is for our own templates and is the only door through which control ids enter a prompt.
-
-Decoding goes through a table of each token's exact bytes, because a tag's boundary or a character may lie
-inside a token: what was sampled is cut by bytes, never by text.
-
-Deliberately absent: other kinds of tokenizer (refused, as they have no exact bytes), truncation and
-padding, begin or end tokens that come unasked (`begin_ids` says what a model expects before a raw prompt), and
-the clock in chat templates (`strftime_now`), which would make a prompt depend on the day: Llama 3.2's template
-falls back on a fixed date.
+`encode` is for text that others wrote (questions, passages, feedback): it spells out every added token, such as
+`<|im_end|>`, like any other text. The library's switch for this covers only tokens marked special, hence a second
+encoder from the JSON without added tokens. `encode_template` is for our own templates, the only way for control ids
+into a prompt. Decoding uses each token's exact bytes, since a tag or a character may end inside a token. `strftime_now`
+is not in chat templates: a prompt would depend on the day (Llama 3.2's falls back on a fixed date).
 """
 
+import atexit
 import json
 import os
+import select
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,8 +34,8 @@ from thresher.common.files import (
     refuse_other_folder,
 )
 from thresher.common.hashes import check_hashes
-from thresher.policy.chat import TemplateError, fill_template
 
+TEMPLATE_SECONDS = 10.0  # that a chat template may take
 _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
 
 # How Qwen2 cuts text into words before BPE: contractions, letters with one leading mark, single digits, runs
@@ -50,8 +47,7 @@ _QWEN_WORDS = (
 
 
 def _byte_letters() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, other bytes follow from U+0100
-    on."""
+    """Return the alphabet of byte-level BPE: printable Latin-1 stands for itself, other bytes follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -61,11 +57,8 @@ _BYTE_OF_LETTER = _byte_letters()
 
 
 class Tokenizer:
-    """One tokenizer.json, with the chat template that lay beside it. Made by `load_tokenizer` or `train_bpe`.
-
-    `where` names the file in errors; `companions` holds the raw content of the files saved along with it,
-    by name.
-    """
+    """One tokenizer.json, with the chat template beside it. Made by `load_tokenizer` or `train_bpe`. where: names the
+    file in errors. companions: raw content of the files saved along with it, by name."""
 
     def __init__(self, tokenizer_json: bytes, where: str, companions: Mapping[str, bytes] | None = None) -> None:
         data = parse_json_object(tokenizer_json, where)
@@ -103,11 +96,11 @@ class Tokenizer:
         return len(self._table)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` read as plain text: no id of an added token is ever among them."""
+        """Encode plain text: no id of an added token is ever in the result."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, in one call to the library, which is much faster for many short ones."""
+        """`encode` each text, in one call to the library, which is much faster for many short ones."""
         try:
             with panics_refused(texts, self._where):
                 encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -116,8 +109,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of `text` with added tokens recognised. For templates only, never for text that others
-        wrote."""
+        """Encode text with added tokens recognised. For templates only, never for text that others wrote."""
         try:
             with panics_refused([text], self._where):
                 return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
@@ -125,37 +117,36 @@ class Tokenizer:
             raise _unencodable([text]) from None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of one token (UTF-8 of its content for an added token); ValueError for no such
-        id."""
+        """Return the exact bytes of one token (UTF-8 of its content for an added token); ValueError for no such id."""
         if not 0 <= token_id < len(self._table):
             raise ValueError(f"token id {token_id} is outside the tokenizer's {len(self._table)} ids")
         return self._table[token_id]
 
     def decode_bytes(self, token_ids: Iterable[int]) -> bytes:
-        """The bytes of the tokens, joined."""
+        """Return the bytes of the tokens, joined."""
         return b"".join(map(self.token_bytes, token_ids))
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of the tokens, control tokens included, with U+FFFD where the bytes are not UTF-8."""
+        """Return the text of the tokens, control tokens included, with U+FFFD where the bytes are not UTF-8."""
         return self.decode_bytes(token_ids).decode("utf-8", errors="replace")
 
     def byte_ids(self, data: bytes) -> list[int]:
-        """One token for each byte: ids of bytes that need not be whole characters."""
+        """Return one token for each byte."""
         return [self._id_of_bytes[bytes([byte])] for byte in data]
 
     def token_id(self, content: str) -> int | None:
-        """The id of the added token called `content`, else of the token that spells exactly it, else None."""
+        """Return the id of the added token `content`, else of the token that spells exactly it, else None."""
         if content in self.added_tokens:
             return self.added_tokens[content]
         return self._id_of_bytes.get(content.encode("utf-8", errors="surrogatepass"))
 
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        """Return the ids that Hugging Face's tokenizer puts before a text, such as Llama 3's begin of text; Qwen's have
-        none. A raw prompt needs them; a chat template writes them itself.
+        """The ids that Hugging Face's tokenizer puts before a raw text, such as Llama 3's begin of text; Qwen's have
+        none.
 
-        `add_bos_token` of tokenizer_config.json decides where it is given (Qwen, R1-Distill), else the post-processor
-        of tokenizer.json (Llama 3), which is all that transformers 5 looks at.
+        `add_bos_token` of tokenizer_config.json decides where it is set (Qwen, R1-Distill), else the post-processor of
+        tokenizer.json (Llama 3), the only one that transformers 5 reads.
         """
         asked = self._settings.get("add_bos_token")
         if isinstance(asked, bool):
@@ -172,8 +163,7 @@ class Tokenizer:
         return {token: token_id for token_id, token in enumerate(self._table)}
 
     def save(self, folder: str | Path) -> None:
-        """Writes tokenizer.json, and what was read beside it, into `folder`, byte for byte as they were
-        read."""
+        """Write tokenizer.json and its companions into `folder`, byte for byte as they were read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in {"tokenizer.json": self._json, **self._companions}.items():
@@ -195,11 +185,11 @@ class Tokenizer:
         return template
 
     def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The chat template filled with `messages` ({"role", "content"}), as Hugging Face renders it.
+        """Fill the chat template with `messages` ({"role", "content"}), as Hugging Face does. UserError without one or
+        when it fails.
 
-        The result holds control tokens as text, for `encode_template`; a message that spells one becomes
-        one too, so text that others wrote must not pass through here. UserError without a template or when
-        it fails.
+        The result holds control tokens as text, for `encode_template`; a message that spells one becomes one too, so
+        text that others wrote must not pass through here.
         """
         where = str(Path(self._where).parent)
         if self.chat_template is None:
@@ -214,7 +204,7 @@ class Tokenizer:
             ) from None
 
     def chat_prompt(self, text: str) -> str:
-        """The chat template filled with `text` as the user's only message, up to where the model begins to write.
+        """Fill the chat template with `text` as the user's only message, up to where the model begins to write.
         UserError as `render_chat`, and for a template that leaves the message out."""
         prompt = self.render_chat([{"role": "user", "content": text}])
         if text.strip() not in prompt:
@@ -232,11 +222,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
-    """Reads a tokenizer.json, given itself or by its folder, with the chat template beside it.
-
-    Raises UserError, naming the file, when it is absent, malformed or not byte-level BPE with every byte; unless
-    `verify` is off, also when it is not what the hashes beside it say.
-    """
+    """Read a tokenizer.json, given itself or by its folder, with the chat template beside it. UserError, naming the
+    file, where it is absent, malformed or not byte-level BPE with every byte, and with `verify` where it is not what
+    the hashes beside it say."""
     refuse_other_folder(path)
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -253,11 +241,11 @@ def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Trains a byte-level BPE with Qwen2's rules for cutting words; the same texts give the same tokenizer.
+    """Train a byte-level BPE with Qwen2's rules for cutting words; the same texts give the same tokenizer.
 
-    `vocab_size` counts everything: the 256 bytes, the merges (pairs seen at least twice, so there may be
-    fewer tokens than asked for), and `special_tokens`, which get the last ids, in their order. Any text can
-    be encoded and decodes to its NFC form. Raises ValueError for sizes or special tokens that do not fit.
+    vocab_size: the 256 bytes, the merges (of pairs seen at least twice, so there may be fewer tokens), and
+    `special_tokens`, which get the last ids. Any text decodes to its NFC form. ValueError for sizes or special tokens
+    that do not fit.
     """
     specials = list(special_tokens)
     if len(set(specials)) < len(specials) or "" in specials:
@@ -288,8 +276,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
-    """UserError unless the tokenizer is BPE over bytes that spells every text, deterministically, as it
-    stands."""
+    """Raise UserError unless the tokenizer is BPE over bytes that spells every text unchanged, always the same."""
     model = data["model"]
     step = data.get("pre_tokenizer") or {}
     steps = step["pretokenizers"] if step.get("type") == "Sequence" else [step]
@@ -313,7 +300,7 @@ def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
 
 
 def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> list[bytes]:
-    """The bytes of each token, by id. UserError where an id has no token or two, or a token is not made of
+    """Return the bytes of each token, by id. UserError for an id with no token or two, and for a token that is no
     bytes."""
     of_id: dict[int, bytes] = {}
     for token, token_id in vocab.items():
@@ -347,10 +334,10 @@ def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> li
 
 
 def _without_added_tokens(data: dict[str, Any], added: dict[str, int], where: str) -> dict[str, Any]:
-    """The tokenizer that knows no added token, not even one that is listed in the base vocabulary as well.
+    """Return the tokenizer without its added tokens, those in the base vocabulary included.
 
-    Such a token could come out of merges, or whole where the model looks words up first (`ignore_merges`),
-    so it is taken out of the vocabulary together with the merges that make it or use it.
+    They could come out of merges, or whole where the model looks words up first (`ignore_merges`), so they leave the
+    vocabulary together with the merges that make or use them.
     """
     model = dict(data["model"])
     if inside := model["vocab"].keys() & added.keys():
@@ -380,9 +367,8 @@ def _build(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def panics_refused(texts: Sequence[str], where: str) -> Iterator[None]:
-    """UserError where the tokenizers library panics over `texts`, as it does when the tokenizer's pattern takes too
-    many steps: on millions of spaces, or where the pattern tries all ways to cut a text. A panic is a BaseException,
-    which no handler expects."""
+    """Raise UserError where the tokenizers library panics over `texts`: on millions of spaces, or where the tokenizer's
+    pattern tries all ways to cut a text. A panic is a BaseException."""
     try:
         yield
     except BaseException as error:
@@ -396,8 +382,7 @@ def panics_refused(texts: Sequence[str], where: str) -> Iterator[None]:
 
 
 def _unencodable(texts: Sequence[str]) -> Exception:
-    """Return the exception for texts that the library refused; JSON's escapes can put half a UTF-16 pair into a
-    string."""
+    """Return the error for texts that the library refused."""
     for text in texts:
         if not isinstance(text, str):
             return TypeError(f"expected a string to encode, got {type(text).__name__}")
@@ -412,5 +397,71 @@ def _unencodable(texts: Sequence[str]) -> Exception:
 
 
 def _content(value: Any) -> Any:
-    """A special token's text: tokenizer_config.json gives it bare or as an object."""
+    """Return a special token's text: tokenizer_config.json gives it bare or as an object."""
     return value.get("content") if isinstance(value, dict) else value
+
+
+class TemplateError(UserError):
+    """Error in a chat template or in what it was given; its message describes it."""
+
+
+def fill_template(
+    template: str, messages: list[dict[str, Any]], names: dict[str, str], add_generation_prompt: bool
+) -> str:
+    """Fill a template in a process of its own. TemplateError where that fails, takes longer than TEMPLATE_SECONDS, or
+    more memory than the process has."""
+    request = {"template": template, "messages": messages, "names": names}
+    found = _worker(os.getpid()).ask({**request, "add_generation_prompt": add_generation_prompt})
+    if "text" not in found:
+        raise TemplateError(found["error"])
+    return found["text"]
+
+
+class _Worker:
+    """A process of chat_worker.py that answers line by line; one that does not is ended, and the next call starts
+    another."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+        line = json.dumps(request)
+        with self._lock:
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+                ready, _, _ = select.select([process.stdout], [], [], TEMPLATE_SECONDS)
+                answer = process.stdout.readline() if ready else ""
+            except BrokenPipeError:
+                answer = ""
+            if answer.endswith("\n"):
+                found: dict[str, str] = json.loads(answer)
+                return found
+            ended = process.poll() is not None
+            self.end()
+        return {
+            "error": "it ended the process that fills it" if ended else f"it takes longer than {TEMPLATE_SECONDS:g} s"
+        }
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        # -P: the folder of the script, whose files have common names, is no place to import from.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
+
+
+@cache
+def _worker(process: int) -> _Worker:
+    """Return this process's worker: with a forked one answers would get mixed."""
+    worker = _Worker()
+    atexit.register(worker.end)
+    return worker

@@ -1,12 +1,9 @@
 """Weights in and out, in the safetensors layouts of Hugging Face: model.safetensors, or shards with an index.
 
-Reading is strict: exactly the tensors the model has, in exactly its shapes. Everything that can be known
-without reading the weights (file lengths, names, shapes, dtypes, the index) is checked from the headers
-first, so a wrong folder is refused in milliseconds and never half loaded. Tensors are then mapped from the
-file and handed over one by one, so that peak memory is the model plus one tensor.
-
-Deliberately absent: pickled files (pytorch_model.bin), which can run code when opened, quantised dtypes,
-and renaming of tensors, which is the model's business.
+Exactly the tensors of the model are read, in its shapes. Lengths, names, shapes, dtypes and the index are checked
+first, from the headers, so a wrong folder is refused in milliseconds. Tensors are then mapped from the file and handed
+over one by one: peak memory is the model plus one tensor. Pickled files (pytorch_model.bin), which can run code when
+opened, and quantised dtypes are refused.
 """
 
 import json
@@ -49,26 +46,19 @@ Built = TypeVar("Built", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as a header describes it."""
-
     file: Path
     shape: torch.Size
     dtype: str
 
 
 def tensor_shapes(folder: str | Path) -> dict[str, torch.Size]:
-    """Name and shape of every tensor of a model folder, in file order, from the headers alone: for a model whose
-    files name the same tensors in several ways, before it asks `read_weights` for them. UserError as there."""
+    """Return name -> shape of every tensor of a model folder, in file order, from the headers alone."""
     return {name: entry.shape for name, entry in _locate(Path(folder)).items()}
 
 
 def build_unallocated(build: Callable[[], Built], layers: int, found: Collection[str], config: Path) -> Built:
-    """The module that `build` makes of the sizes in the file `config`, on the meta device, which takes no memory.
-
-    UserError, before any module is built, for more `layers` than there are tensors in the files, whose names are
-    `found`: as many as a config can name would take hours. UserError for sizes whose product overflows, too. The caller
-    compares the other sizes with the files (`read_weights`) before it takes memory for them.
-    """
+    """Build a module on the meta device, from the sizes in the file `config`. UserError for more `layers` than there
+    are tensors in the files (`found`), which would take hours to build, and for sizes whose product overflows."""
     if layers > len(found):
         raise UserError(
             f"{config}: asks for {layers:,} layers, but the weights have {len(found):,} tensors; use the config.json "
@@ -90,14 +80,12 @@ def read_weights(
     optional: Set[str] = frozenset(),
     verify: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Streams (name, CPU tensor in float32, bfloat16 or float16) of a model folder, in file order.
+    """Stream (name, CPU tensor in float32, bfloat16 or float16) of a model folder, in file order.
 
-    Every name of `expected` must be there in its shape, and no other, except that those in `optional` may
-    be absent. An optional name that `expected` lacks may be present but is not yielded; `lm_head.weight` is
-    then the copy of a tied head and must equal the embedding. All checks are made before this returns;
-    UserError names file and tensor. The tensors are backed by the files: copy what is to be kept or
-    changed. A number that is not finite is a UserError when its tensor's turn has come. `verify`: the files are held
-    against the folder's hashes, where it has some, before anything else.
+    Every name of `expected` must be there in its shape, and no other, except that those in `optional` may be absent. An
+    optional name that `expected` lacks is not yielded; `lm_head.weight` is then the copy of a tied head and must equal
+    the embedding. All is checked before this returns, except that numbers are finite, when a tensor's turn comes. The
+    tensors are backed by the files. verify: check the folder's hashes first, if it has some.
     """
     folder = Path(folder)
     if verify:
@@ -119,13 +107,11 @@ def read_weights(
 
 
 def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, max_shard_bytes: int = 5 * 2**30) -> None:
-    """Writes model.safetensors, or shards and their index where the tensors take more than `max_shard_bytes`.
+    """Write model.safetensors, or shards and their index where the tensors take more than `max_shard_bytes`.
 
-    Tensors keep their dtype and may be on any device. UserError where a number is not finite: that is no result; and
-    before anything is written, where the disk has no room for them.
-    Each file appears whole or not at all, and weights that were in the folder in the other layout are removed once
-    the new ones are complete. A kill while shards replace shards leaves no index, hence a folder that reads as
-    incomplete, never a mixture; to keep the old weights until the new ones are there, write into a `staged_folder`.
+    UserError for a number that is not finite, and, before anything is written, for a full disk. Each file appears whole
+    or not at all, and weights in the other layout are removed once the new ones are complete. A kill while shards
+    replace shards leaves no index, hence an incomplete folder, never a mixture.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +139,7 @@ def write_weights(folder: str | Path, tensors: Mapping[str, torch.Tensor], *, ma
 
 
 def _split(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
-    """Fills shards in the given order; a tensor larger than the limit gets a shard of its own."""
+    """Fill shards in the given order; a tensor larger than the limit gets a shard of its own."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -182,8 +168,8 @@ def _save_to(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """`tensors`, on the CPU and contiguous, as the safetensors file `path`, with the mode that the umask gives.
-    OSError where it cannot be written."""
+    """Write `tensors`, on the CPU and contiguous, as a safetensors file with the mode that the umask gives. OSError
+    where it cannot be written."""
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -203,7 +189,6 @@ def _remove_shards(folder: Path, keep: set[str]) -> None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the files that `_locate` reads."""
     if os.path.lexists(folder / SINGLE):
         return [SINGLE]
     return [INDEX, *sorted(path.name for path in folder.glob("model-*.safetensors"))]
@@ -246,10 +231,10 @@ def _locate(folder: Path) -> dict[str, _Entry]:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """The tensors of one safetensors file, in file order, once header and length are found to agree.
+    """Return the tensors of one safetensors file, in file order, once header and length agree.
 
-    Layout: 8 bytes, little-endian, give the length of a JSON header; then come the tensors' bytes, at
-    offsets counted from the header's end. (github.com/huggingface/safetensors, "Format")
+    Layout: 8 bytes, little-endian, give the length of a JSON header; then come the tensors' bytes, at offsets counted
+    from the header's end. (github.com/huggingface/safetensors, "Format")
     """
     check_file(file)
     try:
@@ -353,6 +338,5 @@ def _stream(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no number of the tensor is NaN or infinite. It takes one pass and makes no tensor of the same
-    size."""
+    """Return whether no number of the tensor is NaN or infinite, in one pass and without a tensor of its size."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

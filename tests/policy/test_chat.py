@@ -138,7 +138,7 @@ def test_templates_render_as_hugging_face_does(
 def test_a_hostile_template_ends_in_a_sentence_and_the_next_one_is_filled(
     small: Tokenizer, tmp_path: Path, template: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thresher.policy.chat.SECONDS", 1.0 if "range(9" in template else 20.0)
+    monkeypatch.setattr("thresher.policy.tokenizer.TEMPLATE_SECONDS", 1.0 if "range(9" in template else 20.0)
     small.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=f"the chat template cannot render these messages .*{problem}"):
