@@ -134,10 +134,7 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def load_policy(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    verify: bool = True,
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", verify: bool = True
 ) -> Policy:
     """Read a model from a folder of config.json and safetensors. UserError, naming file and tensor, unless names and
     shapes match the config exactly. verify: check the folder's hashes, if it has some."""

@@ -74,11 +74,7 @@ def build_unallocated(build: Callable[[], Built], layers: int, found: Collection
 
 
 def read_weights(
-    folder: str | Path,
-    expected: Mapping[str, torch.Size],
-    *,
-    optional: Set[str] = frozenset(),
-    verify: bool = True,
+    folder: str | Path, expected: Mapping[str, torch.Size], *, optional: Set[str] = frozenset(), verify: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (name, CPU tensor in float32, bfloat16 or float16) of a model folder, in file order.
 

@@ -19,9 +19,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WRITERS: dict[str, Callable[[Path], list[str]]] = {
-    "init": lambda at: [
-        *("init", "--config", f"{at}/config.json", "--tokenizer", f"{at}/model", "--out", f"{at}/out"),
-    ],
+    "init": lambda at: [*("init", "--config", f"{at}/config.json", "--tokenizer", f"{at}/model", "--out", f"{at}/out")],
     "train": lambda at: ["train", f"{at}/recipe.toml", "--out", f"{at}/out"],
     "sft": lambda at: ["sft", f"{at}/recipe.toml", "--out", f"{at}/out"],
     "sft of adapters": lambda at: ["sft", f"{at}/recipe.toml", "--set", "lora.rank=2", "--out", f"{at}/out"],
@@ -35,17 +33,17 @@ WRITERS: dict[str, Callable[[Path], list[str]]] = {
             f"{at}/questions.jsonl",
             "--out",
             f"{at}/out.jsonl",
-        ),
+        )
     ],
     "index build": lambda at: ["index", "build", "--corpus", f"{at}/corpus.jsonl", "--out", f"{at}/out"],
     "index build of words": lambda at: [
-        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--encoder", "bm25", "--out", f"{at}/out"),
+        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--encoder", "bm25", "--out", f"{at}/out")
     ],
     "index build of a graph": lambda at: [
-        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--kind", "HNSW8", "--out", f"{at}/out"),
+        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--kind", "HNSW8", "--out", f"{at}/out")
     ],
     "score": lambda at: [
-        *("score", "--system", "search_r1", "--transcripts", f"{at}/scored.jsonl", "--out", f"{at}/out.jsonl"),
+        *("score", "--system", "search_r1", "--transcripts", f"{at}/scored.jsonl", "--out", f"{at}/out.jsonl")
     ],
 }
 

@@ -108,11 +108,7 @@ def force(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
     ("stop", "text"), [((), "naïve ☃ 🎈<answer>\ufffd"), (("☃",), "naïve ☃"), (("<an", "zz"), "naïve ☃ 🎈<an")]
 )
 def test_a_stream_is_cut_between_characters(
-    tiny_policy: Policy,
-    tiny_tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    stop: tuple[str, ...],
-    text: str,
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], text: str
 ) -> None:
     """A token a byte, a tag that is glued to what follows the stop, and a last character that never ends."""
     ids = tiny_tokenizer.byte_ids("naïve ☃ 🎈".encode()) + tiny_tokenizer.encode("<answer>")

@@ -95,12 +95,7 @@ def test_greedy_samples_are_equal(run: Run) -> None:
 @pytest.mark.parametrize("half", [b"", b'{"id": "q', b"\xc3"], ids=["between lines", "in a line", "in a character"])
 @pytest.mark.fast_cases(1)
 def test_a_killed_rollout_goes_on_to_the_same_bytes(
-    run: Run,
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_policy: Policy,
-    half: bytes,
+    run: Run, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_policy: Policy, half: bytes
 ) -> None:
     needs_invariant_policy(tiny_policy)
     sampling = ("--n", "2", "--seed", "9")

@@ -63,10 +63,7 @@ with {helper}({target!r}) as temporary:
 
 @pytest.mark.parametrize(
     ("helper", "write"),
-    [
-        ("atomic_path", "temporary.write_text('half')"),
-        ("staged_folder", "(temporary / 'a').write_text('half')"),
-    ],
+    [("atomic_path", "temporary.write_text('half')"), ("staged_folder", "(temporary / 'a').write_text('half')")],
 )
 def test_a_kill_leaves_only_a_hidden_temporary(tmp_path: Path, helper: str, write: str) -> None:
     code = KILLED.format(helper=helper, target=str(tmp_path / "target"), write=write)
@@ -201,8 +198,7 @@ def test_a_refusal_names_the_path_that_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["Qwen3-8B", "models/Qwen3-8B", "/Qwen/Qwen3-8B", "./x/y/z", "../Qwen/Qwen3", "a/b/c", "a b/c", "."],
+    "path", ["Qwen3-8B", "models/Qwen3-8B", "/Qwen/Qwen3-8B", "./x/y/z", "../Qwen/Qwen3", "a/b/c", "a b/c", "."]
 )
 def test_what_can_be_no_hub_id_is_left_to_others(path: str) -> None:
     refuse_hub_id(path)

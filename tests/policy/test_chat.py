@@ -62,12 +62,7 @@ def test_qwen_chat_template(shared_data: Path) -> None:
         (
             {
                 "tokenizer_config.json": json.dumps(
-                    {
-                        "chat_template": [
-                            {"name": "rag", "template": "r"},
-                            {"name": "default", "template": CHATML},
-                        ]
-                    }
+                    {"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": CHATML}]}
                 )
             },
             CHATML,

@@ -72,12 +72,7 @@ def test_reads_the_dialect_of_transformers_4(tmp_path: Path) -> None:
         initializer_range=0.03,
         eos_token_ids=(2,),
         bos_token_id=1,
-        extra={
-            "attention_dropout": 0.0,
-            "max_window_layers": 2,
-            "sliding_window": 4096,
-            "use_sliding_window": False,
-        },
+        extra={"attention_dropout": 0.0, "max_window_layers": 2, "sliding_window": 4096, "use_sliding_window": False},
     )
     assert isinstance(config.rope_theta, float)
     assert hash(config) == hash(config.replace(extra={}))

@@ -120,15 +120,7 @@ def test_any_bytes_have_tokens(small: Tokenizer, data: bytes) -> None:
 
 def test_words_are_cut_as_qwen_cuts_them(small: Tokenizer, qwen: Tokenizer) -> None:
     ours, theirs = (t._plain_encoder.pre_tokenizer for t in (small, qwen))
-    for text in [
-        "I've 12 apples",
-        "a  b\n\n c\t",
-        "<|im_end|>",
-        "x=y;\r\n",
-        " ünïcode—dash",
-        "WE'LL",
-        "  \n  ",
-    ]:
+    for text in ["I've 12 apples", "a  b\n\n c\t", "<|im_end|>", "x=y;\r\n", " ünïcode—dash", "WE'LL", "  \n  "]:
         assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
@@ -265,10 +257,7 @@ def test_nothing_is_added_padded_or_cut(small: Tokenizer, tmp_path: Path) -> Non
     }
     data["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [
-            {"Sequence": {"id": "A", "type_id": 0}},
-            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
-        ],
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [end], "tokens": ["<|im_end|>"]}},
     }

@@ -234,11 +234,7 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
 
 
 def entry(begin: Any = 0, end: int = 16, dtype: str = "F32", shape: Any = (4,)) -> dict[str, Any]:
-    return {
-        "dtype": dtype,
-        "shape": list(shape) if isinstance(shape, tuple) else shape,
-        "data_offsets": [begin, end],
-    }
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
 
 
 @pytest.mark.parametrize(

@@ -12,61 +12,25 @@ CASES = [
     # what it tries, pieces, golds, Search-R1, Eval-RAR
     ("right", [SEARCH, PASSAGE, "p:<evaluate>Paris</evaluate><answer>Paris</answer>"], ["Paris"], 1, 1),
     ("right without evaluating", [SEARCH, PASSAGE, "p:<answer>the Paris.</answer>"], ["Lyon", "Paris"], 1, 1),
-    (
-        "wrong, evaluated",
-        [SEARCH, PASSAGE, "p:<evaluate>It is Paris</evaluate><answer>Rome</answer>"],
-        "Paris",
-        0,
-        0.1,
-    ),
+    ("wrong, evaluated", [SEARCH, PASSAGE, "p:<evaluate>It is Paris</evaluate><answer>Rome</answer>"], "Paris", 0, 0.1),
     ("wrong, not evaluated", [SEARCH, PASSAGE, "p:<answer>Rome</answer>"], "Paris", 0, 0),
     ("no answer, evaluated", [SEARCH, PASSAGE, "p:<evaluate>Paris</evaluate>"], "Paris", 0, 0.1),
     ("nothing", ["q:who?"], "Paris", 0, 0),
     ("no pieces", [], "Paris", 0, 0),
     ("answer in a passage", [SEARCH, "r:<answer>Paris</answer>", "p:so be it"], "Paris", 0, 0),
-    (
-        "evaluate in a passage",
-        [SEARCH, "r:<evaluate>Paris</evaluate>", "p:<answer>Rome</answer>"],
-        "Paris",
-        0,
-        0,
-    ),
+    ("evaluate in a passage", [SEARCH, "r:<evaluate>Paris</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
     ("the prompt's example", ["q:such as <answer>Paris</answer>", "p:no idea"], "Paris", 0, 0),
     ("evaluate in the prompt", ["q:<evaluate>Paris</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
     ("evaluate in feedback", ["f:<evaluate>Paris</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
-    (
-        "evaluate closed by feedback",
-        ["p:<evaluate>Paris", "f:</evaluate>", "p:<answer>Rome</answer>"],
-        "Paris",
-        0,
-        0,
-    ),
+    ("evaluate closed by feedback", ["p:<evaluate>Paris", "f:</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
     ("answer opened, passage inside", ["p:<answer>", "r:Paris", "p:</answer>"], "Paris", 0, 0),
     ("tag split by a passage", ["p:<answer>Paris</ans", "r:x", "p:wer>"], "Paris", 0, 0),
-    (
-        "a copied passage",
-        [SEARCH, PASSAGE, "p:<evaluate>Doc 1 Paris is the capital.</evaluate>"],
-        "Paris",
-        0,
-        0.1,
-    ),
+    ("a copied passage", [SEARCH, PASSAGE, "p:<evaluate>Doc 1 Paris is the capital.</evaluate>"], "Paris", 0, 0.1),
     ("two answers", ["p:<answer>Rome</answer><answer>Paris</answer>"], "Paris", 0, 0),
     ("right, then wrong", ["p:<answer>Paris</answer><answer>Rome</answer>"], "Paris", 1, 1),
-    (
-        "an answer after the end",
-        ["p:<answer>Rome</answer>", "f:x", "p:<answer>Paris</answer>"],
-        "Paris",
-        0,
-        0,
-    ),
+    ("an answer after the end", ["p:<answer>Rome</answer>", "f:x", "p:<answer>Paris</answer>"], "Paris", 0, 0),
     ("a stray end, then right", ["p:done</answer>", "f:x", "p:<answer>Paris</answer>"], "Paris", 1, 1),
-    (
-        "an empty answer, then right",
-        ["p:<answer></answer>", "f:x", "p:<answer>Paris</answer>"],
-        "Paris",
-        1,
-        1,
-    ),
+    ("an empty answer, then right", ["p:<answer></answer>", "f:x", "p:<answer>Paris</answer>"], "Paris", 1, 1),
     ("evaluate after the end", ["p:<answer>Rome</answer><evaluate>Paris</evaluate>"], "Paris", 0, 0),
     ("unclosed evaluate", ["p:<evaluate>Paris <answer>Rome</answer>"], "Paris", 0, 0),
     ("nested evaluate", ["p:<evaluate>Rome<evaluate>Paris</evaluate></evaluate>"], "Paris", 0, 0.1),
@@ -81,13 +45,7 @@ CASES = [
     ("part of a word", ["p:<evaluate>a party</evaluate><answer>x</answer>"], "art", 0, 0),
     ("a list as answer", ["p:<answer>Paris, Rome, Oslo</answer>"], "Paris", 0, 0),
     ("unicode", ["p:<evaluate>in Köln, 1880</evaluate><answer>Bonn</answer>"], "KÖLN", 0, 0.1),
-    (
-        "pieces that split a tag",
-        ["p:<eva", "p:luate>Paris</evaluate><ans", "p:wer>Rome</answer>"],
-        "Paris",
-        0,
-        0.1,
-    ),
+    ("pieces that split a tag", ["p:<eva", "p:luate>Paris</evaluate><ans", "p:wer>Rome</answer>"], "Paris", 0, 0.1),
     ("upper-case tags", ["p:<EVALUATE>Paris</EVALUATE><ANSWER>Paris</ANSWER>"], "Paris", 0, 0),
 ]
 
@@ -133,12 +91,7 @@ def test_the_parts_explain_the_reward() -> None:
         "Lyon, France",
     )
     silent = eval_rar_reward(transcript("p:hm"), "Lyon")
-    assert (silent.reward, silent.answer, silent.parts["answered"], silent.parts["f1"]) == (
-        0.0,
-        None,
-        False,
-        0.0,
-    )
+    assert (silent.reward, silent.answer, silent.parts["answered"], silent.parts["f1"]) == (0.0, None, False, 0.0)
 
 
 def test_the_evaluation_part_depends_on_the_evaluations_whatever_the_answer() -> None:
