@@ -1,15 +1,6 @@
 """Bytes of every part of a run in its phases, on one GPU (or in a CPU's memory), on the host beside it, and on disk.
 
-N weights, t of them trained, e bytes an element of the computation (bfloat16 2, float32 4), T tokens of a micro-batch.
-
-    weights          e N, and 4 t of adapters            masters    4 N where all are trained in bfloat16
-    gradients        e N of the policy, 4 N of masters   moments    AdamW's two, 8 t; in 8 bits 2 t and their scales
-    reference        e N where beta > 0 and all weights are trained
-    KV pool          2 L K D e a token: kv_tokens, or max_num_seqs contexts; on CUDA at most KV_SHARE of what is free
-    activations      T times `activation_bytes`          loss       kernels/logprob.py: two buffers of a chunk's logits
-    a checkpoint     float32 weights, adapters where there are some, and the moments of what is trained
-
-The phases of a run, and the parts that each has:
+docs/scale.md has the sizes of the parts and the lengths of trajectories that are assumed. The phases of a run:
 
     loading     weights, masters, reference; on a CPU the file that is being read is mapped beside them
     rollout     weights, masters, moments, reference, KV pool, one forward
@@ -20,21 +11,11 @@ The phases of a run, and the parts that each has:
     optimiser   gradients and moments
     saving      on a CPU, with adapters: the merged weights in float32
 
-On CUDA the KV pool is freed between a rollout and its update; a CPU keeps it. With several GPUs the weights, masters,
-gradients, moments and the reference are divided among them (FSDP). A rollout gathers a whole copy of the weights, a
-forward or backward two layers at a time.
+With several GPUs weights, masters, gradients, moments and the reference are divided among them (FSDP). A rollout
+gathers a whole copy of the weights, a forward or backward two layers at a time.
 
-Lengths of a trajectory. Its context has `length` tokens at most. The policy writes at most `sampled` of these, and its
-searches bring `searched` but for the tags around them. The rest is the prompt, with which all samples of a question
-begin. What else they may have in common is not counted.
-
-    own = min(sampled + searched, length - 1)     prompt = length - own
-
-T counts computed tokens, a group's prompt once where packing computes it once. It is the larger of
-optim.micro_batch_tokens, as far as an update has so many, and of one whole context. Sequences of a micro-batch are of
-like length, so padding counts as tokens, as in packing.py.
-
-What autograd keeps of a layer (policy/layers.py), in bytes a token; H hidden, N and K heads of D, I intermediate:
+What autograd keeps of a layer (policy/layers.py), in bytes a token; H hidden, N and K heads of D, I intermediate,
+e bytes an element:
 
     operation    keeps, on a CPU                        on CUDA, by the fused kernels of kernels/*_triton.py
     norm, twice  x in float32, 1/rms 4; n e H           x e H
@@ -48,8 +29,6 @@ What autograd keeps of a layer (policy/layers.py), in bytes a token; H hidden, N
 A map without an adapter in a run with adapters does not keep its input, nor a norm its n; an adapter keeps its input
 and x A^T, e R. On a CPU attention copies q, k and v to padded places, except where prompts are computed once
 (kernels/attention/prefix.py): there it keeps what it keeps on CUDA.
-
-Not counted: fragmentation; what searches, tokenizers, judges and imports take; records and trajectories on disk.
 """
 
 from collections.abc import Iterator
@@ -76,10 +55,8 @@ from thresher.policy.lora import RANK_STEP, linear_shapes
 from thresher.policy.model import Policy
 
 BF16, FP32, INT64 = 2, 4, 8  # bytes
-# The CUDA context, libraries and their workspaces, and code of kernels: an assumption, for no GPU was measured.
-CUDA_CONTEXT = 1_000_000_000
-# What a process on a CPU keeps beyond its tensors once it has rolled out, whatever the model: measured, docs/scale.md.
-CPU_PROCESS = 40 * 2**20
+CUDA_CONTEXT = 1_000_000_000  # with libraries, their workspaces and the code of kernels: assumed, no GPU was measured
+CPU_PROCESS = 40 * 2**20  # what a process on a CPU keeps beyond its tensors after a rollout: measured, docs/scale.md
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2 * (1 + FP32 / 256)}  # both, of a weight; 8 bit: a scale for 256
 PARTS = (
     *("weights", "masters", "gradients", "moments", "reference", "KV pool", "activations", "loss workspace"),
@@ -96,15 +73,17 @@ def query_width(config: ModelConfig) -> int:
     return config.num_attention_heads * config.head_dim
 
 
+def key_width(config: ModelConfig) -> int:
+    return config.num_key_value_heads * config.head_dim
+
+
 def layer_weights(config: ModelConfig) -> int:
     """Return the elements of the matrices of all layers: q and o, k and v, gate, up and down."""
-    kv_width = config.num_key_value_heads * config.head_dim
-    one = config.hidden_size * (2 * query_width(config) + 2 * kv_width + 3 * config.intermediate_size)
-    return config.num_hidden_layers * one
+    heads = 2 * query_width(config) + 2 * key_width(config)
+    return config.num_hidden_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
 
 
 def head_weights(config: ModelConfig) -> int:
-    """Return the elements of the LM head."""
     return config.vocab_size * config.hidden_size
 
 
@@ -121,7 +100,7 @@ def kv_bytes(config: ModelConfig, item: int = BF16) -> int:
 @lru_cache(maxsize=32)
 def _shapes(config: ModelConfig) -> tuple[list[tuple[int, ...]], int, dict[str, tuple[int, int]]]:
     """Return the shape of every parameter, the elements of one layer, and the (outputs, inputs) of its linear maps by
-    the names of [lora] targets. The family itself says them: its layers are made on torch's "meta" device."""
+    the names of [lora] targets, read from a policy of one layer on torch's "meta" device."""
     with torch.device("meta"):
         policy = Policy(config.replace(num_hidden_layers=1))
     named = [(name.startswith("layers."), tuple(x.shape)) for name, x in policy.named_parameters()]
@@ -136,7 +115,7 @@ def all_weights(config: ModelConfig) -> int:
 
 
 def one_layer(config: ModelConfig) -> int:
-    """Return the elements of the parameters of a layer."""
+    """Return the elements of the parameters of a layer, norms and biases included."""
     return _shapes(config)[1]
 
 
@@ -147,11 +126,11 @@ def one_layer(config: ModelConfig) -> int:
 class PlanSetting:
     """The part of a recipe that decides its memory, in one flat record that can be varied.
 
-    item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: where the
-    frozen copy lies, "device", "cpu" or "auto". checkpoint_activations: "on", "off" or "auto". offload: what lies on
-    the CPU, "none", "moments" or "masters" (moments, too). share_rows: whether the update computes a common beginning
-    once. length, sampled, searched: tokens of a trajectory, at most, as above. recomputes: old log-probs, by a forward
-    before a batch's first update."""
+    item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: the place of
+    the frozen copy. offload: "none", "moments" or "masters" (and moments), which are in CPU memory. share_rows: whether
+    the update computes a common beginning once. length, sampled, searched: tokens of a trajectory at most, in all,
+    written by the policy, and brought by its searches without the tags around them. recomputes: old log-probs, by a
+    forward before a batch's first update."""
 
     cuda: bool
     item: int
@@ -194,7 +173,7 @@ class PlanSetting:
 
     @property
     def own(self) -> int:
-        """Tokens of a sample that no other of its group need have, at most."""
+        """Tokens of a sample at most that the others of its group need not have."""
         return min(self.sampled + self.searched, self.length - 1)
 
     @property
@@ -204,21 +183,22 @@ class PlanSetting:
 
     @property
     def prompt_once(self) -> bool:
-        """True where an update computes a group's prompt once. A shorter prompt makes a smaller group, except for one
-        that
-        is not quite worth sharing (packing.py)."""
+        """Whether an update computes a group's prompt once."""
         return self.share_rows and worth_sharing(self.prompt, self.own, self.group)
 
     @property
     def computed_tokens(self) -> int:
         """Tokens of a group that an update computes, at most."""
-        if self.share_rows:
-            return group_tokens(self.prompt, self.own, self.group)
-        return self.group * self.length
+        return group_tokens(self.prompt, self.own, self.group) if self.share_rows else self.group * self.length
+
+    @property
+    def update_tokens(self) -> int:
+        """Tokens that an update computes, at most."""
+        return self.groups_of_update * self.computed_tokens
 
     @property
     def frozen_copy(self) -> bool:
-        """True where the reference is a model of its own: with adapters it is the base."""
+        """Whether the reference is a model of its own: with adapters it is the base."""
         return self.beta and self.adapters is None
 
     @property
@@ -226,7 +206,7 @@ class PlanSetting:
         return self.item != FP32 and self.adapters is None
 
     def choices(self) -> Iterator["PlanSetting"]:
-        """Yield the record with each value that "auto" may take, in the order in which they are tried."""
+        """Yield the setting with each value that "auto" may take, in the order in which they are tried."""
         references: list[Place] = [self.reference]
         if self.reference == "auto":
             references = ["device", "cpu"] if self.cuda and self.frozen_copy else ["device"]
@@ -237,7 +217,7 @@ class PlanSetting:
 
 
 def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
-    """Return the record of a recipe that its system's preset has filled."""
+    """Return the setting of a recipe that its system's preset has filled."""
     rollout, optim, grpo = recipe.rollout, recipe.optim, recipe.grpo
     lora, system = recipe.lora, recipe.system
     cuda, item = recipe.model.device == "cuda", BF16 if recipe.model.dtype == "bfloat16" else FP32
@@ -273,11 +253,11 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
     )
 
 
-Change = tuple[str, dict[str, Any]]  # the words of a recipe, and the fields of a record that they change
+Change = tuple[str, dict[str, Any]]  # the words of a recipe, and the fields of a setting that they change
 
 
 def switches(setting: PlanSetting) -> list[Change]:
-    """Return the changes that need less memory, the cheapest first: those that are not made, nor left to the plan."""
+    """Return the changes that need less memory, the cheapest first, without those that are made or left to the plan."""
     s = setting
     known = [
         (s.checkpoint_activations == "off", "optim.checkpoint_activations", {"checkpoint_activations": "on"}),
@@ -295,18 +275,20 @@ def switches(setting: PlanSetting) -> list[Change]:
 def layer_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """Return what autograd keeps of one layer, in bytes a token."""
     e, hidden, inner = setting.item, config.hidden_size, config.intermediate_size
-    q, kv = query_width(config), config.num_key_value_heads * config.head_dim
-    total = 0
-    for maps in (("q", "k", "v"), ("gate", "up")):
-        total += norm_bytes(config, setting) + (e * hidden if _input_kept(setting, *maps) else 0)
+    q, kv = query_width(config), key_width(config)
+
+    def input_of(width: int, *maps: str) -> int:
+        kept = setting.adapters is None or any(name in setting.adapters[1] for name in maps)
+        return e * width if kept else 0
+
+    total = 2 * norm_bytes(config, setting) + input_of(hidden, "q", "k", "v") + input_of(hidden, "gate", "up")
     # q, k and v as attention has them, o, log-sum-exp
     total += e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
     if setting.cuda or setting.prompt_once:
         total += e * (q + kv)  # turned, beside the projection, of which v is a view
     else:
-        total += e * q if _input_kept(setting, "o") else 0  # o once more, without padding
-    total += 2 * e * inner + (0 if setting.cuda else e * inner)
-    total += e * inner if _input_kept(setting, "down") else 0
+        total += input_of(q, "o")  # o once more, without padding
+    total += (2 if setting.cuda else 3) * e * inner + input_of(inner, "down")
     if setting.adapters is not None:
         rank, targets = setting.adapters
         total += e * len(targets) * -(-rank // RANK_STEP) * RANK_STEP
@@ -321,10 +303,6 @@ def norm_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     return FP32 * hidden + FP32 + (setting.item * hidden if setting.adapters is None else 0)
 
 
-def _input_kept(setting: PlanSetting, *maps: str) -> bool:
-    return setting.adapters is None or any(name in setting.adapters[1] for name in maps)
-
-
 def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bool) -> int:
     """Return what autograd keeps of all layers, in bytes a token. checkpointed: a layer keeps its two inputs alone, and
     one layer at a time is computed anew."""
@@ -334,9 +312,7 @@ def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bo
     if setting.adapters is None:
         around += INT64 + norm_bytes(config, setting)
     layers, one = config.num_hidden_layers, layer_bytes(config, setting)
-    if checkpointed:
-        return 2 * setting.item * config.hidden_size * layers + one + around
-    return layers * one + around
+    return around + (2 * setting.item * config.hidden_size * layers + one if checkpointed else layers * one)
 
 
 def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
@@ -404,10 +380,9 @@ def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
 
 def micro_batch(s: PlanSetting) -> tuple[int, bool]:
     """Return (computed tokens of the largest micro-batch, whether an update has several): the budget, for trajectories
-    of any length may fill it up, or all that an update has."""
-    of_update = s.groups_of_update * s.computed_tokens
-    tokens = max(min(s.micro_batch_tokens, of_update), s.length)
-    return tokens, of_update > tokens
+    of any length may fill it up, or all that an update has, and no less than one whole context."""
+    tokens = max(min(s.micro_batch_tokens, s.update_tokens), s.length)
+    return tokens, s.update_tokens > tokens
 
 
 def kv_tokens(s: PlanSetting) -> tuple[int, int]:

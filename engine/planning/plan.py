@@ -2,9 +2,8 @@
 
     plan(config, recipe, memory_bytes=80_000_000_000, rates=CHIPS["H100"])
 
-Arithmetic on a config and a recipe alone (memory.py and time.py have the formulas). `thresher plan` prints it, a run
-checks it before it loads a weight, and settings on "auto" are chosen by it: optim.checkpoint_activations and
-grpo.reference. With several GPUs it is arithmetic about what a sharded run would hold.
+`thresher plan` prints it; a run checks it before it loads a weight, and takes the settings on "auto" from it:
+optim.checkpoint_activations and grpo.reference. memory.py and time.py have the formulas.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,10 +41,10 @@ LORA = (16, ("q", "k", "v", "o", "gate", "up", "down"))
 class Plan:
     """Bytes of one GPU. total_bytes and parts: of the phase that needs most, `peak`; phases: of each. fits: None
     where no memory was named. largest: the largest settings that fit, each alone; bounds: of those that memory does not
-    bound, what does. checkpointed: whether activations are computed anew; reference: where its copy lies,
-    "device" or "cpu", None where there is none. Both as the plan chose where the recipe says "auto". host: parts beside
-    a GPU, in the machine's memory. seconds: {"rollout", "update"}, predicted, where rates were given. links: bytes a
-    second that a GPU sends to the others in them, None where that is not counted."""
+    bound, what does. checkpointed: whether activations are computed anew; reference: where its copy lies, None without
+    one; both as the plan chose where the recipe says "auto". host: parts beside a GPU, in the machine's memory.
+    seconds: {"rollout", "update"}, predicted, where rates were given. links: bytes a second that a GPU sends to the
+    others in them, None where that is not counted."""
 
     total_bytes: int
     parts: dict[str, int]
@@ -93,7 +92,7 @@ def plan(
     largest = {} if memory_bytes is None else _largest(config, setting, memory_bytes)
     # Of the largest settings those that more memory would not raise.
     bounds = {
-        "optim.micro_batch_tokens": (_update_tokens(setting), "all that an update computes"),
+        "optim.micro_batch_tokens": (max(setting.update_tokens, setting.length), "all that an update computes"),
         "rollout.max_context": (config.max_position_embeddings, "all positions of the model"),
     }
     return Plan(
@@ -116,7 +115,7 @@ def plan(
 
 
 def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> tuple[Demand, PlanSetting]:
-    """Return the demand, and the record with no "auto" left: of the first choice that fits, of the last where none
+    """Return the demand, and the setting with no "auto" left: of the first choice that fits, of the last where none
     does."""
     for choice in setting.choices():
         needed = demand(config, choice, memory, checkpointed=choice.checkpoint_activations == "on")
@@ -130,8 +129,7 @@ def _fits(config: ModelConfig, setting: PlanSetting, memory: int) -> bool:
 
 
 def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str, int]:
-    """Return the largest settings that fit, each with the others as they are; those that fit at no value are left
-    out."""
+    """Return the largest settings that fit, each with the others as they are, without those that fit at no value."""
 
     def fits(tokens: int) -> bool:
         return _fits(config, replace(setting, length=tokens, sampled=min(setting.sampled, tokens)), memory)
@@ -150,8 +148,7 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
 
 
 def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
-    """Return the largest whole number from `lowest` to `highest` that fits, where what is larger needs more; None:
-    none."""
+    """Return the largest whole number from `lowest` to `highest` that fits, where larger ones need more; None: none."""
     if not fits(lowest):
         return None
     while lowest < highest:
@@ -161,8 +158,8 @@ def _last(fits: Callable[[int], bool], lowest: int, highest: int) -> int | None:
 
 
 def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
-    """Return the changes that make it fit: each that does alone, with a smaller micro-batch where it takes that; where
-    none does, the switches one after the other until it fits."""
+    """Return the changes that make it fit: each that does alone, or with a smaller micro-batch; where none does, the
+    switches one after the other until it fits."""
     known = switches(setting)
     alone: list[Change] = [("", {}), *known]
     if setting.adapters is None and setting.reference != "cpu" and setting.offload != "masters":
@@ -181,17 +178,12 @@ def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int 
     return _last(
         lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory),
         setting.length,
-        _update_tokens(setting),
+        max(setting.update_tokens, setting.length),
     )
 
 
-def _update_tokens(setting: PlanSetting) -> int:
-    """Return the tokens that an update computes at most, which a micro-batch need not exceed."""
-    return max(setting.groups_of_update * setting.computed_tokens, setting.length)
-
-
 def _advised_tokens(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
-    """Return `_micro_batch`, down to a round number where a context allows one."""
+    """Return `_micro_batch`, rounded down where a context allows that."""
     tokens = _micro_batch(config, setting, memory)
     return None if tokens is None else max(tokens // ROUND * ROUND, setting.length)
 
@@ -251,7 +243,7 @@ def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int 
     optim = replace(recipe.optim, checkpoint_activations="on" if found.checkpointed else "off")
     grpo = recipe.grpo
     if found.reference is not None:
-        grpo = replace(grpo, reference="cpu" if found.reference == "cpu" else "device")
+        grpo = replace(grpo, reference=found.reference)
     turned = []
     if recipe.optim.checkpoint_activations == "auto" and found.checkpointed:
         turned.append('optim.checkpoint_activations = "on"')

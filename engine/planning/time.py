@@ -1,53 +1,10 @@
 """Seconds of a step: the floor on a chip, what is predicted of it, and data sheets of the chips.
 
-A kind of work costs arithmetic at the chip's peak or memory traffic at its bandwidth, whichever takes longer; times of
-several kinds are added. Everything is arithmetic, nothing is measured here. bench/rollout.py has the floor of a
-whole rollout on the machine that it runs on, in float32, with rates measured there.
-
-Symbols: W weights of the layers, V H those of the head, N all that are trained, P all parameters, E those outside the
-layers, t trained ones; B sequences, C context of one, L layers, Q width of the queries, k bytes of a token's keys and
-values in bfloat16, e bytes an element of the computation.
-
-A decode step (a token for each of B sequences), in groups of G that share S positions and have O = C - S of their own:
-
-    weights      flops 2 (W + V H) B          bytes 2 (W + V H)                each weight is read once
-    attention    flops 4 L Q C B              bytes k (B O + B S / G)          a shared position is read once a group
-
-An update, a token of trajectories that are C long, a share s of it sampled, so in the loss:
-
-    layers       flops 6 W                    forward 2, backward 4; 8 W with activations computed anew
-    attention    flops 3 x 4 L Q C / 2        causal; the backward without what it recomputes
-    loss         flops 6 s V H                docs/loss.md
-    reference    flops 2 W + 2 L Q C + 2 s V H
-    optimiser    bytes 30 N / tokens          once an update: AdamW reads and writes float32 weights and moments
-
-With adapters a frozen weight has no gradient: layers 4 W, loss 4 s V H; the adapters' own products and bytes are left
-out. Not counted: norms, rotations and sampling (fused), activations' traffic, gaps between launches and the host,
-searches, judges, evaluations, checkpoints.
-
-The predictions. A decode step is expected to reach DECODE_SHARES of its floor. They are aims, set for an H200 and
-B = 256; other sizes are interpolated in log(W + V H). Slower chips hide more of the fixed costs of a step, and should
-exceed the aims. An update is expected to run each kind at its share in UPDATE_SHARES, and
-
-    MFU = (layers + attention + loss) / (predicted seconds x peak)      the reference's work does not count
-
-A step of a recipe. Every trajectory is as long as its limits let it (rollout.max_context, max_policy_tokens), so this
-is the longest step and not the mean.
-
-    rollout    prefill: prompts once a group, passages once a sample, 2 W flops a token;
-               decoding: sampled tokens / sequences at once, each a decode step at half the context
-    update     a token that is computed (memory.py: computed_tokens), once for each of grpo.epochs_per_batch; old
-               log-probs that are recomputed, a forward
-
-Several GPUs send each other (docs/scale.md, Several GPUs), of b bytes that are gathered or reduced, each of M ranks
-b (M - 1) / M, and receive as many. With the rates of a chip whose links are known, an update takes as long as its
-computation or as what is sent meanwhile, whichever is longer, and a rollout waits for its copy.
-
-    a rollout        e P                                     the whole copy
-    a micro-batch    e P + e (P - E), and 4 t                policy forward and backward; gradients, float32
-                     e (P - E)                               the reference's forward, where beta > 0
-    an update        e E where beta > 0                      embedding and head of the reference
-    a batch          e P a micro-batch                       old log-probs, where they are recomputed
+docs/gpu.md, Floors and predictions, has the formulas of a decode step and of an update, and the shares of the floors
+that are expected; docs/scale.md has those of a step of a recipe, of which every trajectory is as long as its limits let
+it, and what several GPUs send each other. A kind of work costs arithmetic at the chip's peak or memory traffic at its
+bandwidth, whichever takes longer; times of several kinds are added. Nothing is measured here. Not counted: norms,
+rotations and sampling (fused), activations' traffic, gaps between launches, the host, searches, judges, evaluations.
 
 Data sheets of NVIDIA: A100 40GB and 80GB SXM, A800 80GB SXM (an A100 with slower NVLink), H100 SXM and PCIe, H800 SXM
 (an H100 with slower NVLink), H200 SXM. Peak is that of dense bfloat16 products with float32 sums: SMs x products a
@@ -55,7 +12,7 @@ cycle of one x the boost clock. NVLink, both directions together, of which one i
 and H200 900, H800 400; the H100 PCIe's PCIe 5.0 x16: 128. The latency of a load that misses every cache, in cycles:
 Luo et al. 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", table of
 memory latencies: 466 on an A100, 479 on an H100; the H200 is taken for an H100 with other memory. Little's law, bytes
-in flight = latency x bandwidth: the latency is that of an idle memory, so the figure is necessary and not sufficient.
+in flight = latency x bandwidth: the latency is that of an idle memory, so the product is necessary and not sufficient.
 """
 
 import math
