@@ -71,7 +71,6 @@ setup(
             TRITON,
         ],
         "bench": [
-            "pytest-benchmark>=5",
             "transformers>=4.45",
             "trl>=1.16",
             "accelerate>=1.0",

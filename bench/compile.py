@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.table import Table
 
-from thresher.bench.harness import append_rows, check_files, facts, package_version
+from thresher.bench.harness import append_rows, check_files, facts, package_version, print_files
 from thresher.bench.sass import Code, disassemble, read_code
 from thresher.common.console import answer, console, progress_line, shown
 from thresher.common.errors import UserError
@@ -348,8 +348,7 @@ def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str |
     rows = [_row(head, name, result) for (name, _, _), result in zip(wanted, results, strict=True)]
     answer({"rows": rows})
     append_rows(out, *rows)
-    if out is not None:
-        console.print(f"appended to {out}")
+    print_files(out)
     wrong = [f"{r.specialisation.name} for {r.target.name} {' and '.join(r.faults)}" for r in results if r.faults]
     return "; ".join(wrong) or None
 

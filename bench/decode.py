@@ -1,9 +1,8 @@
 """`thresher bench decode`: decode steps of models of Qwen2.5's sizes with random weights, by the decoder of rollouts.
 
-A batch of sequences is prefilled, each with its own context, or groups of 8 with 1,200 positions in common and 300 of
-their own; then every step draws a token for each. A row says how long a step takes, what of it the host spends, and,
-on a chip that engine/planning/time.py knows, the share of the floor and of what was predicted. No sequence reaches an
-end, so that every step has the whole batch.
+A batch of sequences is prefilled, each with its own context, or in groups of 8 that share 1,200 positions of 1,500;
+then every step samples a token for each. No sequence reaches an end, so that every step has the whole batch. A row says
+how long a step takes, what of it the host spends, and, on a known chip, the share of the floor and of the prediction.
 """
 
 import time
@@ -15,7 +14,16 @@ from typing import Any
 
 import torch
 
-from thresher.bench.harness import append_rows, check_files, facts, resolve_device, resolve_dtype, spread, wait
+from thresher.bench.harness import (
+    append_rows,
+    check_files,
+    dtype_name,
+    facts,
+    resolve_device,
+    resolve_dtype,
+    spread,
+    wait,
+)
 from thresher.bench.roofline import GROUP, MODELS, OWN, SHARED, check_batch
 from thresher.common.console import console, table
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
@@ -73,8 +81,7 @@ def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[
             if time.monotonic() > deadline:
                 console.print(f"{name}, {_context(shape)}: left out, the budget was used up")
                 continue
-            said = {"model": name, "dtype": str(dtype).removeprefix("torch.")}
-            row = head | said | measure(policy, shape, bench.steps)
+            row = head | {"model": name, "dtype": dtype_name(dtype)} | measure(policy, shape, bench.steps)
             append_rows(out, row)
             rows.append(row)
         del policy

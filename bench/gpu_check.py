@@ -1,15 +1,10 @@
-"""`make gpu-check`: all that a GPU has to confirm, in eight minutes: parts one after the other, then one table.
+"""`thresher bench gpu-check` (`make gpu-check`): all that a GPU has to confirm, in eight minutes, as one table.
 
-    thresher bench gpu-check --out bench/results
-
-Correctness comes first, and a failing test does not stop the rest. A part is a command in a process of its own with a
-limit of its own, so that a hanging kernel costs that part alone. Benches append their rows while they measure: the rows
-of a part that was cut off are kept. Each part ends in one line: passed, failed (with its exit status), cut off, or left
-out. The status of the whole is 1 if a part failed or was cut off. Tuning comes before the benches: it compiles every
-candidate, and the others use its result.
+A part is a command in a process of its own with a limit of its own: a failure, or a kernel that hangs, costs that part
+alone. Benches append their rows while they measure: the rows of a part that was cut off are kept. Tuning comes before
+the benches: it compiles every candidate, and the others use its result.
 """
 
-import json
 import os
 import re
 import signal
@@ -22,7 +17,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from thresher.bench.harness import append_rows, check_files, facts
+from thresher.bench.harness import append_rows, check_files, facts, read_rows
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout, gpu
@@ -62,7 +57,7 @@ class TableLine:
 Read = Callable[[Sequence[dict[str, Any]]], list[TableLine]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckPart:
     """command: arguments, with {out} for its rows' file. seconds: its limit. rows: the beginning of that file's name.
     lines: of the rows that it wrote. needs: a program without which it is left out."""
@@ -140,48 +135,27 @@ def parts(root: Path) -> tuple[CheckPart, ...]:
     kernels = root / "tests" / "kernels"
     tests = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     bench = (sys.executable, "-m", "thresher.cli", "bench")
-    cuda, out = ("--device", "cuda"), ("--out", "{out}")
+    cuda = ("--device", "cuda")
     loss = ("loss", *cuda, "--vocab", str(COLUMNS), "--tokens", str(ROWS), "--density", "100")
     bits = str(kernels / "test_bits_settings.py")
     racecheck = ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1")
+
+    def measured(name: str, lines: Read, seconds: float, budget: int, *options: str) -> CheckPart:
+        command = (*bench, *(loss if name == "loss" else (name, *cuda)), *options, "--budget", str(budget))
+        return CheckPart(name=name, command=(*command, "--out", "{out}"), seconds=seconds, rows=name, lines=lines)
+
     return (
-        CheckPart(
-            name="tests", command=(*tests, str(kernels), str(root / DECODER_TESTS), "--ignore", bits), seconds=100
-        ),
+        CheckPart("tests", (*tests, str(kernels), str(root / DECODER_TESTS), "--ignore", bits), 100),
         CheckPart(
             name="tuning",
             command=(*bench, *loss, "--hidden", "1536", "--peers", "none", "--budget", "50"),
             seconds=85,
             environment=(("THRESHER_AUTOTUNE", "1"),),
         ),
-        CheckPart(
-            name="loss",
-            command=(*bench, *loss, "--hidden", "1536", "3584", "--budget", "40", *out),
-            seconds=60,
-            rows="loss",
-            lines=loss_lines,
-        ),
-        CheckPart(
-            name="decode",
-            command=(*bench, "decode", *cuda, "--steps", "32", "--budget", "50", *out),
-            seconds=75,
-            rows="decode",
-            lines=decode_lines,
-        ),
-        CheckPart(
-            name="rollout",
-            command=(*bench, "rollout", *cuda, "--shape", "rag", "--rounds", "2", "--budget", "35", *out),
-            seconds=50,
-            rows="rollout",
-            lines=rollout_lines,
-        ),
-        CheckPart(
-            name="step",
-            command=(*bench, "step", *cuda, "--shape", "0.5B", "--steps", "2", "--budget", "35", *out),
-            seconds=55,
-            rows="step",
-            lines=step_lines,
-        ),
+        measured("loss", loss_lines, 60, 40, "--hidden", "1536", "3584"),
+        measured("decode", decode_lines, 75, 50, "--steps", "32"),
+        measured("rollout", rollout_lines, 50, 35, "--shape", "rag", "--rounds", "2"),
+        measured("step", step_lines, 55, 35, "--shape", "0.5B", "--steps", "2"),
         CheckPart(
             name="racecheck",
             command=(*racecheck, *tests, *(str(kernels / test) for test in RACED)),
@@ -189,10 +163,6 @@ def parts(root: Path) -> tuple[CheckPart, ...]:
             needs="compute-sanitizer",
         ),
     )
-
-
-def missing(part: CheckPart) -> bool:
-    return part.needs is not None and which(part.needs) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +190,10 @@ def run_gpu_check(out: str | Path, budget: float, only: Sequence[str] | None = N
     slug = re.sub("[^a-z0-9]+", "-", name.partition(",")[0].lower())
     folder = Path(out)
     check_files(folder / f"check-{slug}.jsonl", None)
-    chosen = [part for part in parts(root) if only is None or part.name in only]
-    deadline = time.monotonic() + budget
-    outcomes = []
-    for part in chosen:
+    deadline, outcomes = time.monotonic() + budget, []
+    for part in parts(root):
+        if only is not None and part.name not in only:
+            continue
         outcome = run_part(part, folder, slug, deadline)
         outcomes.append(outcome)
         console.print(f"{part.name}: {outcome.how}{outcome.why}, {outcome.seconds:.0f} s", soft_wrap=True)
@@ -236,12 +206,12 @@ def run_gpu_check(out: str | Path, budget: float, only: Sequence[str] | None = N
 def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outcome:
     """Run one part in a process group of its own, which is stopped as a whole."""
     seconds = min(part.seconds, deadline - time.monotonic())
-    if missing(part):
+    if part.needs is not None and which(part.needs) is None:
         return Outcome(part, "left out", f" ({part.needs} is not installed)", 0.0, ())
     if seconds < FEWEST_SECONDS:
         return Outcome(part, "left out", " (no time left)", 0.0, ())
     path = None if part.rows is None else folder / f"{part.rows}-{slug}.jsonl"
-    before = _rows(path)
+    before = len(read_rows(path))
     command = [argument.format(out=path) if argument == "{out}" else argument for argument in part.command]
     started = time.monotonic()
     process = subprocess.Popen(command, env=os.environ | dict(part.environment), start_new_session=True)
@@ -253,24 +223,11 @@ def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outco
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    lines = tuple(part.lines(_rows(path)[len(before) :]))
+    lines = tuple(part.lines(read_rows(path)[before:]))
     spent = time.monotonic() - started
     if status is None:
         return Outcome(part, "cut off", f" (after its {seconds:.0f} s)", spent, lines)
     return Outcome(part, "passed" if status == 0 else "failed", "" if status == 0 else f" ({status})", spent, lines)
-
-
-def _rows(path: Path | None) -> list[dict[str, Any]]:
-    """Return the rows that a bench has written so far, without a line that was cut off."""
-    if path is None or not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
 
 
 def show(outcomes: Sequence[Outcome], name: str) -> None:

@@ -9,6 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
+from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.common.machine import origin
 
@@ -55,6 +57,10 @@ def resolve_device(name: str | None) -> torch.device:
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     """Return the dtype of this name; for None bfloat16 on CUDA, else float32."""
     return DTYPES[name or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def wait(device: torch.device) -> None:
@@ -132,6 +138,14 @@ def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
     return spread([b / a for a, b in zip(ours, theirs, strict=True)])
 
 
+def spread_text(values: dict[str, float] | None) -> str:
+    """Return the median with p20 and p80 in brackets; "-" for None."""
+    if values is None:
+        return "-"
+    p20, p50, p80 = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values())
+    return f"{p50} ({p20} to {p80})"
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes read and written a second by a copy, and operations a second by a matmul: the best of a few."""
@@ -156,11 +170,29 @@ def measure_rates(device: torch.device | None = None) -> Rates:
     return Rates(2 * COPIED_BYTES / copied, 2 * MATMUL**3 / multiplied)
 
 
+def read_rows(path: str | Path | None) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines, without a line that was cut off; none for None or a missing file."""
+    rows = []
+    for line in (
+        Path(path).read_text(encoding="utf-8").splitlines() if path is not None and Path(path).is_file() else ()
+    ):
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
 def append_rows(path: str | Path | None, *rows: dict[str, Any]) -> None:
     """Append JSON lines to `path`; do nothing for None."""
     if path is not None:
         with Path(path).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def print_files(out: str | Path | None, plot: str | Path | None = None) -> None:
+    """Say where rows and picture are; nothing of None."""
+    for what, path in (("appended to", out), ("drawn in", plot)):
+        if path is not None:
+            console.print(f"{what} {path}", soft_wrap=True)
 
 
 def check_files(out: str | Path | None, plot: str | Path | None) -> None:

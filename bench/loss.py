@@ -2,14 +2,12 @@
 
 A contender runs once and is held to float64, then its memory is measured, then all take turns on the clock, with three
 bare matmuls of the loss's shapes among them. One that cannot run, fails or is wrong gets a reason in place of figures.
-What a peer leaves to its caller is done around it in torch. Cases come in the order of their weight, so that a budget
-cuts off what matters least.
+Cases come in the order of their weight, so that a budget cuts off what matters least.
 
     floor       6 x R x H x V operations: logits, dX and dW, each once, for the unmasked rows
     nominal     that floor at the GPU's specified dense bfloat16 rate (engine/planning/time.py)
     measured    the same at the rate of the bare matmuls
-    extra       the most that torch held during a call beyond what it held before; workspace: without the gradients
-                that the call hands over
+    extra       peak memory of a call beyond what was there before; workspace: without the gradients it returns
     ratio       a peer's time by ours, of neighbouring calls
 
 Axes: T tokens, B sequences, Q tokens of a sequence, R unmasked rows, M rows of a chunk, H hidden width, V vocabulary.
@@ -35,10 +33,12 @@ from thresher.bench.harness import (
     MIB,
     append_rows,
     check_files,
+    dtype_name,
     facts,
     in_turn,
     package_version,
     peak_bytes,
+    print_files,
     ratios,
     resolve_device,
     resolve_dtype,
@@ -72,22 +72,22 @@ HEAD_TO_LOSS, LOGPROBS, FROM_LOGITS = "all of it", "head and log-prob; the rest 
 TRL_COLUMNS = 32768  # the vocabulary chunk of TRL's own trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Contender:
     """One implementation. prepare(case, chunk_rows or None for the default) returns a call: one forward and backward.
 
-    computes: which part is the contender's own. package: what must be installed, None for torch alone. dtypes,
-    cuda_only: where it runs. Rows outside the mask: a contender that takes log-probs is given the unmasked rows alone,
-    picked inside the call; one that takes a mask is given the mask.
+    computes: which part is the contender's own; the rest is done around it in torch. package: what must be installed,
+    None for torch alone. dtypes, cuda_only: where it runs. A contender that takes log-probs gets the unmasked rows
+    alone, picked inside the call; one that takes a mask gets the mask.
     """
 
     name: str
     computes: str
     prepare: Prepare
-    ours: bool = False
     package: str | None = None
     cuda_only: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    ours: bool = False
 
     @property
     def version(self) -> str | None:
@@ -100,7 +100,7 @@ class Contender:
         if self.package is not None and find_spec(self.package.replace("-", "_")) is None:
             return f"{self.package} is not installed; pip install {self.package} brings it."
         if dtype not in self.dtypes:
-            return f"It does not take {str(dtype).removeprefix('torch.')}."
+            return f"It does not take {dtype_name(dtype)}."
         return None
 
 
@@ -111,35 +111,25 @@ def usual_chunk(case: LossCase, chunk_rows: int | None) -> int:
     return min(chunk_rows or usual, case.shape.active)
 
 
-def _our_arguments(case: LossCase, chunk_rows: int | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _ours(case: LossCase, chunk_rows: int | None, backend: str = "auto", buffered: bool = False) -> Run:
+    """buffered: the head's gradient is added to the float32 buffer that the optimiser reads, as in training."""
     tensors = (case.hidden_TH, case.whole_head, case.targets_T, case.old_T, case.advantages_T, case.weights_T)
-    options = {"ref_logprobs_T": case.ref_T, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "kl_value": "k3"}
-    return tensors, {**options, "beta": BETA, "chunk_rows": chunk_rows, "vocab_size": case.shape.vocab}
-
-
-def _ours(case: LossCase, chunk_rows: int | None, backend: str = "auto") -> Run:
-    tensors, options = _our_arguments(case, chunk_rows)
-
-    def run() -> LossOutcome:
-        result = grpo_loss(*tensors, **options, backend=backend)
-        result.loss.backward()
-        assert case.hidden_TH.grad is not None and case.whole_head.grad is not None
-        return LossOutcome(result.loss, result.logprobs, case.hidden_TH.grad, case.whole_head.grad)
-
-    return run
-
-
-def _ours_into_buffer(case: LossCase, chunk_rows: int | None) -> Run:
-    """Call ours as the trainer does: the head's gradient is added to the float32 buffer that the optimiser reads."""
-    tensors, options = _our_arguments(case, chunk_rows)
-    buffer_VH = torch.zeros_like(case.whole_head, dtype=compute_dtype(case.head_VH)).detach()
+    options: dict[str, Any] = {"ref_logprobs_T": case.ref_T, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "beta": BETA}
+    options |= {"kl_value": "k3", "chunk_rows": chunk_rows, "vocab_size": case.shape.vocab, "backend": backend}
+    if buffered:
+        dtype = compute_dtype(case.head_VH)
+        options["lm_head_grad_VH"] = torch.zeros_like(case.whole_head, dtype=dtype).detach()
 
     def run() -> LossOutcome:
-        result = grpo_loss(*tensors, **options, lm_head_grad_VH=buffer_VH)
-        assert result.hidden_grad_TH is not None
-        # In training the states are no leaf, and backward would pass this on without making a copy of it.
-        case.hidden_TH.grad = result.hidden_grad_TH
-        return LossOutcome(result.loss, result.logprobs, result.hidden_grad_TH, buffer_VH)
+        result = grpo_loss(*tensors, **options)
+        if buffered:
+            # In training the states are no leaf, and backward would pass this on without making a copy of it.
+            case.hidden_TH.grad, head_grad_VH = result.hidden_grad_TH, options["lm_head_grad_VH"]
+        else:
+            result.loss.backward()
+            head_grad_VH = case.whole_head.grad
+        assert case.hidden_TH.grad is not None
+        return LossOutcome(result.loss, result.logprobs, case.hidden_TH.grad, head_grad_VH)
 
     return run
 
@@ -169,10 +159,6 @@ def _from_logprobs(case: LossCase, logprobs_of: Callable[[Tensor, Tensor, Tensor
 def naive_logprobs(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:
     """Return log-probs [R] from all logits at once, in float32."""
     return -F.cross_entropy((hidden_RH @ head_VH.t()).float(), targets_R, reduction="none")
-
-
-def _naive(case: LossCase, chunk_rows: int | None) -> Run:
-    return _from_logprobs(case, naive_logprobs)
 
 
 def _compiled(case: LossCase, chunk_rows: int | None) -> Run:
@@ -213,6 +199,11 @@ def _chunked(case: LossCase, chunk_rows: int | None) -> Run:
     return run
 
 
+def _by_sequence(case: LossCase) -> tuple[Tensor, ...]:
+    """Return ids, old and reference log-probs and mask, each [B, Q], for peers that take whole sequences."""
+    return tuple(map(case.sequences, (case.targets_T, case.old_T, case.ref_T, case.mask_T.float())))
+
+
 def _liger_fused(case: LossCase, chunk_rows: int | None, tf32: bool = False) -> Run:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
@@ -227,22 +218,15 @@ def _liger_fused(case: LossCase, chunk_rows: int | None, tf32: bool = False) -> 
         loss_type="dapo",
         temperature=1.0,
     )
-    ids_BQ, mask_BQ = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
-    old_BQ, ref_BQ, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
+    (ids_BQ, old_BQ, ref_BQ, mask_BQ), advantages_B = _by_sequence(case), case.advantages_B
+    options = {"ref_per_token_logps": ref_BQ, "old_per_token_logps": old_BQ}
 
     def run() -> LossOutcome:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         try:
-            loss, _ = loss_of(
-                case.sequences(case.hidden_TH),
-                case.head_VH,
-                ids_BQ,
-                mask_BQ,
-                advantages_B,
-                ref_per_token_logps=ref_BQ,
-                old_per_token_logps=old_BQ,
-            )
+            hidden_BQH = case.sequences(case.hidden_TH)
+            loss, _ = loss_of(hidden_BQH, case.head_VH, ids_BQ, mask_BQ, advantages_B, **options)
             loss.backward()
         finally:
             torch.set_float32_matmul_precision(before)
@@ -256,26 +240,13 @@ def _liger_triton(case: LossCase, chunk_rows: int | None) -> Run:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     padded_BQH = F.pad(case.sequences(case.hidden_TH.detach()), (0, 0, 0, 1)).requires_grad_()
-    ids_BQ, mask_BQ = case.sequences(case.targets_T), case.sequences(case.mask_T.float())
-    old_BQ, ref_BQ, advantages_B = case.sequences(case.old_T), case.sequences(case.ref_T), case.advantages_B
+    (ids_BQ, old_BQ, ref_BQ, mask_BQ), advantages_B = _by_sequence(case), case.advantages_B
+    options = {"completion_mask": mask_BQ, "temperature": 1.0, "beta": BETA, "eps_low": CLIP_LOW, "eps_high": CLIP_HIGH}
+    options |= {"inplace": True, "loss_type": "dapo", "reduce": True}
 
     def run() -> LossOutcome:
         padded_BQH.grad = None
-        loss, _ = triton_grpo_loss(
-            padded_BQH @ case.head_VH.t(),
-            old_BQ,
-            ref_BQ,
-            ids_BQ,
-            advantages_B,
-            completion_mask=mask_BQ,
-            temperature=1.0,
-            beta=BETA,
-            eps_low=CLIP_LOW,
-            eps_high=CLIP_HIGH,
-            inplace=True,
-            loss_type="dapo",
-            reduce=True,
-        )
+        loss, _ = triton_grpo_loss(padded_BQH @ case.head_VH.t(), old_BQ, ref_BQ, ids_BQ, advantages_B, **options)
         loss.backward()
         assert padded_BQH.grad is not None and case.head_VH.grad is not None
         return LossOutcome(loss, None, padded_BQH.grad[:, :-1].flatten(0, 1), case.head_VH.grad)
@@ -308,36 +279,20 @@ def _cce(case: LossCase, chunk_rows: int | None) -> Run:
 
 
 OURS = (
-    Contender(name="ours", computes=HEAD_TO_LOSS, prepare=_ours, ours=True),
-    Contender(name="ours, in place", computes=HEAD_TO_LOSS, prepare=_ours_into_buffer, ours=True),
+    Contender("ours", HEAD_TO_LOSS, _ours, ours=True),
+    Contender("ours, in place", HEAD_TO_LOSS, partial(_ours, buffered=True), ours=True),
 )
-OURS_IN_TORCH = Contender(
-    name="ours, torch backend", computes=HEAD_TO_LOSS, prepare=partial(_ours, backend="torch"), ours=True
-)
+OURS_IN_TORCH = Contender("ours, torch backend", HEAD_TO_LOSS, partial(_ours, backend="torch"), ours=True)
+LIGER, TF32 = "liger-kernel", partial(_liger_fused, tf32=True)
 PEERS = {
-    "naive": Contender(name="naive", computes=LOGPROBS, prepare=_naive),
-    "chunked": Contender(name="naive, chunked", computes=HEAD_TO_LOSS, prepare=_chunked),
-    "compiled": Contender(name="naive, compiled", computes=LOGPROBS, prepare=_compiled),
-    "liger": Contender(name="Liger fused", computes=HEAD_TO_LOSS, prepare=_liger_fused, package="liger-kernel"),
-    "liger-tf32": Contender(
-        name="Liger fused, TF32",
-        computes=HEAD_TO_LOSS,
-        prepare=partial(_liger_fused, tf32=True),
-        cuda_only=True,
-        package="liger-kernel",
-    ),
-    "liger-triton": Contender(
-        name="Liger triton", computes=FROM_LOGITS, prepare=_liger_triton, cuda_only=True, package="liger-kernel"
-    ),
-    "trl": Contender(name="TRL chunked", computes=LOGPROBS, prepare=_trl, package="trl"),
-    "cce": Contender(
-        name="CCE",
-        computes=LOGPROBS,
-        prepare=_cce,
-        package="cut-cross-entropy",
-        cuda_only=True,
-        dtypes=(torch.bfloat16,),
-    ),
+    "naive": Contender("naive", LOGPROBS, lambda case, chunk_rows: _from_logprobs(case, naive_logprobs)),
+    "chunked": Contender("naive, chunked", HEAD_TO_LOSS, _chunked),
+    "compiled": Contender("naive, compiled", LOGPROBS, _compiled),
+    "liger": Contender("Liger fused", HEAD_TO_LOSS, _liger_fused, LIGER),
+    "liger-tf32": Contender("Liger fused, TF32", HEAD_TO_LOSS, TF32, LIGER, cuda_only=True),
+    "liger-triton": Contender("Liger triton", FROM_LOGITS, _liger_triton, LIGER, cuda_only=True),
+    "trl": Contender("TRL chunked", LOGPROBS, _trl, "trl"),
+    "cce": Contender("CCE", LOGPROBS, _cce, "cut-cross-entropy", cuda_only=True, dtypes=(torch.bfloat16,)),
 }
 
 
@@ -390,8 +345,7 @@ class LossBench:
         densest = axes["density"][-1]
         made = [LossShape(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
         return sorted(
-            made,
-            key=lambda s: (s.density != densest, s.tokens != main, s.hidden, s.vocab, s.tokens, -s.density),
+            made, key=lambda s: (s.density != densest, s.tokens != main, s.hidden, s.vocab, s.tokens, -s.density)
         )
 
 
@@ -427,7 +381,7 @@ def run_loss_bench(
     deadline = time.monotonic() + bench.budget
     head = {"bench": "loss", **facts(("triton", "liger-kernel", "trl", "cut-cross-entropy"))}
     console.print(
-        f"{len(shapes)} cases in {str(dtype).removeprefix('torch.')} on {head['gpu'] or head['machine']}: forward and"
+        f"{len(shapes)} cases in {dtype_name(dtype)} on {head['gpu'] or head['machine']}: forward and"
         f" backward of ours and {len(bench.peers)} peers, each held to float64 first"
     )
     rows: list[dict[str, Any]] = []
@@ -450,18 +404,15 @@ def run_loss_bench(
             line.to(number, str(shape))
     _show(rows)
     if left_out:
-        append_rows(
-            out, {**head, "left_out": [{**asdict(shape), "reason": reason} for shape, reason in left_out.items()]}
-        )
+        reasons = [{**asdict(shape), "reason": reason} for shape, reason in left_out.items()]
+        append_rows(out, {**head, "left_out": reasons})
     for reason in dict.fromkeys(left_out.values()):
         console.print(f"left out: {'; '.join(str(shape) for shape in left_out if left_out[shape] == reason)}: {reason}")
     if plot is not None and rows:
         from thresher.bench.plots import draw_loss  # measuring needs no matplotlib
 
         draw_loss(rows, Path(plot))
-    for what, path in (("appended to", out), ("drawn in", plot if rows else None)):
-        if path is not None:
-            console.print(f"{what} {path}")
+    print_files(out, plot if rows else None)
     return rows
 
 
@@ -517,13 +468,12 @@ def measure_case(
     }
     taken = {entrant.contender.name: ms for entrant, ms in zip(entrants, times[len(matmuls) :], strict=True)}
     found = {entrant.contender.name: _figures(entrant, taken[entrant.contender.name], floors) for entrant in entrants}
-    for contender in chosen:
-        if contender.name in left_out:
-            found[contender.name] = {"version": contender.version, "left_out": left_out[contender.name]}
+    reasons = [one for one in chosen if one.name in left_out]
+    found |= {one.name: {"version": one.version, "left_out": left_out[one.name]} for one in reasons}
     ours = [contender.name for contender in chosen if contender.ours]
     return {
         "shape": {**asdict(shape), "active": shape.active, "sequences": shape.sequences},
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "chunk_rows": chunk_rows,
         "rounds": rounds,
         "matmul": {"rows": rows, "tflops": rate / 1e12},

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thresher.bench.harness import append_rows, check_files, facts, in_turn, ratios, spread
+from thresher.bench.harness import append_rows, check_files, facts, in_turn, print_files, ratios, spread
 from thresher.bench.retrieval_build import built
 from thresher.bench.retrieval_server import measure_service, unavailable
 from thresher.bench.retrieval_sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
@@ -337,7 +337,7 @@ def run_retrieval_bench(
         from thresher.bench.plots import draw_retrieval  # measuring needs no matplotlib
 
         draw_retrieval(run.rows, WANTED, Path(plot))
-        console.print(f"drawn in {plot}")
+        print_files(None, plot)
     return run.rows
 
 

@@ -2,14 +2,13 @@
 
 For every shape: make the model and the texts; hold the log-probs that our side recorded to a forward of our own over
 the finished sequences and to one of the peer's model; measure the machine's bare rates; then let the sides take turns.
-A row is one peer beside ours. A peer that cannot run gets its reason in place of figures. Rows are written as they are
-made.
+A row is one peer beside ours; a peer that cannot run gets its reason in place of figures.
 
     ours_tokens_per_s    sampled tokens by wall seconds, and so the peer's
-    ratio, cpu_ratio     the peer's seconds by ours, of neighbouring rounds; wall, and CPU of all threads; p20, p50, p80
-    ratio_rollout        the median of `ratio`, a number under the name that `bench step` has for it
-    prefill_tokens       asked: contexts as a caller submits them that has but a function from contexts to tokens; ours
-                         and peer: what went through the model, sampled tokens that were fed back left out
+    ratio, cpu_ratio     the peer's seconds by ours, of neighbouring rounds: wall, CPU of all threads
+    ratio_rollout        the median of `ratio`
+    prefill_tokens       asked: contexts as a caller of a function from contexts to tokens submits them; ours and peer:
+                         what went through the model, sampled tokens that were fed back left out
     floor_share          the floor by ours, by the peer's
     host_share           of our rollout's time, what was not spent in forwards, sampling and searches
 
@@ -24,7 +23,7 @@ are left out.
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,9 +37,11 @@ from thresher.bench.harness import (
     check_files,
     facts,
     measure_rates,
+    print_files,
     ratios,
     resolve_device,
     spread,
+    spread_text,
 )
 from thresher.bench.rollout_sides import HuggingFace, HuggingFaceSide, Work, Written, make_ours
 from thresher.bench.settings import ROLLOUT_SHAPES, RolloutSetting, RolloutShape, Sizes, make_rollout_setting
@@ -159,8 +160,7 @@ def run_rollout_bench(
         from thresher.bench.plots import draw_rollout
 
         draw_rollout(rows, Path(plot))
-    for path in filter(None, (out, plot)):
-        console.print(f"written to {path}")
+    print_files(out, plot)
     return rows
 
 
@@ -187,19 +187,17 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
             found.fail(peer.name, error)
     floor = floor_seconds(shape, measure_rates(torch.device(bench.device)))
     take_turns(ours, ready, bench.rounds, begun + budget, found)
-    common = {
-        **head,
-        "shape": shape.name,
-        "tokens": shape.sampled,
-        **_ours(shape, ours, found.ours),
-        "logprob_gap": gaps,
-        "floor": floor,
-        "floor_share": {"ours": floor["seconds"] / spread([r.wall for r in found.ours])["p50"], "peer": None},
-        "lengths": shape.record(),
-    }
-    names = PEERS[bench.peer]
+    head |= {"shape": shape.name, "tokens": shape.sampled, "ours": ours.name, "rounds": len(found.ours)}
+    head |= {"logprob_gap": gaps, "floor": floor, "lengths": shape.record()}
+    if not PEERS[bench.peer]:
+        return [head | _beside(shape, found.ours, [], floor["seconds"]) | {"peer": None}]
     calls = {peer.name: peer.samples_a_call for peer in ready}
-    return [_beside(common, shape, name, found, calls.get(name)) for name in names] or [common | {"peer": None}]
+    return [
+        head
+        | _beside(shape, found.ours, found.peers.get(name, []), floor["seconds"])
+        | {"peer": name, "peer_failure": found.failures.get(name), "peer_samples_a_call": calls.get(name)}
+        for name in PEERS[bench.peer]
+    ]
 
 
 def _peers(setting: RolloutSetting, names: Sequence[str], found: Rounds) -> tuple[list[Any], Any]:
@@ -245,60 +243,35 @@ def check_gaps(gaps: dict[str, list[torch.Tensor]], limit: float) -> dict[str, f
     return found
 
 
-def _ours(shape: RolloutShape, ours: Side, rounds: Sequence[Round]) -> dict[str, Any]:
-    hosts = [r.work.host_share for r in rounds if r.work.host_share is not None]
-    last = rounds[-1].work
-    return {
-        "ours": ours.name,
-        "rounds": len(rounds),
-        "ours_tokens_per_s": spread([shape.tokens / r.wall for r in rounds]),
-        "ours_s": spread([r.wall for r in rounds]),
-        "ours_cpu_s": spread([r.cpu for r in rounds]),
-        "peer_tokens_per_s": None,
-        "peer_s": None,
-        "peer_cpu_s": None,
-        "ratio_rollout": None,
-        "ratio": None,
-        "cpu_ratio": None,
-        "prefill_tokens": {"asked": shape.asked, "ours": last.prefilled, "peer": None},
-        "tokens_a_forward": {"ours": shape.tokens / last.forwards if last.forwards else None, "peer": None},
-        "host_share": spread(hosts) if hosts else None,
-        "drafted": last.drafted,
-        "accepted": last.accepted,
-    }
-
-
-def _beside(
-    common: dict[str, Any], shape: RolloutShape, name: str, found: Rounds, samples_a_call: int | None
-) -> dict[str, Any]:
-    """Return the row of ours beside one peer."""
-    rounds = found.peers.get(name, [])
-    row = common | {"peer": name, "peer_failure": found.failures.get(name), "peer_samples_a_call": samples_a_call}
-    if not rounds:
-        return row
-    work = rounds[-1].work
-    assert work.forwards is not None
-    floor = common["floor"]["seconds"]
-    ratio = ratios([theirs.wall for theirs in rounds], [ours.wall for ours in found.ours])
-    return row | {
-        "peer_tokens_per_s": spread([shape.tokens / r.wall for r in rounds]),
-        "peer_s": spread([r.wall for r in rounds]),
-        "peer_cpu_s": spread([r.cpu for r in rounds]),
-        "ratio_rollout": ratio["p50"],
+def _beside(shape: RolloutShape, ours: Sequence[Round], peer: Sequence[Round], floor: float) -> dict[str, Any]:
+    """Return what a row says of both sides; None for what a peer without rounds, or a side, cannot say."""
+    hosts = [r.work.host_share for r in ours if r.work.host_share is not None]
+    sides = {"ours": ours, "peer": peer}
+    works = {name: rounds[-1].work if rounds else Work() for name, rounds in sides.items()}
+    figures: dict[str, Any] = {}
+    for name, rounds in sides.items():
+        figures |= {
+            f"{name}_tokens_per_s": spread([shape.tokens / r.wall for r in rounds]) if rounds else None,
+            f"{name}_s": spread([r.wall for r in rounds]) if rounds else None,
+            f"{name}_cpu_s": spread([r.cpu for r in rounds]) if rounds else None,
+        }
+    ratio = ratios([r.wall for r in peer], [r.wall for r in ours]) if peer else None
+    return figures | {
+        "ratio_rollout": None if ratio is None else ratio["p50"],
         "ratio": ratio,
-        "cpu_ratio": ratios([theirs.cpu for theirs in rounds], [ours.cpu for ours in found.ours]),
-        "prefill_tokens": common["prefill_tokens"] | {"peer": work.prefilled},
-        "tokens_a_forward": common["tokens_a_forward"] | {"peer": shape.tokens / work.forwards},
-        "floor_share": common["floor_share"] | {"peer": floor / spread([r.wall for r in rounds])["p50"]},
+        "cpu_ratio": ratios([r.cpu for r in peer], [r.cpu for r in ours]) if peer else None,
+        "prefill_tokens": {"asked": shape.asked} | {name: work.prefilled for name, work in works.items()},
+        "tokens_a_forward": {n: shape.tokens / work.forwards if work.forwards else None for n, work in works.items()},
+        "floor_share": {name: floor / figures[f"{name}_s"]["p50"] if sides[name] else None for name in sides},
+        "host_share": spread(hosts) if hosts else None,
+        "drafted": works["ours"].drafted,
+        "accepted": works["ours"].accepted,
     }
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
     def middle(values: dict[str, float] | None) -> str:
         return "-" if values is None else f"{values['p50']:,.0f}"
-
-    def ratio(values: dict[str, float] | None) -> str:
-        return "-" if values is None else "{p50:.2f} ({p20:.2f} to {p80:.2f})".format(**values)
 
     table(
         "rollout, sampled tokens/s (medians), and the peer's seconds by ours (p20 to p80)",
@@ -308,8 +281,8 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
                 f"{row['shape']} {row['tokens']}" + (f", {row['peer']}" if row["peer"] else ""),
                 middle(row["ours_tokens_per_s"]),
                 row.get("peer_failure") or middle(row["peer_tokens_per_s"]),
-                ratio(row["ratio"]),
-                ratio(row["cpu_ratio"]),
+                spread_text(row["ratio"]),
+                spread_text(row["cpu_ratio"]),
                 f"{row['floor_share']['ours']:.0%}",
             )
             for row in rows
@@ -357,16 +330,8 @@ def stretches(shape: RolloutShape) -> list[Stretch]:
 def floor_seconds(shape: RolloutShape, rates: Rates) -> dict[str, Any]:
     """Return the floor in `seconds`, and its parts."""
     flops, moved = operations(shape), bytes_moved(shape)
-    by = {"arithmetic": flops / rates.flops_per_s, "memory": moved / rates.bytes_per_s}
-    bound = max(by, key=lambda name: by[name])
-    return {
-        "seconds": by[bound],
-        "bound": bound,
-        "flops": flops,
-        "bytes": moved,
-        "flops_per_s": rates.flops_per_s,
-        "bytes_per_s": rates.bytes_per_s,
-    }
+    seconds, bound = max((flops / rates.flops_per_s, "arithmetic"), (moved / rates.bytes_per_s, "memory"))
+    return {"seconds": seconds, "bound": bound, "flops": flops, "bytes": moved, **asdict(rates)}
 
 
 def operations(shape: RolloutShape) -> int:

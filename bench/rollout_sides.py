@@ -53,9 +53,8 @@ Ask = Callable[[list[list[int]], int, int], list[list[int]]]
 def play(setting: RolloutSetting, ask: Ask) -> None:
     """Play one round by submitting every context anew, as users of `generate` and of our Generator do.
 
-    Behind each turn of a search the whole text so far goes in again, with the passage appended; EviOmni's answers are
-    asked for in three contexts, (q, P, r, e), (q, P, r) and (q, e). Raises RuntimeError if a sample has not exactly the
-    length asked for.
+    After each turn of a search the whole text so far goes in again, with the passage appended; EviOmni's answers are
+    asked for in three contexts, (q, P, r, e), (q, P, r) and (q, e). Raises RuntimeError for a sample of another length.
     """
 
     def checked(contexts: list[list[int]], copies: int, tokens: int) -> list[list[int]]:
@@ -73,9 +72,8 @@ def play(setting: RolloutSetting, ask: Ask) -> None:
         reason, evidence, answer = shape.turns
         written = checked(contexts, copies, reason + evidence)
         prompts, questions = _each(contexts, copies), _each(setting.question_ids(), copies)
-        checked([prompt + ids for prompt, ids in zip(prompts, written, strict=True)], 1, answer)
-        checked([prompt + ids[:reason] for prompt, ids in zip(prompts, written, strict=True)], 1, answer)
-        checked([question + ids[reason:] for question, ids in zip(questions, written, strict=True)], 1, answer)
+        for before, part in ((prompts, slice(None)), (prompts, slice(reason)), (questions, slice(reason, None))):
+            checked([context + ids[part] for context, ids in zip(before, written, strict=True)], 1, answer)
         return
     for turn, tokens in enumerate(shape.turns):
         written = checked(contexts, copies, tokens)
@@ -258,7 +256,7 @@ def _hidden(prompt: Prompt, template: str, lengths: Sequence[int], tokens: int) 
 
 
 class Shelf(Retriever):
-    """Answers "question turn" with the passage that stands there."""
+    """Answers the query "QUESTION TURN" with that passage."""
 
     def __init__(self, texts: Sequence[Sequence[str]]) -> None:
         super().__init__()

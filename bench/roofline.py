@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from thresher.bench.harness import append_rows, check_files, facts
+from thresher.bench.harness import append_rows, check_files, facts, print_files
 from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.engine.planning import time as floors
@@ -21,10 +21,16 @@ from thresher.policy.config import ModelConfig, read_config
 SHARED, OWN, GROUP = 1200, 300, 8  # positions in common, positions of a sequence's own, sequences of a group
 
 
-def _qwen2_5(
-    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool
-) -> ModelConfig:
-    return ModelConfig(
+# The sizes of the Qwen2.5 models, as their published config.json files give them: layers, width, heads, heads of keys
+# and values, width of the MLP, rows of the head, whether these are the embedding's.
+SIZES = {
+    "0.5B": (24, 896, 14, 2, 4864, 151_936, True),
+    "1.5B": (28, 1536, 12, 2, 8960, 151_936, True),
+    "3B": (36, 2048, 16, 2, 11_008, 151_936, True),
+    "7B": (28, 3584, 28, 4, 18_944, 152_064, False),
+}
+MODELS = {
+    name: ModelConfig(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -38,14 +44,7 @@ def _qwen2_5(
         tie_word_embeddings=tied,
         eos_token_ids=(),
     )
-
-
-# The sizes of the Qwen2.5 models, as their published config.json files give them.
-MODELS = {
-    "0.5B": _qwen2_5(24, 896, 14, 2, 4864, 151_936, True),
-    "1.5B": _qwen2_5(28, 1536, 12, 2, 8960, 151_936, True),
-    "3B": _qwen2_5(36, 2048, 16, 2, 11_008, 151_936, True),
-    "7B": _qwen2_5(28, 3584, 28, 4, 18_944, 152_064, False),
+    for name, (layers, hidden, heads, kv_heads, intermediate, vocab, tied) in SIZES.items()
 }
 
 
@@ -71,20 +70,13 @@ def run_roofline(
     ]
     console.print("predictions from data sheets and aims; nothing here was measured")
     console.print(f"a decode step, batch {batch}, bfloat16: its floor, the share predicted of it, in tokens/s")
-    _show(
-        ("chip", "model", "context", "GB", "ms", "tokens/s", "share", "predicted"),
-        [_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"],
-    )
+    _show([_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"])
     console.print(f"an update of {batch} x 1,500 tokens, 300 of them sampled: ms per 1,000 tokens")
-    _show(
-        ("chip", "model", "states, GB", "floor, ms", "predicted, ms", "MFU"),
-        [_update_cells(row) for row in rows if row["kind"] == "update"],
-    )
+    _show([_update_cells(row) for row in rows if row["kind"] == "update"])
     console.print("states: of full fine-tuning, without activations; !: more than the chip's memory")
-    if out is not None:
-        head = facts()
-        append_rows(out, *({"bench": "roofline", **head, **row} for row in rows))
-        console.print(f"appended to {out}")
+    head = {"bench": "roofline", **facts()} if out is not None else {}
+    append_rows(out, *(head | row for row in rows))
+    print_files(out)
     return rows
 
 
@@ -125,13 +117,12 @@ def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[
     shape = UpdateShape(trajectories=batch)
     costs = floors.update_costs(config, shape)
     states = floors.state_bytes(config)
-    fields = asdict(shape)
-    del fields["checkpointed"]  # of runs; a row's update keeps its activations
     return {
         "kind": "update",
         "chip": chip.name,
         "model": name,
-        "shape": fields,
+        # "checkpointed" is of runs; a row's update keeps its activations
+        "shape": {name: value for name, value in asdict(shape).items() if name != "checkpointed"},
         "weights": trained_weights(config),
         "parts_of_a_token": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
         "floor_seconds_per_1000_tokens": 1000 * floors.floor_s(costs, chip),
@@ -142,34 +133,34 @@ def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[
     }
 
 
-def _decode_cells(row: dict[str, Any], shape: dict[str, int]) -> tuple[str, ...]:
-    return (
-        row["chip"],
-        row["model"],
-        f"{shape['shared']:,}/{shape['group']} + {shape['own']}" if shape["shared"] else f"{shape['own']:,}",
-        f"{row['memory_gb']:.0f}" + ("" if row["fits"] else " !"),
-        f"{1000 * row['floor_seconds']:.2f}",
-        f"{row['floor_tokens_per_s'] / 1000:.1f}k",
-        f"{row['predicted_share']:.0%}",
-        f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
-    )
+def _decode_cells(row: dict[str, Any], shape: dict[str, int]) -> dict[str, str]:
+    return {
+        "chip": row["chip"],
+        "model": row["model"],
+        "context": f"{shape['shared']:,}/{shape['group']} + {shape['own']}" if shape["shared"] else f"{shape['own']:,}",
+        "GB": f"{row['memory_gb']:.0f}" + ("" if row["fits"] else " !"),
+        "ms": f"{1000 * row['floor_seconds']:.2f}",
+        "tokens/s": f"{row['floor_tokens_per_s'] / 1000:.1f}k",
+        "share": f"{row['predicted_share']:.0%}",
+        "predicted": f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
+    }
 
 
-def _update_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        row["chip"],
-        row["model"],
-        f"{row['states_gb']:.0f}" + ("" if row["states_fit"] else " !"),
-        f"{1000 * row['floor_seconds_per_1000_tokens']:.1f}",
-        f"{1000 * row['predicted_seconds_per_1000_tokens']:.1f}",
-        f"{row['predicted_mfu']:.0%}",
-    )
+def _update_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "chip": row["chip"],
+        "model": row["model"],
+        "states, GB": f"{row['states_gb']:.0f}" + ("" if row["states_fit"] else " !"),
+        "floor, ms": f"{1000 * row['floor_seconds_per_1000_tokens']:.1f}",
+        "predicted, ms": f"{1000 * row['predicted_seconds_per_1000_tokens']:.1f}",
+        "MFU": f"{row['predicted_mfu']:.0%}",
+    }
 
 
-def _show(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+def _show(rows: Sequence[dict[str, str]]) -> None:
     drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for number, name in enumerate(columns):
+    for number, name in enumerate(rows[0]):
         drawn.add_column(name, justify="left" if number < 2 else "right", overflow="fold", no_wrap=number > 1)
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*row.values())
     console.print(drawn)

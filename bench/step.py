@@ -1,21 +1,19 @@
 """`thresher bench step`: a whole GRPO step of ours, prefixes shared and unshared, beside one of TRL's GRPOTrainer.
 
-All sides get the same model (random weights), prompts, group, number of tokens given and sampled, reward, beta,
-learning rate and optimiser; settings.py has them. Their steps alternate in one process. Before anything is timed,
-log-probs that were recorded while sampling must agree with a forward over the whole sequences, and with the peer's.
+All sides get the same model (random weights), prompts, group, number of tokens, reward, beta, learning rate and
+optimiser (settings.py); their steps alternate in one process. Before anything is timed, log-probs that were recorded
+while sampling must agree with a forward over the whole sequences, and with the peer's.
 
-    rollout    sampling all completions (TRL: `_generate`, see step_trl.py)
-    update     the rest of the step: rewards, advantages, reference log-probs, forward, backward, clip, optimiser
-    tokens     of a step's trajectories, prompts and passages included, each counted for every sample of its group: what
-               is processed is less where prefixes are shared, but what is trained is the same
-    ratio_*    TRL's seconds by ours (prefixes shared), of neighbouring steps; above 1 ours is faster
-    shared_gain    seconds of our update without shared prefixes by those with
+    rollout       sampling all completions (TRL: `_generate`, see step_trl.py)
+    update        the rest of the step: rewards, advantages, reference, forward, backward, clip, optimiser
+    tokens        of a step's trajectories, prompts and passages included, each counted for every sample
+    ratio_*       TRL's seconds by ours (prefixes shared), of neighbouring steps
+    shared_gain   seconds of our update without shared prefixes by those with
 
 Axes: T packed tokens.
 """
 
 import copy
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +24,18 @@ from typing import Any
 
 import torch
 
-from thresher.bench.harness import append_rows, check_files, facts, ratios, resolve_device, spread, wait
+from thresher.bench.harness import (
+    append_rows,
+    check_files,
+    facts,
+    print_files,
+    ratios,
+    read_rows,
+    resolve_device,
+    spread,
+    spread_text,
+    wait,
+)
 from thresher.bench.rollout import check_gaps, gap_of
 from thresher.bench.rollout_sides import RolloutSide, Written
 from thresher.bench.settings import STEP_SHAPES, Seconds, StepSetting, StepShape, make_step_setting, reward_of
@@ -36,7 +45,6 @@ from thresher.common.machine import checkout
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import TrainSequence, advantages, build_train_sequences, pack
-from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.threads import threads_for, use_threads
 from thresher.engine.training.update import Updater
 from thresher.kernels import token_logprobs
@@ -64,11 +72,9 @@ class StepBench:
 
 @dataclass(slots=True)
 class Steps:
-    """The steps of all sides on the clock, and the parts of our rollouts' time."""
+    """The steps of each of SIDES on the clock, and the parts of our rollouts' time."""
 
-    shared: list[Seconds] = field(default_factory=list)
-    unshared: list[Seconds] = field(default_factory=list)
-    peer: list[Seconds] = field(default_factory=list)
+    of: dict[str, list[Seconds]] = field(default_factory=lambda: {side: [] for side in SIDES})
     parts: list[dict[str, float]] = field(default_factory=list)
     asked: int = 0
     computed: int = 0
@@ -107,15 +113,11 @@ class Ours:
     def policy(self) -> Policy:
         return self.updaters[True].policy
 
-    def sample(self) -> list[Trajectory]:
-        """Return the trajectories of a step, each with its full length."""
-        return self.side.sample()
-
     def step(self, share_prefix: bool) -> Seconds:
         """Time one GRPO step."""
         wait(self.setting.device)
         wall, cpu = time.perf_counter(), time.process_time()
-        trajectories = self.sample()
+        trajectories = self.side.sample()
         wait(self.setting.device)
         sampled, sampled_cpu = time.perf_counter(), time.process_time()
         rewards = [reward_of([t.ids()[p] for p in t.policy_positions()]) for t in trajectories]
@@ -168,9 +170,8 @@ def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | 
     if plot is not None:
         from thresher.bench.plots import draw_step
 
-        draw_step([row] if out is None else read_rows(out), Path(plot))
-    for path in filter(None, (out, plot)):
-        console.print(f"written to {path}", soft_wrap=True)
+        draw_step([row] if out is None else rows_of_steps(out), Path(plot))
+    print_files(out, plot)
     return row
 
 
@@ -191,17 +192,17 @@ def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[
     def our_round(theirs: Seconds | None) -> bool:
         """Time both of ours behind a step of the peer's; return False to end the run."""
         nonlocal longest, last
-        order = (True, False) if len(steps.shared) % 2 == 0 else (False, True)
-        for share in order:
-            (steps.shared if share else steps.unshared).append(ours.step(share))
+        shared = steps.of["shared"]
+        for share in (True, False) if len(shared) % 2 == 0 else (False, True):
+            steps.of["shared" if share else "unshared"].append(ours.step(share))
             if share:
                 steps.parts.append(ours.parts)
                 steps.asked, steps.computed = ours.asked, ours.computed
         if theirs is not None:
-            steps.peer.append(theirs)
+            steps.of["peer"].append(theirs)
         now = time.monotonic()
         longest, last = max(longest, now - last), now
-        done = len(steps.shared) - WARMUP
+        done = len(shared) - WARMUP
         return done < 1 or (done < bench.steps and now + longest <= deadline)
 
     if peer == "trl":
@@ -219,7 +220,7 @@ def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[
         last = time.monotonic()
         while our_round(None):
             pass
-    for warm in (steps.shared, steps.unshared, steps.peer, steps.parts):
+    for warm in (*steps.of.values(), steps.parts):
         del warm[:WARMUP]
     return gaps, steps
 
@@ -230,13 +231,15 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
     `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats; raises
     RuntimeError if one exceeds LARGEST_GAP of the dtype.
     """
-    trajectories = ours.sample()
+    trajectories = ours.side.sample()
     vocab = ours.setting.rollout.tokenizer.vocab_size
-    items = [
-        TrainSequence(
-            ids=t.ids(), positions=t.policy_positions(), old_logprobs=t.policy_logprobs(), advantage=0.0, weight=1.0
-        )
+    written = [
+        Written(t.ids(), t.policy_positions(), t.policy_logprobs())
         for t in trajectories[:: max(1, len(trajectories) // PROVED)]
+    ]
+    items = [
+        TrainSequence(ids=one.ids, positions=one.positions, old_logprobs=one.logprobs, advantage=0.0, weight=1.0)
+        for one in written
     ]
     policy = ours.policy
     found: dict[str, list[torch.Tensor]] = {"recomputed": []}
@@ -246,7 +249,6 @@ def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None)
             logprobs_R, _ = token_logprobs(hidden_TH, policy.head_VH, batch.targets_R, vocab_size=vocab)
             found["recomputed"].append((logprobs_R - batch.old_logprobs_R).abs().max().cpu())
         if theirs is not None:
-            written = [Written(item.ids, item.positions, item.old_logprobs) for item in items]
             found["peer"] = [gap_of(theirs(one.ids), one, vocab) for one in written]
     return check_gaps(found, LARGEST_GAP[policy.dtype])
 
@@ -259,29 +261,34 @@ def _say(gaps: dict[str, float]) -> None:
 def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:
     """Return a run's row. Its ratios are the medians of neighbouring steps' wall seconds; `ratio` and `cpu_ratio` have
     their spread, None without a peer."""
-    setting, sides = ours.setting, {"shared": steps.shared, "unshared": steps.unshared, "peer": steps.peer}
-    shape, config = setting.shape, setting.rollout.policy.config
-    wall = {part: _ratio(steps.peer, steps.shared, part) for part in ("total", "update", "rollout")}
-    gain, cpu_gain = (_ratio(steps.unshared, steps.shared, part) for part in ("update", "update_cpu"))
+    setting, shape, config = ours.setting, ours.setting.shape, ours.setting.rollout.policy.config
+
+    def by_ours(side: str, part: str) -> dict[str, float] | None:
+        theirs, shared = ([getattr(step, part) for step in steps.of[name]] for name in (side, "shared"))
+        return ratios(theirs, shared) if theirs else None
+
+    wall = {part: by_ours("peer", part) for part in ("total", "update", "rollout")}
+    medians = {part: None if values is None else values["p50"] for part, values in wall.items()}
+    gain, cpu_gain = (by_ours("unshared", part) for part in ("update", "update_cpu"))
     assert gain is not None
     return {
         "bench": "step",
         **head,
         "device": setting.device.type,
         "shape": shape.name,
-        "steps": len(steps.shared),
+        "steps": len(steps.of["shared"]),
         "tokens": shape.tokens,
         "sampled_tokens": shape.lengths.tokens,
         "asked_tokens": steps.asked,
         "computed_tokens": steps.computed,
-        "ratio_step": _median(wall["total"]),
-        "ratio_update": _median(wall["update"]),
-        "ratio_rollout": _median(wall["rollout"]),
+        "ratio_step": medians["total"],
+        "ratio_update": medians["update"],
+        "ratio_rollout": medians["rollout"],
         "shared_gain": gain["p50"],
-        **{name: _figures(shape.tokens, found) if found else None for name, found in sides.items()},
+        **{name: _figures(shape.tokens, found) if found else None for name, found in steps.of.items()},
         "rollout_parts_s": {part: spread([one[part] for one in steps.parts]) for part in steps.parts[0]},
         "ratio": wall,
-        "cpu_ratio": {part: _ratio(steps.peer, steps.shared, f"{part}_cpu") for part in wall},
+        "cpu_ratio": {part: by_ours("peer", f"{part}_cpu") for part in wall},
         "shared_gains": {"wall": gain, "cpu": cpu_gain},
         "logprob_gap": gaps,
         "lengths": shape.record()
@@ -296,16 +303,6 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
     }
 
 
-def _ratio(theirs: Sequence[Seconds], ours: Sequence[Seconds], part: str) -> dict[str, float] | None:
-    if not theirs:
-        return None
-    return ratios([getattr(step, part) for step in theirs], [getattr(step, part) for step in ours])
-
-
-def _median(values: dict[str, float] | None) -> float | None:
-    return None if values is None else values["p50"]
-
-
 def _figures(tokens: int, steps: Sequence[Seconds]) -> dict[str, Any]:
     names = {"step": "total", "rollout": "rollout", "update": "update"}
     return {
@@ -316,10 +313,9 @@ def _figures(tokens: int, steps: Sequence[Seconds]) -> dict[str, Any]:
     }
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
+def rows_of_steps(path: str | Path) -> list[dict[str, Any]]:
     """Return a file's rows of this bench in their present form."""
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row.get("bench") == "step" and isinstance(row["shape"], str)]
+    return [row for row in read_rows(path) if row.get("bench") == "step" and isinstance(row["shape"], str)]
 
 
 def show(row: dict[str, Any]) -> None:
@@ -333,11 +329,7 @@ def show(row: dict[str, Any]) -> None:
     }
 
     def cell(values: dict[str, Any] | None, key: str | None) -> str:
-        if values is None or key is None or values[key] is None:
-            return "-"
-        spreads = (values[key][p] for p in ("p20", "p50", "p80"))
-        p20, p50, p80 = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in spreads)
-        return f"{p50} ({p20} to {p80})"
+        return spread_text(None if values is None or key is None else values[key])
 
     lengths = row["lengths"]
     console.print(

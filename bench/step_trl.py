@@ -1,9 +1,8 @@
 """TRL's side of `thresher bench step`: its GRPOTrainer as it comes, with the step's phases timed from outside.
 
-A step lasts from the trainer's `on_step_begin` to its `on_step_end`, the optimiser's step included. The rollout is the
-trainer's own `_generate` (tokenise, `model.generate`, decode); the rest is the update. Our steps run inside the
-`on_step_end` callback, after the clock was stopped. All samples of a step are one batch, without checkpointing: its
-fastest where memory allows it. Samples keep their full length through `min_new_tokens`.
+A step lasts from `on_step_begin` to `on_step_end`; the rollout is the trainer's own `_generate` (tokenise, generate,
+decode). Our steps run inside the `on_step_end` callback, after the clock was stopped. All samples of a step are one
+batch, without checkpointing: its fastest where memory allows it. `min_new_tokens` keeps samples at their full length.
 """
 
 import time

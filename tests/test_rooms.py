@@ -32,7 +32,7 @@ ROOMS = (
     ("bench/harness.py", "bench/loss_cases.py", "bench/plots.py", "bench/sass.py"),
     ("bench/compile.py", "bench/gpu_check.py", "bench/loss.py", "bench/roofline.py"),
     ("bench/retrieval_build.py", "bench/retrieval_server.py", "bench/retrieval_sets.py"),
-    ("bench/decode.py", "bench/loss_suite.py", "bench/retrieval.py"),
+    ("bench/decode.py", "bench/retrieval.py"),
     ("bench/settings.py",),
     ("bench/rollout_sides.py", "bench/step_trl.py"),
     ("bench/rollout.py",),

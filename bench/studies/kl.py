@@ -10,10 +10,9 @@
     curves.png, enumeration.json, enumeration.png, training.png
     pairs.jsonl  each step of each run; kl.json: each run, and the settings
 
-The policy is pushed off its reference by the learning rate alone, which is kept constant; batch, beta and clipping are
-the demo's. Read the largest coefficients with their signs in mind: one of k3's above 1 belongs to a token that the
-policy made less likely, since for one made likelier it stays below 1; k2's grows alike on both sides. Two seeds of a
-small model give no verdict on which estimator trains better.
+The learning rate alone pushes the policy off its reference; it is constant, and batch, beta and clipping are the
+demo's. A coefficient of k3 above 1 belongs to a token that became less likely; k2's grows alike on both sides. Two
+seeds of a small model give no verdict on which estimator trains better.
 
 Axes: V outcomes, X points of a curve (docs/notation.md).
 """
@@ -234,14 +233,8 @@ def run_study(
     stopped = train_all(cases, "study kl", say, may_diverge=True)
     records = {case.name: steps_of(case) for case in cases}
     runs = [summary_of(case, records[case.name], stopped.get(case.name)) for case in cases]
-    write_jsonl(
-        out / "pairs.jsonl",
-        (
-            {"rate": case.rate, "estimator": case.estimator, "seed": case.seed, **record}
-            for case in cases
-            for record in records[case.name]
-        ),
-    )
+    named = [({"rate": c.rate, "estimator": c.estimator, "seed": c.seed}, records[c.name]) for c in cases]
+    write_jsonl(out / "pairs.jsonl", (head | record for head, steps in named for record in steps))
     recipe = cases[0].recipe
     draw_kl_training(runs, records, recipe.optim.max_grad_norm, out / "training.png")
     settings = {

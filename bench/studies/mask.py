@@ -1,22 +1,20 @@
 """`thresher study mask`: what masking of retrieved tokens costs, and what it does to the gradient.
 
-One batch of trajectories, four treatments: time, memory and gradient of each; then the same with the passages cut short
-or repeated, for the cost against the share of retrieved tokens. Prints a table and its findings in words, writes
-mask.json and mask.png. There is no training under each treatment: that takes runs, not a batch.
+One batch of trajectories, four treatments: time, memory and gradient of each, then the cost against the share of
+retrieved tokens. Prints a table and findings, writes mask.json and mask.png. Nothing is trained.
 
     in the loss   every retrieved token is a target too, with its trajectory's advantage and an old log-prob that a
-                  forward had to make, for it was not sampled: training without a mask
-    zeroed        the same rows go through the head, and the result of the retrieved ones is multiplied away: the usual
+                  forward had to make, for it was not sampled
+    zeroed        the same rows go through the head, and the result of the retrieved ones is multiplied by 0: the usual
                   way to mask a loss
     masked        rows that predict a retrieved token never reach the head: what Thresher does
-    removed       the retrieved tokens are cut out of the input and the rest is prefilled afresh, positions closed up:
-                  a hard mask
+    removed       the retrieved tokens are cut out of the input and the rest is prefilled afresh
 
 All four go through the product's own packing, forward and loss kernel. The kernel drops a row of weight 0 before the
-head; "zeroed" therefore gives the retrieved rows `FAINT` of their weight: all of the work is done, and what it adds to
-the gradient is below float32's rounding. A row keeps one weight under every treatment (1/(N |y|) where the recipe says
-so, |y| being the sampled tokens), so that the gradient "in the loss" minus that of "masked" is the retrieved rows' own.
-Old log-probs are the policy's own under the same treatment: every ratio is 1 and nothing is clipped.
+head, so "zeroed" gives the retrieved rows `FAINT` of their weight, which is below float32's rounding in the gradient.
+A row keeps one weight under every treatment (1/(N |y|) where the recipe says so, |y| being the sampled tokens), so that
+the gradient "in the loss" minus that of "masked" is the retrieved rows' own. Old log-probs are the policy's own under
+the same treatment: every ratio is 1 and nothing is clipped.
 
 Axes: T packed tokens, R rows at the head, H hidden.
 """
@@ -28,7 +26,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -209,8 +207,7 @@ def _signal_first(pairs: Sequence[tuple[Trajectory, float]]) -> list[tuple[Traje
     groups: dict[int, list[tuple[Trajectory, float]]] = defaultdict(list)
     for trajectory, value in pairs:
         groups[trajectory.group].append((trajectory, value))
-    ordered = sorted(groups.values(), key=lambda group: not any(value for _, value in group))
-    return [pair for group in ordered for pair in group]
+    return [p for group in sorted(groups.values(), key=lambda g: not any(value for _, value in g)) for p in group]
 
 
 def without_retrieved(trajectory: Trajectory) -> Trajectory:
@@ -273,21 +270,8 @@ class Treated:
         return replace(self, batches=batches)
 
 
-@dataclass(slots=True)
-class StepClock:
-    """Milliseconds of each part, one entry a step."""
-
-    forward: list[float] = field(default_factory=list)
-    head: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-
-    @property
-    def step(self) -> list[float]:
-        return [sum(parts) for parts in zip(self.forward, self.head, self.backward, strict=True)]
-
-    def medians(self) -> dict[str, float]:
-        parts = ("forward", "head", "backward", "step")
-        return {f"{name}_ms": median(getattr(self, name)) for name in parts}
+PARTS = ("forward", "head", "backward")
+Clock = dict[str, list[float]]  # milliseconds of each of PARTS, one entry a step
 
 
 def treat(name: str, subject: Subject) -> Treated:
@@ -349,7 +333,7 @@ def clear(policy: Policy) -> None:
     policy.head_VH.grad = torch.zeros_like(policy.head_VH)
 
 
-def run_step(subject: Subject, batches: Iterable[Batch], clock: StepClock | None = None) -> list[LossResult]:
+def run_step(subject: Subject, batches: Iterable[Batch], clock: Clock | None = None) -> list[LossResult]:
     """Run forward, head with loss, and backward of all batches; leave the gradients on the policy."""
     policy = subject.policy
     clear(policy)
@@ -366,8 +350,8 @@ def run_step(subject: Subject, batches: Iterable[Batch], clock: StepClock | None
         spent = [total + 1e3 * (end - start) for total, (start, end) in zip(spent, pairwise(marks), strict=True)]
         results.append(result)
     if clock is not None:
-        for times, value in zip((clock.forward, clock.head, clock.backward), spent, strict=True):
-            times.append(value)
+        for part, value in zip(PARTS, spent, strict=True):
+            clock[part].append(value)
     return results
 
 
@@ -378,15 +362,12 @@ def _now(device: torch.device) -> float:
 
 def timed(
     subject: Subject, treated: Mapping[str, Treated], repeats: int, tick: Callable[[], None] = lambda: None
-) -> dict[str, StepClock]:
+) -> dict[str, Clock]:
     """Time `repeats` steps of each treatment, in turn, after one that does not count."""
-    clocks = {name: StepClock() for name in treated}
+    clocks: dict[str, Clock] = {name: {part: [] for part in PARTS} for name in treated}
     calls = [partial(run_step, subject, treated[name].batches, clock) for name, clock in clocks.items()]
     in_turn(calls, 1 + repeats, subject.policy.device, tick)
-    for clock in clocks.values():
-        for times in (clock.forward, clock.head, clock.backward):
-            del times[0]
-    return clocks
+    return {name: {part: times[1:] for part, times in clock.items()} for name, clock in clocks.items()}
 
 
 def timed_heads(
@@ -394,11 +375,8 @@ def timed_heads(
 ) -> dict[str, float]:
     """Return median milliseconds of head and loss alone, from hidden states that are made once."""
 
-    def run(calls: Sequence[Callable[[], None]]) -> None:
-        for call in calls:
-            call()
-
-    calls = [partial(run, [head_call(subject, batch, None) for batch in one.batches]) for one in treated.values()]
+    heads = [[head_call(subject, batch, None) for batch in one.batches] for one in treated.values()]
+    calls = [lambda every=every: [call() for call in every] for every in heads]
     clear(subject.policy)
     times = in_turn(calls, 1 + repeats, subject.policy.device, tick)
     return {name: median(spent[1:]) for name, spent in zip(treated, times, strict=True)}
@@ -504,8 +482,9 @@ def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
         name: {
             "tokens": one.tokens,
             "rows": one.rows,
-            **clocks[name].medians(),
-            "times_ms": {part: getattr(clocks[name], part) for part in ("forward", "head", "backward")},
+            **{f"{part}_ms": median(times) for part, times in clocks[name].items()},
+            "step_ms": median(map(sum, zip(*clocks[name].values(), strict=True))),
+            "times_ms": clocks[name],
             "head_mib": head_peak(subject, one, at_once=False) / MIB,
             "head_at_once_mib": head_peak(subject, one, at_once=True) / MIB,
             "step_mib": step_peak(subject, one) / MIB,

@@ -14,7 +14,7 @@ import torch
 from thresher.bench import step as step_module
 from thresher.bench.roofline import MODELS
 from thresher.bench.settings import STEP_SHAPES, Sizes, StepShape, make_step_setting
-from thresher.bench.step import LARGEST_GAP, Ours, StepBench, prove, read_rows, run_step_bench
+from thresher.bench.step import LARGEST_GAP, Ours, StepBench, prove, rows_of_steps, run_step_bench
 from thresher.cli.commands import bench as command_line
 from thresher.cli.main import run
 from thresher.common.errors import UserError
@@ -90,7 +90,7 @@ def test_rows_are_appended_and_the_picture_draws_the_files_last_of_each_shape(
     out.write_text('{"bench": "step", "shape": {"questions": 16}}\n', encoding="utf-8")  # a row as it once was
     for name in SMALL:
         run_step_bench(StepBench(shape=name, peer="none", steps=1), out)
-    assert [row["shape"] for row in read_rows(out)] == list(SMALL)
+    assert [row["shape"] for row in rows_of_steps(out)] == list(SMALL)
 
 
 def test_the_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: P
 def test_a_search_step_trains_on_what_was_sampled_and_not_on_what_was_found() -> None:
     shape = SMALL["search"]
     ours = Ours(make_step_setting(shape))
-    for trajectory in ours.sample():
+    for trajectory in ours.side.sample():
         sources = [segment.source for segment in trajectory.segments]
         assert sources == [Source.PROMPT, *[Source.POLICY, Source.RETRIEVED] * 2, Source.POLICY]
         assert len(trajectory.ids()) == shape.lengths.longest == 20 + 3 * 5 + 2 * 7
