@@ -86,6 +86,11 @@ MAY_CHANGE = frozenset(
     | {f"judge.{key}" for key in ("device", "batch_tokens", "cache_size", "url", "key_env", "timeout", "retry_seconds")}
     | {"judge.concurrency", "judge.replies"}
 )
+# Keys that decide where and in which portions a rollout is computed, and no trajectory.
+COMPUTING_KEYS = (
+    "model.device",
+    *(f"rollout.{key}" for key in ("max_num_seqs", "kv_block_size", "kv_tokens", "attention", "num_draft_tokens")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +158,10 @@ class Recipe(Section):
         if not isinstance(section, kind):
             raise UserError(f"the recipe has no section [{name}], which this command needs; add it with {kind.wants()}")
         return section
+
+    def running_at_most(self, count: int) -> "Recipe":
+        """Return the recipe with room for no more than `count` sequences at once."""
+        return replace(self, rollout=replace(self.rollout, max_num_seqs=min(self.rollout.max_num_seqs, count)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain tables, as TOML holds them: tuples are lists, and what is None is left out."""

@@ -1,26 +1,30 @@
-"""`thresher eval`, from questions to table: generated part by part, kept as it grows, then scored and measured.
+"""`thresher eval`, from questions to table: trajectories made in batches and kept as they come, then scored.
 
-    questions -> passages, noise, cut to what fits -> parts of 2 x max_num_seqs: rollout, append to the folder
+    questions -> passages, noise, cut to what fits -> batches of 2 x max_num_seqs: rollout, append to the folder
               -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table
 
-What is costly comes first and is on the disk before any judge is asked. Whatever ends an evaluation early (a kill, a
-server that stays away, a judge that fails), the same command goes on from what the folder holds; a part that was under
-way is generated anew, with the same noise. No failure becomes a score.
-
-Latency is the rollouts' seconds by question: a figure of the whole batch, and stated with it. Prefill, decoding, the
-policy's searches and the branches are in it; loading, judges and the search for passages that prompts show are not.
+Trajectories are on the disk before a judge is asked. The same command resumes an evaluation that was ended early; a
+batch that was under way is generated anew, with the same noise. A failure never becomes a score.
 """
 
+import json
+import math
+import os
+import shutil
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from thresher.common import console
 from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_json_object, staged_folder
+from thresher.common.locks import lock_folder
+from thresher.common.records import RecordLog, write_object, write_records
 from thresher.engine.assemble import (
     PromptContext,
     RunContext,
@@ -30,12 +34,11 @@ from thresher.engine.assemble import (
     load_run_context,
 )
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.recipe import COMPUTING_KEYS, Recipe
 from thresher.engine.config.sections import DataSection, SystemSection
 from thresher.engine.episode import System
 from thresher.engine.evaluation.api_rollout import AnsweredBy, ApiRunContext, load_api_context
-from thresher.engine.evaluation.evaluate import draw_parts, jobs_of
-from thresher.engine.evaluation.folder import ANSWERS, EvalFolder, Generated, check_belongs, check_generated
+from thresher.engine.evaluation.evaluate import generate_in_batches, jobs_of
 from thresher.engine.evaluation.metrics import (
     FACTS,
     Values,
@@ -54,7 +57,7 @@ from thresher.engine.protocol.prompts import (
     with_noise,
     with_passages,
 )
-from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
 from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.run_folder import Best
@@ -63,31 +66,26 @@ from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
 from thresher.rewards.papers.evinote import evinote_claims
+from thresher.rewards.reward import Source
 from thresher.rewards.text import contains_answer
 
 NOTES = ("summary", "evidence", "extract", "evaluate", "analysis")  # tags of what may entail an answer
-# Keys of the recipe that decide no trajectory, or only where it is computed.
-_FREE = {
-    "model": {"device"},
-    "retrieval": {"timeout", "patience"},
-    "rollout": {
-        "max_num_seqs",
-        "kv_block_size",
-        "kv_tokens",
-        "attention",
-        "num_draft_tokens",
-        "group_size",
-        "questions_per_step",
-        "temperature",
-    },
+ANSWERS = "answers.jsonl"
+REMEDY = "delete this line and those behind it, and they are generated again"
+# Keys of the recipe that decide no trajectory, or that the evaluation sets itself.
+_FREE = {*COMPUTING_KEYS, "retrieval.timeout", "retrieval.patience"} | {
+    f"rollout.{key}" for key in ("group_size", "questions_per_step", "temperature")
 }
-Answerer = RunContext | ApiRunContext  # each with a `rollout` that has a prompt, a run and a clock
+Answerer = RunContext | ApiRunContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """Settings of an evaluation besides its recipe; `baseline` answers in the place of a system, `answered_by` in that
-    of our policy. allow_keys: where which key may go, as `load_endpoint` has it."""
+    """Settings of an evaluation besides its recipe.
+
+    baseline: answers in place of the system. answered_by: the model that answers in place of the recipe's policy.
+    allow_keys: as in `load_endpoint`.
+    """
 
     questions: str | None = None
     limit: int | None = None
@@ -100,32 +98,22 @@ class EvalOptions:
 
 
 def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, Any]:
-    """Evaluate into the folder `out`, show the table, and return what metrics.json holds."""
+    """Evaluate into the folder `out`, show the table, and return the content of metrics.json."""
     path = asked.questions or recipe.need(DataSection).dev
     if path is None:
         raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
     questions = read_questions(path)[: asked.limit]
     settings = settings_of(recipe, asked, path, questions)
     EvalFolder.check(out, settings)
-    recipe = replace(
-        recipe, rollout=replace(recipe.rollout, max_num_seqs=min(recipe.rollout.max_num_seqs, len(questions)))
-    )
+    recipe = recipe.running_at_most(len(questions))
     context = _load(recipe, asked, out / ANSWERS)
     context = replace(context, system=_with_claims(context.system, recipe.judge.entailment))
     check_gold_indices(questions, context.system, path)
     retriever = retriever_of(recipe, context.system)
     shown = prepare(questions, context, retriever, asked.noise)
-    questions = shown.questions
-    if warning := shown.warning():
-        console.console.print(f"eval: {warning}", soft_wrap=True)
     rollout = context.rollout(retriever)
-    for question in questions:
-        rollout.prompt(question)  # refused before anything is written
-    if not asked.answered_by and recipe.model.prompt == "raw" and context.tokenizer.chat_template is not None:
-        console.console.print(
-            "eval: the prompt goes in as it is, though the model has a chat template, which --prompt chat takes",
-            soft_wrap=True,
-        )
+    check_prompts(shown, rollout, context, "eval", "--prompt chat")
+    questions = shown.questions
     with EvalFolder.open(out, settings) as folder, context.threads():
         judges = load_judges(recipe, context.system, out / "replies.jsonl", asked.allow_keys)
         try:
@@ -137,35 +125,59 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
         figures = figures_of(measures, [parts_of(entry) for entry in scored])
         figures |= _facts(context, asked, path, judges, scored, sum(one.seconds for one in done))
         roomless = round(sum(one.branches_without_room for one in done))
-        figures |= {"branches_without_room": roomless, "roomless": _roomless(roomless)}
+        lost = f"{roomless:,} found no room in rollout.max_context, and their answers count as missing"
+        figures |= {"branches_without_room": roomless, "roomless": lost if roomless else None}
         figures |= {"cut_questions": shown.cut_questions, "cut_passages": shown.cut_passages, "cut": shown.warning()}
         records = (
             {**entry.to_dict(context.tokenizer), "measures": values}
             for entry, values in zip(scored, measures, strict=True)
         )
         folder.finish(records, markdown(f"{context.system.name} on {Path(path).name}", figures), figures)
-    _show(out, figures)
+    facts = [f"{FACTS[key]}: {figures[key]}" for key in FACTS if figures.get(key) is not None]
+    console.console.print("\n".join(facts), markup=False, soft_wrap=True)
+    console.table(f"eval: {out}", ("measure", "mean", "95% interval", "questions"), rows_of(figures))
     return figures
 
 
+def check_prompts(
+    shown: PromptBatch, rollout: EpisodeRunner, context: Answerer, label: str, chat: str
+) -> list[list[int]]:
+    """Return the prompts' ids. Print what was cut, and that a chat template is unused; `chat` is the flag that uses it.
+
+    UserError for a prompt that does not fit into the context.
+    """
+    if warning := shown.warning():
+        console.console.print(f"{label}: {warning}", soft_wrap=True)
+    prompts = [rollout.prompt(question) for question in shown.questions]
+    if (
+        isinstance(context, RunContext)
+        and context.recipe.model.prompt == "raw"
+        and context.tokenizer.chat_template is not None
+    ):
+        console.console.print(
+            f"{label}: the prompt goes in as it is, though the model has a chat template, which {chat} takes",
+            soft_wrap=True,
+        )
+    return prompts
+
+
 def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequence[Question]) -> dict[str, Any]:
-    """Return what decides the trajectories, by dotted keys: an unfinished evaluation goes on under the very same
-    alone."""
+    """Return what decides the trajectories, by dotted keys. An evaluation is resumed under equal settings only."""
     tables = recipe.to_dict()
     settings = {
         f"{section}.{key}": value
         for section in ("model", "retrieval", "system", "rollout")
         for key, value in tables.get(section, {}).items()
-        if key not in _FREE.get(section, ())
+        if f"{section}.{key}" not in _FREE
     }
-    content = blake2b(repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass"))
     settings |= asked.answered_by.settings() if asked.answered_by else {}
+    content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
     return settings | {
         "baseline": asked.baseline,
         "the system file's content": own_digest(recipe.system.name) if recipe.system else None,
         "questions": path,
         "limit": asked.limit,
-        "the questions' content": content.hexdigest()[:16],
+        "the questions' content": blake2b(content).hexdigest()[:16],
         "temperature": asked.temperature,
         "seed": recipe.run.seed if asked.temperature or asked.noise else None,
         "noise": asked.noise,
@@ -175,11 +187,11 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
 def prepare(
     questions: Sequence[Question], context: PromptContext, retriever: Retriever | None, noise: int
 ) -> PromptBatch:
-    """Return the questions with what their prompts show: passages found where they bring none, and noise, as far as
-    they fit.
+    """Return the questions with the passages of their prompts: retrieved where a question has none, and noise, cut to
+    what fits.
 
-    Noise is drawn from the corpus where it is at hand, else from the passages of the other questions. UserError for
-    passages that are nowhere, and for noise without a prompt to put it into.
+    Noise is drawn from the corpus where it is local, else from the passages of the other questions. UserError where
+    there are no passages to be had, and for noise where the prompt shows none.
     """
     if not context.system.given_passages:
         if noise:
@@ -192,55 +204,142 @@ def prepare(
     return truncate_passages(questions, context.system, context.tools, context.renderer)
 
 
+def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
+    """Return the recipe's retriever; None for a system that neither searches nor shows passages."""
+    return load_retrieval(recipe, system) if system.given_passages or system.needs_index else None
+
+
 def _load(recipe: Recipe, asked: EvalOptions, answers: Path) -> Answerer:
-    section = recipe.need(SystemSection)
-    system = None if asked.baseline is None else load_baseline(asked.baseline, section.options)
+    options = recipe.need(SystemSection).options
+    system = None if asked.baseline is None else load_baseline(asked.baseline, options)
     if asked.answered_by is not None:
         return load_api_context(recipe, system, asked.answered_by, answers)
     return load_run_context(recipe, system=system)
 
 
-def _measures(scored: Sequence[Scored], done: Sequence[Generated], context: Answerer) -> list[Values]:
-    """Return each question's measures, without those in tokens where an endpoint answered and nobody knows its
-    tokens."""
-    left_out = context.unmeasured if isinstance(context, ApiRunContext) else ()
-    found = [
-        measures_of(entry, context.system.tags) | ranking_measures(one.relevant)
-        for entry, one in zip(scored, done, strict=True)
-    ]
-    return [{name: value for name, value in values.items() if name not in left_out} for values in found]
+def _with_claims(system: System, classifier: str | None) -> System:
+    """Return the system with an entailment claim about its last note, if a classifier is named and no reward asks for
+    one."""
+    tag = next((tag for tag in NOTES if f"<{tag}>" in system.tags), None)
+    if classifier is None or system.claims is not None or tag is None:
+        return system
+    return replace(system, claims=partial(evinote_claims, tag=tag))
 
 
-def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
-    """Return the retriever that the system searches, or that its passages are looked for in; None if it reads
-    nothing."""
-    reads = system.given_passages or system.needs_index
-    return load_retrieval(recipe, system) if reads else None
+# --- Trajectories, and the folder that keeps them
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A trajectory; for each passage found or given, True if it holds a gold string; and its share of its batch's
+    seconds and of the batch's branches that found no room in the context."""
+
+    trajectory: Trajectory
+    seconds: float
+    relevant: list[bool]
+    branches_without_room: float = 0.0
+
+
+class EvalFolder:
+    """The folder of `thresher eval`, locked; use it in a `with`. If it holds nothing when an error ends it, it is
+    removed.
+
+        settings.json        what decides the trajectories; a command with other settings is refused
+        generated.jsonl      the trajectories so far, appended batch by batch; deleted once the evaluation is complete
+        answers.jsonl        replies of the endpoint that answers, if any
+        replies.jsonl        replies of an LLM judge, if any
+        trajectories.jsonl   every question: its trajectory, reward, parts and measures
+        table.md             the table, for people
+        metrics.json         the same, and what it was measured under; written last
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+        self._log = RecordLog(path / "generated.jsonl", remedy=REMEDY)
+
+    @staticmethod
+    def check(path: str | Path, settings: Mapping[str, Any]) -> None:
+        """Raise UserError unless the folder is free or holds an unfinished evaluation with these settings."""
+        path = Path(path)
+        if not os.path.lexists(path):
+            return
+        if not (path / "settings.json").is_file() or (path / "metrics.json").exists():
+            raise UserError(f"{path}: exists already; choose another folder for the evaluation")
+        before = read_json_object(path / "settings.json")
+        now = json.loads(json.dumps(settings))
+        for key in {**before, **now}:
+            if before.get(key) != now.get(key):
+                one, other = (
+                    "nothing" if values.get(key) is None else json.dumps(values[key], ensure_ascii=False)
+                    for values in (before, now)
+                )
+                raise UserError(
+                    f"{path}: holds an unfinished evaluation with {key} = {one}, not {other}; finish it with its own "
+                    "settings, or choose another folder"
+                )
+
+    @classmethod
+    def open(cls, path: str | Path, settings: Mapping[str, Any]) -> "EvalFolder":
+        """Open a new folder, or one that was left unfinished. UserError as `check`, and while another process writes to
+        it."""
+        path = Path(path)
+        cls.check(path, settings)
+        if path.exists():
+            return cls(path, lock_folder(path))
+        with staged_folder(path) as staged:
+            atomic_write_text(staged / "settings.json", json.dumps(settings, indent=1) + "\n")
+            lock = lock_folder(staged)  # held through the rename
+        return cls(path, lock)
+
+    def __enter__(self) -> "EvalFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and {path.name for path in self.path.iterdir()} <= {"settings.json", ".lock"}:
+            shutil.rmtree(self.path)
+        os.close(self._lock)
+
+    def generated(self) -> list[Generated]:
+        """Return the entries so far, without half a line that a kill left."""
+        return [read_generated(record, f"{self._log.path}:{number}") for number, record in self._log.recover()]
+
+    def append(self, entries: Iterable[Generated]) -> None:
+        """Append entries; when this returns, they survive a kill of the process."""
+        self._log.append(*map(write_generated, entries))
+
+    def finish(self, records: Iterable[dict[str, Any]], table: str, figures: Mapping[str, Any]) -> None:
+        """Write the results. metrics.json, which marks the evaluation as complete, is written last."""
+        mark = write_records(self.path / "trajectories.jsonl", records)
+        atomic_write_text(self.path / "table.md", table)
+        write_object(self.path / "metrics.json", {**figures, "trajectories": mark})
+        self._log.path.unlink(missing_ok=True)
 
 
 def _generate(
-    rollout: EpisodeRunner,
-    questions: Sequence[Question],
-    temperature: float,
-    seed: int,
-    folder: EvalFolder,
+    rollout: EpisodeRunner, questions: Sequence[Question], temperature: float, seed: int, folder: EvalFolder
 ) -> list[Generated]:
     """Return all trajectories, those that the folder holds already among them."""
     done = folder.generated()
-    check_belongs(done, [question.id for question in questions], folder.path)
+    ids = [question.id for question in questions[: len(done)]]
+    if [entry.trajectory.question_id for entry in done] != ids:
+        raise UserError(
+            f"{folder.path}: holds trajectories of other questions; choose another folder for the evaluation"
+        )
     check_generated(done, rollout, folder.path / "generated.jsonl")
 
-    def keep(part: Sequence[Job], trajectories: list[Trajectory]) -> None:
-        clock, count = rollout.clock, len(part)
+    def keep(batch: Sequence[Job], trajectories: list[Trajectory]) -> None:
+        clock, count = rollout.clock, len(batch)
         shares = {"seconds": clock.total / count, "branches_without_room": clock.branches_without_room / count}
         new = [
             Generated(trajectory, relevant=_relevant(job.question, trajectory, rollout), **shares)
-            for job, trajectory in zip(part, trajectories, strict=True)
+            for job, trajectory in zip(batch, trajectories, strict=True)
         ]
         folder.append(new)
         done.extend(new)
 
-    draw_parts(rollout, jobs_of(questions, temperature, seed), temperature, len(done), "eval", keep)
+    generate_in_batches(rollout, jobs_of(questions, temperature, seed), temperature, len(done), "eval", keep)
     return done
 
 
@@ -251,44 +350,119 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: EpisodeRunner
     queries = [search["query"] for search in trajectory.searches]
     if rollout.system.given_passages:
         passages = first_prompt(rollout.system, question, rollout.tools).passages
-    elif queries and rollout.retriever is not None:  # which remembers what it found
+    elif queries and rollout.retriever is not None:  # its cache has these queries
         hits = [hit for found in rollout.retriever.search(queries, rollout.renderer.k) for hit in found]
         passages = list({hit.passage.id: hit.passage for hit in hits}.values())
     return [contains_answer(passage.text, question.golds) for passage in passages]
 
 
-def _with_claims(system: System, classifier: str | None) -> System:
-    """Return the system with its notes measured by the classifier, if one is named, even if no reward asks: EviNote's
-    premise, the last note, of whatever tag the system's notes have."""
-    tag = next((tag for tag in NOTES if f"<{tag}>" in system.tags), None)
-    if classifier is None or system.claims is not None or tag is None:
-        return system
-    return replace(system, claims=partial(evinote_claims, tag=tag))
+def check_generated(entries: Sequence[Generated], rollout: EpisodeRunner, path: Path) -> None:
+    """Raise UserError, naming the line, where a trajectory of the rollout, or a branch of it, breaks an invariant."""
+    for number, entry in enumerate(entries, 1):
+        for one in (entry.trajectory, *entry.trajectory.branches.values()):
+            if wrong := check_trajectory(one, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context):
+                raise UserError(f"{path}:{number}: {'; '.join(wrong)}; {REMEDY}")
+
+
+def write_generated(entry: Generated) -> dict[str, Any]:
+    """Return the record of an entry. `from_api` is stored under its first name, "elsewhere"."""
+
+    def stored(trajectory: Trajectory) -> dict[str, Any]:
+        record = asdict(trajectory)
+        record["branches"] = {name: stored(branch) for name, branch in trajectory.branches.items()}
+        record["elsewhere"] = record.pop("from_api")
+        return record
+
+    return asdict(entry) | {"trajectory": stored(entry.trajectory)}
+
+
+def read_generated(record: Mapping[str, Any], where: str) -> Generated:
+    """Return the entry of a record. UserError, starting with `where`, for one that was not written so."""
+    try:
+        record = {key: value for key, value in record.items() if key != "check"}  # a digest of an earlier version
+        entry = Generated(**{**record, "trajectory": _trajectory(record["trajectory"])})
+        _require(
+            all(isinstance(x, int | float) and 0 <= x < math.inf for x in (entry.seconds, entry.branches_without_room))
+        )
+        _require(isinstance(entry.relevant, list) and all(isinstance(x, bool) for x in entry.relevant))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{where}: no trajectory as it was written ({type(error).__name__}: {error}); {REMEDY}"
+        ) from None
+    return entry
+
+
+def _trajectory(record: Mapping[str, Any]) -> Trajectory:
+    """Read a trajectory. ValueError, TypeError or KeyError where a field has another type than `asdict` gives it;
+    `check_generated` does the rest."""
+    fields = {"from_api" if key == "elsewhere" else key: value for key, value in record.items()}
+    segments = [_segment(segment) for segment in fields.pop("segments")]
+    branches = {name: _trajectory(branch) for name, branch in fields.pop("branches").items()}
+    found = Trajectory(**fields, segments=segments, branches=branches)
+    _require(all(isinstance(text, str) for text in (found.question_id, found.reason, *branches)))
+    _require(_whole(found.group) and _whole(found.sample) and isinstance(found.searches, list))
+    _require(all(isinstance(search, dict) and isinstance(search["query"], str) for search in found.searches))
+    return found
+
+
+def _segment(record: Mapping[str, Any]) -> Segment:
+    found = Segment(**{**record, "source": Source(record["source"])})
+    _require(isinstance(found.ids, list) and all(map(_whole, found.ids)) and _whole(found.trailing))
+    _require(isinstance(found.logprobs, list) and all(isinstance(x, float | int) for x in found.logprobs))
+    _require(found.stop is None or (isinstance(found.stop, str) and found.stop != ""))
+    return found
+
+
+def _require(fits: bool) -> None:
+    if not fits:
+        raise TypeError("a value of another type")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+# --- Scores, and the facts of the table
 
 
 def _score(questions: Sequence[Question], done: Sequence[Generated], context: Answerer, judges: Judges) -> list[Scored]:
-    # A chat model that is there judges every system's answers, not those alone that are rewarded by it.
+    # A verdict judge that is there rates every system's answers, rewarded by it or not.
     system = replace(context.system, wants_verdict=judges.verdict is not None)
     scored = score(questions, [one.trajectory for one in done], system, context.tokenizer, judges)
     check_all(scored, context.tokenizer, context.system.tags, context.limits.max_context)
     return scored
 
 
+def _measures(scored: Sequence[Scored], done: Sequence[Generated], context: Answerer) -> list[Values]:
+    """Return each question's measures, without those in tokens where an endpoint's tokens are unknown."""
+    left_out = context.unmeasured if isinstance(context, ApiRunContext) else ()
+    found = [
+        measures_of(entry, context.system.tags) | ranking_measures(one.relevant)
+        for entry, one in zip(scored, done, strict=True)
+    ]
+    return [{name: value for name, value in values.items() if name not in left_out} for values in found]
+
+
 def _facts(
     context: Answerer, asked: EvalOptions, path: str, judges: Judges, scored: Sequence[Scored], seconds: float
 ) -> dict[str, Any]:
     recipe, best = context.recipe, asked.best
-    chosen = None
+    chosen = gold = None
     if best is not None:
         chosen = f"step {best.step}, of best exact match on the dev split ({best.em:.1%})"
         if best.lost is not None:
             chosen += f", among the checkpoints that are kept; step {best.lost} was better and is not"
+    unknown = sum(entry.question.gold_indices is None for entry in scored)
+    if context.system.needs_gold_indices and unknown:
+        gold = f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
     each, model, batch = seconds / len(scored), recipe.model, recipe.rollout.max_num_seqs
     branches = ", branches included" if any(entry.trajectory.branches for entry in scored) else ""
+    options = recipe.system.options if recipe.system else {}
+    reasons = dict(sorted(Counter(entry.trajectory.reason for entry in scored).items()))
     return {
         "system": None if asked.baseline else context.system.name,
         "baseline": asked.baseline,
-        "options": (options := recipe.system.options if recipe.system else {}),
+        "options": options,
         "switches": ", ".join(f"{name} = {value}" for name, value in sorted(options.items())) or None,
         "model": model.path,
         "prompt": model.prompt,
@@ -300,38 +474,27 @@ def _facts(
         "seed": recipe.run.seed,
         "entailment_judge": judges.entailment and judges.entailment.name,
         "verdict_judge": judges.verdict and judges.verdict.name,
-        "seconds": seconds,
+        "seconds": seconds,  # of rollouts, by question: without loading, judges and the passages of prompts
         "seconds_per_question": each,
         "batch": batch,
         "latency": f"{each:.3g} s a question, at most {batch} at once, {model.dtype} on {model.device}{branches}",
-        "gold": _gold(context, scored),
+        "gold": gold,
         "rewarded_by": rewarded_by(context),
-        "reasons": (reasons := dict(sorted(Counter(entry.trajectory.reason for entry in scored).items()))),
+        "reasons": reasons,
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
         **(context.facts(each) if isinstance(context, ApiRunContext) else {}),
     }
 
 
-def _roomless(count: int) -> str | None:
-    return f"{count:,} found no room in rollout.max_context, and their answers count as missing" if count else None
-
-
-def _gold(context: PromptContext, scored: Sequence[Scored]) -> str | None:
-    """Say how many questions leave open what their gold passages are, if the system's reward asks for it."""
-    unknown = sum(entry.question.gold_indices is None for entry in scored)
-    if not context.system.needs_gold_indices or not unknown:
-        return None
-    return f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
-
-
 def rewarded_by(context: PromptContext) -> str:
-    """Return the reward in words: two evaluations with the same have rewards that compare."""
+    """Return the reward in words. Rewards of two evaluations compare where it is the same."""
     if context.system_digest is not None:
         section = context.recipe.need(SystemSection)
         return f"{section.name}, {context.system_digest[:16]}, {dict(sorted(section.options.items()))}"
-    given = context.system.reward
-    reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
-    # As evaluations have it that were stored before the papers' rewards had a folder of their own.
+    reward, switches = context.system.reward, {}
+    if isinstance(reward, partial):
+        reward, switches = reward.func, reward.keywords
+    # As stored by evaluations that are older than the folder of the papers' rewards.
     module = reward.__module__.replace("thresher.rewards.papers.", "thresher.rewards.")
     return f"{module}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
 
@@ -345,9 +508,3 @@ def _retrieval(context: PromptContext) -> str | None:
     if not context.system.given_passages:
         return None
     return "those given with the questions" + (f", else the {context.renderer.k} best of {place}" if place else "")
-
-
-def _show(out: Path, figures: dict[str, Any]) -> None:
-    facts = [(FACTS[key], figures[key]) for key in FACTS if figures.get(key) is not None]
-    console.console.print("\n".join(f"{name}: {value}" for name, value in facts), markup=False, soft_wrap=True)
-    console.table(f"eval: {out}", ("measure", "mean", "95% interval", "questions"), rows_of(figures))

@@ -1,27 +1,18 @@
 """`thresher rollout`: questions in, trajectories out. Nothing is judged, rewarded or measured.
 
-A line a trajectory, sample after sample and question after question: what a run folder holds of one (`to_dict`), its
-question and golds, with which `thresher score` rewards it, and of its sampling the seed, the temperature and each drawn
-token's log-prob.
-
     {"id", "group", "sample", "reason", "searches", "segments": [{"source", "text", "ids", "logprobs"}, ..],
-     "question", "golden_answers", .., "seed", "temperature"}
+     "question", "golden_answers", .., "seed", "temperature"}                                    a line of the file
 
-A sample's seed is a function of (seed, question number, sample). The file grows part by part, with checksums
-(common/records.py), and what a kill leaves is gone on with: whole lines are kept where they are the first of what
-was asked for, and half a line is dropped. On a CPU in float32 the file is then, byte for byte, that of a command which
-nothing interrupted.
-
-Deliberately absent: a record of the settings beside the file. Each line says what it answers and how it was drawn.
+A sample's seed is a function of (seed, question number, sample). A file that a kill left is resumed; on a CPU in
+float32 it is then, byte for byte, that of a command that nothing interrupted.
 """
 
 import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from thresher.common import console
 from thresher.common.errors import UserError
@@ -30,10 +21,10 @@ from thresher.common.locks import locked_file
 from thresher.common.records import RecordLog
 from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.evaluate import draw_parts
-from thresher.engine.evaluation.run import retriever_of
+from thresher.engine.evaluation.evaluate import generate_in_batches
+from thresher.engine.evaluation.run import check_prompts, retriever_of
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Job, Rollout, seed_of
+from thresher.engine.rollout.rollout import Job, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.reward import Source
@@ -41,7 +32,7 @@ from thresher.rewards.reward import Source
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Settings of the trajectories besides the recipe; samples: of each question; resume: `out` may be there."""
+    """Settings besides the recipe. samples: of each question. resume: `out` may exist."""
 
     questions: str
     out: Path
@@ -52,49 +43,15 @@ class RolloutPlan:
 
 
 def run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
-    """Write what `plan.out` lacks of the trajectories, and show the figures. UserError while another process does."""
+    """Write the trajectories that `plan.out` lacks, and show figures of these. UserError while another process writes
+    to it."""
     check_out(plan.out, plan.resume)
     with locked_file(plan.out):
         _run_rollouts(recipe, plan)
 
 
-def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
-    questions = read_questions(plan.questions, golds_needed=False)[: plan.limit]
-    running = min(recipe.rollout.max_num_seqs, len(questions) * plan.samples)
-    context = load_run_context(replace(recipe, rollout=replace(recipe.rollout, max_num_seqs=running)))
-    retriever = retriever_of(recipe, context.system)
-    rollout = context.rollout(retriever)
-    shown = rollout.retrieve_and_truncate(questions)
-    if warning := shown.warning():
-        console.console.print(f"rollout: {warning}", soft_wrap=True)
-    prompts = [rollout.prompt(question) for question in shown.questions]  # refused before anything is written
-    if recipe.model.prompt == "raw" and context.tokenizer.chat_template is not None:
-        console.console.print(
-            "rollout: the prompt goes in as it is, though the model has a chat template, which "
-            "--set model.prompt=chat takes",
-            soft_wrap=True,
-        )
-    seed = recipe.run.seed
-    jobs = [
-        Job(question, group, sample, seed_of("rollout", seed, group, sample))
-        for group, question in enumerate(shown.questions)
-        for sample in range(plan.samples)
-    ]
-    log = RecordLog(plan.out, remedy="choose another file, or delete this one to begin again")
-    kept = _kept(log, jobs, prompts, plan.temperature)
-    try:
-        with context.threads():
-            figures = _draw(rollout, context, jobs, kept, plan, log)
-        log.finish()
-    except UserError as error:
-        if not plan.out.exists():
-            raise
-        raise UserError(f"{error} ({plan.out} keeps all so far: the same command with --resume goes on)") from error
-    console.figures(f"rollout: {plan.out}", figures)
-
-
 def check_out(out: Path, resume: bool) -> None:
-    """Raise UserError unless the file may be written, or gone on with."""
+    """Raise UserError unless the file may be written, or resumed."""
     if out.suffix != ".jsonl":
         raise UserError(f"{out}: expected a name that ends in .jsonl, since it grows line by line")
     if not out.parent.is_dir():
@@ -103,20 +60,66 @@ def check_out(out: Path, resume: bool) -> None:
         raise UserError(f"{out}: exists already; choose another file, or go on with this one by --resume")
 
 
-def _kept(log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float) -> int:
-    """Count the jobs that the file holds. UserError, naming the line, for a file that holds anything but the first of
-    these jobs."""
-    kept = 0
+def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
+    questions = read_questions(plan.questions, golds_needed=False)[: plan.limit]
+    context = load_run_context(recipe.running_at_most(len(questions) * plan.samples))
+    rollout = context.rollout(retriever_of(recipe, context.system))
+    shown = rollout.retrieve_and_truncate(questions)
+    prompts = check_prompts(shown, rollout, context, "rollout", "--set model.prompt=chat")
+    jobs = [
+        Job(question, group, sample, seed_of("rollout", recipe.run.seed, group, sample))
+        for group, question in enumerate(shown.questions)
+        for sample in range(plan.samples)
+    ]
+    log = RecordLog(plan.out, remedy="choose another file, or delete this one to begin again")
+    done = _recover(log, jobs, prompts, plan.temperature)
+    totals: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    seconds = 0.0
+
+    def keep(batch: Sequence[Job], trajectories: list[Trajectory]) -> None:
+        nonlocal seconds
+        log.append(*_records(batch, trajectories, context, plan.temperature))
+        reasons.update(trajectory.reason for trajectory in trajectories)
+        clock = rollout.clock
+        seconds += clock.total
+        totals.update(sampled=clock.sampled_tokens, prefilled=clock.prefilled_tokens, searches=clock.search_queries)
+
+    try:
+        with context.threads():
+            generate_in_batches(rollout, jobs, plan.temperature, done, "rollout", keep)
+        log.finish()
+    except UserError as error:
+        if not plan.out.exists():
+            raise
+        raise UserError(f"{error} ({plan.out} keeps all so far: the same command with --resume goes on)") from error
+    figures = {
+        "trajectories": len(jobs),
+        **({"of them from before": done} if done else {}),
+        "sampled tokens": totals["sampled"],
+        "prefilled tokens": totals["prefilled"],
+        "searches": totals["searches"],
+        "seconds": seconds,
+        "tokens/s": totals["sampled"] / seconds if seconds else None,
+        "ended": ", ".join(f"{reason} {count:,}" for reason, count in sorted(reasons.items())) or None,
+    }
+    console.figures(f"rollout: {plan.out}", figures)
+
+
+def _recover(log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float) -> int:
+    """Count the jobs that the file holds. UserError, naming the line, unless its records are the first of these
+    jobs."""
+    done = 0
     for number, record in log.recover():
         where = f"{log.path}:{number}"
-        if kept == len(jobs):
+        if done == len(jobs):
             raise UserError(
-                f"{where}: only {kept} trajectories were asked for; resume with the --n and --limit "
+                f"{where}: only {done} trajectories were asked for; resume with the --n and --limit "
                 "that the file was begun with, or choose another file"
             )
-        _check_belongs(record, where, jobs[kept], prompts, temperature)
-        kept += 1
-    return kept
+        _check_belongs(record, where, jobs[done], prompts, temperature)
+        done += 1
+    return done
 
 
 def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Sequence[int]], temperature: float) -> None:
@@ -137,51 +140,18 @@ def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Seque
         )
 
 
-def _draw(
-    rollout: Rollout, context: RunContext, jobs: Sequence[Job], kept: int, plan: RolloutPlan, log: RecordLog
-) -> dict[str, Any]:
-    """Draw the trajectories that are not in the file yet, and append them part by part; return figures of these
-    alone."""
-    reasons: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
-    seconds = 0.0
-
-    def keep(part: Sequence[Job], trajectories: list[Trajectory]) -> None:
-        nonlocal seconds
-        log.append(*_records(part, trajectories, context, plan.temperature))
-        reasons.update(trajectory.reason for trajectory in trajectories)
-        clock = rollout.clock
-        seconds += clock.total
-        totals.update(sampled=clock.sampled_tokens, prefilled=clock.prefilled_tokens, searches=clock.search_queries)
-
-    draw_parts(rollout, jobs, plan.temperature, kept, "rollout", keep)
-    return {
-        "trajectories": len(jobs),
-        **({"of them from before": kept} if kept else {}),
-        "sampled tokens": totals["sampled"],
-        "prefilled tokens": totals["prefilled"],
-        "searches": totals["searches"],
-        "seconds": seconds,
-        "tokens/s": totals["sampled"] / seconds if seconds else None,
-        "ended": ", ".join(f"{reason} {count:,}" for reason, count in sorted(reasons.items())) or None,
-    }
-
-
 def _records(
     jobs: Sequence[Job], trajectories: Sequence[Trajectory], context: RunContext, temperature: float
 ) -> list[Record]:
     records = []
     for job, trajectory in zip(jobs, trajectories, strict=True):
         check_whole(trajectory, context.tokenizer, context.system.tags, context.limits.max_context)
-        written = trajectory.to_dict(context.tokenizer)
-        branches = [(written["branches"][name], branch) for name, branch in trajectory.branches.items()]
-        for segments, one in ((written["segments"], trajectory), *branches):
-            _add_logprobs(segments, one)
-        records.append(written | asked_record(job.question) | {"seed": job.seed, "temperature": temperature})
+        record = trajectory.to_dict(context.tokenizer)
+        written = [(record["segments"], trajectory)]
+        written += [(record["branches"][name], branch) for name, branch in trajectory.branches.items()]
+        for segments, one in written:
+            for stored, segment in zip(segments, one.segments, strict=True):
+                if segment.source is Source.POLICY:
+                    stored["logprobs"] = segment.logprobs
+        records.append(record | asked_record(job.question) | {"seed": job.seed, "temperature": temperature})
     return records
-
-
-def _add_logprobs(written: Sequence[Record], trajectory: Trajectory) -> None:
-    for record, segment in zip(written, trajectory.segments, strict=True):
-        if segment.source is Source.POLICY:
-            record["logprobs"] = segment.logprobs

@@ -19,7 +19,7 @@ from thresher.common.errors import UserError
 from thresher.common.records import RecordLog, read_records, write_records
 from thresher.engine.baselines.reading import read_evidence
 from thresher.engine.evaluation.compare import compare, read_evaluation
-from thresher.engine.evaluation.folder import EvalFolder, Generated
+from thresher.engine.evaluation.run import EvalFolder, Generated
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.reports import report
 from thresher.engine.reports.report import write_comparison, write_report

@@ -17,9 +17,15 @@ from thresher.common.records import RecordLog, read_object
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
-from thresher.engine.evaluation.folder import EvalFolder, Generated, check_generated, read_generated
 from thresher.engine.evaluation.metrics import measures_of
-from thresher.engine.evaluation.run import EvalOptions, settings_of
+from thresher.engine.evaluation.run import (
+    EvalFolder,
+    EvalOptions,
+    Generated,
+    check_generated,
+    read_generated,
+    settings_of,
+)
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.score import score

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from thresher.common.errors import UserError
-from thresher.engine.evaluation.folder import (
+from thresher.engine.evaluation.run import (
     REMEDY,
     EvalFolder,
     Generated,
+    _generate,
     check_generated,
     read_generated,
     write_generated,
 )
-from thresher.engine.evaluation.run import _generate
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer
