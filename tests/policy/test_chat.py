@@ -15,6 +15,7 @@ CHATML = (
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+NAMED = [{"name": "rag", "template": "r"}, {"name": "default", "template": CHATML}]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +60,7 @@ def test_qwen_chat_template(shared_data: Path) -> None:
         ({"tokenizer_config.json": json.dumps({"chat_template": CHATML})}, CHATML),
         ({"tokenizer_config.json": json.dumps({"chat_template": None})}, None),
         ({"chat_template.jinja": CHATML, "tokenizer_config.json": '{"chat_template": "other"}'}, CHATML),
-        (
-            {
-                "tokenizer_config.json": json.dumps(
-                    {"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": CHATML}]}
-                )
-            },
-            CHATML,
-        ),
+        ({"tokenizer_config.json": json.dumps({"chat_template": NAMED})}, CHATML),
     ],
 )
 def test_where_the_chat_template_comes_from(
@@ -91,16 +85,12 @@ def test_where_the_chat_template_comes_from(
     ("template", "outcome"),
     [
         ("{{ raise_exception('roles must alternate') }}", UserError("roles must alternate")),
-        ("{% for %}", UserError("cannot render")),
         ("{{ messages[7].content.x }}", UserError("cannot render")),
-        ("{{ strftime_now('%d') }}", UserError("strftime_now")),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", UserError("cannot render")),
-        ("{{ messages.append(1) }}", UserError("cannot render")),
         ("{{ eos_token }}{{ pad_token }}{{ model_max_length }}", "<|im_end|><pad>"),
         ("{{ {'b': '<ä>', 'a': 1} | tojson }}", '{"b": "<ä>", "a": 1}'),
         ("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}", "True"),
         ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
-        ("{{ messages[0].content }}", "<b>&"),
     ],
 )
 def test_templates_render_as_hugging_face_does(

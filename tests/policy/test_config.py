@@ -55,57 +55,29 @@ def store(folder: Path, config: Any, generation: Any = None) -> Path:
     return folder
 
 
-def test_reads_the_dialect_of_transformers_4(tmp_path: Path) -> None:
+def test_reads_both_dialects(tmp_path: Path) -> None:
     config = read_config(store(tmp_path, SMALL))
-    assert config == ModelConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=300.0,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.03,
-        eos_token_ids=(2,),
-        bos_token_id=1,
-        extra={"attention_dropout": 0.0, "max_window_layers": 2, "sliding_window": 4096, "use_sliding_window": False},
-    )
-    assert isinstance(config.rope_theta, float)
-    assert hash(config) == hash(config.replace(extra={}))
-
-
-def test_reads_the_dialect_of_transformers_5() -> None:
+    unknown = ("attention_dropout", "max_window_layers", "sliding_window", "use_sliding_window")
+    other = ("architectures", "model_type", "torch_dtype", "hidden_act", "eos_token_id")
+    fields = {key: value for key, value in SMALL.items() if key not in (*unknown, *other)}
+    extra = {key: SMALL[key] for key in unknown}
+    assert config == ModelConfig(**fields, head_dim=8, eos_token_ids=(2,), extra=extra)
+    assert isinstance(config.rope_theta, float) and hash(config) == hash(config.replace(extra={}))
     newer = changed(
-        rope_theta=WITHOUT,
-        torch_dtype=WITHOUT,
-        architectures=WITHOUT,
+        **dict.fromkeys(("rope_theta", "torch_dtype", "architectures"), WITHOUT),
         dtype="bfloat16",
         rope_parameters={"rope_theta": 300.0, "rope_type": "default"},
         layer_types=["full_attention", "full_attention"],
         pad_token_id=None,
     )
-    assert config_from_dict(newer, "new") == config_from_dict(SMALL, "old")
+    assert config_from_dict(newer, "new") == config
 
 
 def test_reads_what_the_installed_transformers_writes_and_it_reads_ours(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        eos_token_id=[3, 4],
-        pad_token_id=5,
-        rope_theta=1e6,
-    )
+    shape = {key: SMALL[key] for key in ("vocab_size", "intermediate_size", "num_key_value_heads")}
+    shape |= {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "rope_theta": 1e6}
+    theirs = transformers.Qwen2Config(**shape, tie_word_embeddings=False, eos_token_id=[3, 4], pad_token_id=5)
     theirs.save_pretrained(tmp_path / "theirs")
     config = read_config(tmp_path / "theirs")
     assert (config.rope_theta, config.head_dim, config.eos_token_ids) == (1e6, 8, (3, 4))
@@ -114,12 +86,10 @@ def test_reads_what_the_installed_transformers_writes_and_it_reads_ours(tmp_path
     # A copy with another number of layers must not carry the old list of layer types along.
     write_config(config.replace(num_hidden_layers=2), tmp_path / "ours")
     again = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
-    assert type(again) is transformers.Qwen2Config
+    assert type(again) is transformers.Qwen2Config and again.architectures == ["Qwen2ForCausalLM"]
     assert again.num_hidden_layers == 2 and again.num_attention_heads == 6 and again.vocab_size == 64
     assert again.eos_token_id == [3, 4] and again.pad_token_id == 5 and again.tie_word_embeddings is False
-    theta = getattr(again, "rope_parameters", None) or {"rope_theta": again.rope_theta}
-    assert theta["rope_theta"] == 1e6
-    assert again.architectures == ["Qwen2ForCausalLM"]
+    assert (getattr(again, "rope_parameters", None) or {"rope_theta": again.rope_theta})["rope_theta"] == 1e6
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "ours")
     assert generation.eos_token_id == [3, 4] and generation.pad_token_id == 5
 
@@ -148,13 +118,7 @@ def test_llama3_scaling_in_both_dialects(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_what_is_written_is_read_back_and_keeps_what_it_does_not_know(tmp_path: Path) -> None:
-    generation = {
-        "bos_token_id": 1,
-        "eos_token_id": [7, 8],
-        "temperature": 0.7,
-        "top_k": 20,
-        "_from_model_config": True,
-    }
+    generation = {"bos_token_id": 1, "eos_token_id": [7, 8], "temperature": 0.7, "top_k": 20, "_from_model": True}
     store(tmp_path, changed(use_cache=True, _name_or_path="somewhere"), generation)
     config = read_config(tmp_path)
     assert config.extra["_name_or_path"] == "somewhere"
@@ -216,70 +180,44 @@ def test_replace_keeps_the_head_width_consistent() -> None:
         config.replace(hidden_size=30)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "rope_theta",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-    ],
-)
-def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
-    store(tmp_path, changed(**{key: WITHOUT}))
-    with pytest.raises(UserError, match=f"config.json.*{key} is missing"):
-        read_config(tmp_path)
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    optional = {"architectures", "model_type", "torch_dtype", "attention_dropout", "hidden_act", "initializer_range"}
+    optional |= {"bos_token_id", "eos_token_id", "max_window_layers", "sliding_window", "use_sliding_window"}
+    for key in SMALL.keys() - optional:
+        with pytest.raises(UserError, match=f"config.json.*{key} is missing"):
+            read_config(store(tmp_path, changed(**{key: WITHOUT})))
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"hidden_size": "32"}, 'hidden_size is "32"'),
-        ({"hidden_size": 32.0}, "hidden_size is 32.0"),
         ({"hidden_size": True}, "hidden_size is true"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"vocab_size": -1}, "vocab_size is -1"),
         ({"num_key_value_heads": None}, "num_key_value_heads is null"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
-        ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps is "1e-6"'),
         ({"rope_theta": float("inf")}, "rope_theta is Infinity"),
-        ({"rope_theta": float("nan")}, "rope_theta is NaN"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
-        ({"tie_word_embeddings": None}, "tie_word_embeddings is null"),
         ({"eos_token_id": "2"}, 'eos_token_id is "2"'),
         ({"eos_token_id": [2, "3"]}, "eos_token_id is "),
         ({"eos_token_id": 64}, "eos_token_id 64 is outside the vocabulary of 64"),
-        ({"pad_token_id": 99}, "pad_token_id 99"),
-        ({"bos_token_id": -1}, "bos_token_id is -1"),
         ({"hidden_size": 30}, "hidden_size 30 is not a multiple of num_attention_heads 4"),
         ({"hidden_size": 12}, "is odd"),
-        ({"num_attention_heads": 16}, None),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 16}, "head_dim 16"),
-        ({"head_dim": 8}, None),
         ({"model_type": "mistral"}, "model_type is 'mistral'"),
         ({"model_type": WITHOUT}, None),
         ({"model_type": WITHOUT, "architectures": WITHOUT}, "model_type is None"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "architectures is "),
         ({"architectures": "Qwen2ForCausalLM"}, "architectures is "),
-        ({"architectures": None}, None),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
-        ({"hidden_act": WITHOUT}, None),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
-        ({"use_sliding_window": WITHOUT}, None),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has rope_type 'yarn' with factor, only"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             "take it out where it was added for longer contexts",
         ),
-        ({"rope_scaling": {"rope_type": ["llama3"]}}, "rope_scaling has rope_type ['llama3']"),
         ({"rope_scaling": {"rope_type": "default"}}, None),
         ({"rope_scaling": 8.0}, "rope_scaling is 8.0, expected an object"),
         ({"rope_scaling": LLAMA3 | {"beta_fast": 32}}, "rope_type 'llama3' with beta_fast"),
@@ -294,15 +232,12 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
             {"rope_parameters": {"rope_theta": 300, "rope_type": "default"}, "rope_scaling": LLAMA3},
             "rope_scaling is not",
         ),
-        ({"rope_scaling": None}, None),
         ({"rope_parameters": {"rope_theta": 300.0, "rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 1.0}}, None),
         ({"rope_parameters": {"full_attention": {"rope_theta": 300.0}}}, "full_attention"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: key rope_theta is missing"),
         ({"rope_parameters": {"rope_theta": 1e6}}, "rope_theta is 300 but rope_parameters says 1000000.0"),
-        ({"rope_parameters": 300.0}, "rope_parameters is 300.0"),
-        ({"rope_parameters": {"rope_theta": 300}}, None),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],

@@ -84,43 +84,17 @@ def test_qwen_roundtrip(qwen: Tokenizer, pieces: list[str]) -> None:
     assert qwen.decode_bytes(ids) == unicodedata.normalize("NFC", text).encode()
 
 
-def test_training_puts_special_tokens_last(small: Tokenizer) -> None:
+def test_training_puts_special_tokens_last(small: Tokenizer, qwen: Tokenizer) -> None:
     first = len(small) - len(SPECIALS)
     assert small.added_tokens == {content: first + i for i, content in enumerate(SPECIALS)}
     assert 256 + len(SPECIALS) < len(small) <= 340
     assert {small.token_bytes(token_id) for token_id in range(first)} >= BYTES
     # Something was learnt: a common word of the training text is far shorter than its letters.
     assert len(small.encode(" Greyford")) <= 3 < len(small.encode(" Zkvqjxwp"))
-
-
-def test_the_size_asked_for_is_the_size_given() -> None:
-    assert len(train_bpe(TEXTS, 256)) == 256
-    assert len(train_bpe(TEXTS, 300, SPECIALS)) == 300
-    assert len(train_bpe([], 300, ["<a>"])) == 257
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(pieces=st.lists(st.one_of(text_like, st.sampled_from([*SPECIALS, "<tool_", "<|"])), max_size=6))
-def test_small_roundtrip(small: Tokenizer, pieces: list[str]) -> None:
-    text = "".join(pieces)
-    ids = small.encode(text)
-    assert not set(ids) & set(small.added_tokens.values())
-    assert small.decode(ids) == unicodedata.normalize("NFC", text)
-    assert small.decode_bytes(ids) == b"".join(small.token_bytes(token_id) for token_id in ids)
-
-
-@settings(derandomize=True, max_examples=200)
-@given(data=st.binary(max_size=30))
-def test_any_bytes_have_tokens(small: Tokenizer, data: bytes) -> None:
-    of_byte = {small.token_bytes(token_id): token_id for token_id in range(256)}
-    ids = [of_byte[bytes([byte])] for byte in data]
-    assert small.decode_bytes(ids) == data
-    assert small.decode(ids) == data.decode(errors="replace")
-
-
-def test_words_are_cut_as_qwen_cuts_them(small: Tokenizer, qwen: Tokenizer) -> None:
+    sizes = [len(train_bpe(TEXTS, 256)), len(train_bpe(TEXTS, 300, SPECIALS)), len(train_bpe([], 300, ["<a>"]))]
+    assert sizes == [256, 300, 257]
     ours, theirs = (t._plain_encoder.pre_tokenizer for t in (small, qwen))
-    for text in ["I've 12 apples", "a  b\n\n c\t", "<|im_end|>", "x=y;\r\n", " ünïcode—dash", "WE'LL", "  \n  "]:
+    for text in ("I've 12 apples", "a  b\n\n c\t", "<|im_end|>", "x=y;\r\n", " ünïcode—dash", "WE'LL", "  \n  "):
         assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
@@ -140,12 +114,9 @@ def test_training_is_deterministic(small: Tokenizer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "specials", "complaint"),
     [
-        (255, [], "no room"),
         (258, ["<a>", "<b>", "<c>"], "no room"),
         (300, ["<a>", "<a>"], "different and not empty"),
-        (300, [""], "different and not empty"),
         (300, ["a"], "added token 'a' has id 2[0-9]+ as such and 64 in the vocabulary"),
-        (400, ["answer"], "added token 'answer' has id .* in the vocabulary"),
     ],
 )
 def test_training_refuses_what_does_not_fit(size: int, specials: list[str], complaint: str) -> None:
@@ -173,21 +144,12 @@ def test_batches_templates_and_lookups(small: Tokenizer) -> None:
         token = small.token_bytes(token_id)
         if token.isascii():
             assert small.token_id(token.decode()) == token_id
-
-
-def test_ids_out_of_range_are_refused(small: Tokenizer) -> None:
     for token_id in (-1, len(small), 10**9):
         with pytest.raises(ValueError, match="outside"):
-            small.token_bytes(token_id)
-        with pytest.raises(ValueError, match="outside"):
             small.decode([0, token_id])
-
-
-def test_cut_characters_are_replaced_in_text_and_kept_in_bytes(small: Tokenizer) -> None:
     ids = small.encode("🦙")
-    assert len(ids) == 4
+    assert len(ids) == 4 and small.decode(ids) == "🦙"
     assert small.decode_bytes(ids[:3]) == "🦙".encode()[:3] and small.decode(ids[:3]) == "\ufffd"
-    assert small.decode(ids) == "🦙"
 
 
 @pytest.mark.parametrize("method", ["encode", "encode_template", "encode_batch"])
@@ -247,14 +209,8 @@ def test_nothing_is_added_padded_or_cut(small: Tokenizer, tmp_path: Path) -> Non
     data = stored(small, tmp_path)
     end = small.added_tokens["<|im_end|>"]
     data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    data["padding"] = {
-        "strategy": {"Fixed": 50},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": end,
-        "pad_type_id": 0,
-        "pad_token": "<|im_end|>",
-    }
+    pad = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": end, "pad_type_id": 0, "pad_token": "<|im_end|>"}
+    data["padding"] = pad | {"strategy": {"Fixed": 50}}
     data["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}],
@@ -291,26 +247,18 @@ BYTE_LEVEL = ("pre_tokenizer", "pretokenizers", 1)
     [
         (set_in("model", "type", value="WordPiece"), "only byte-level BPE"),
         (set_in("pre_tokenizer", value=None), "only byte-level BPE"),
-        (set_in("pre_tokenizer", value={"type": "Metaspace"}), "only byte-level BPE"),
         (set_in("model", "byte_fallback", value=True), "only byte-level BPE"),
         (set_in(*BYTE_LEVEL, "add_prefix_space", value=True), "add_prefix_space"),
         (set_in("model", "dropout", value=0.1), "dropout"),
         (set_in("model", "continuing_subword_prefix", value="##"), "continuing_subword_prefix"),
-        (set_in("model", "end_of_word_suffix", value="</w>"), "end_of_word_suffix"),
         (drop_byte, "byte 0x00 has no token (1 of 256 are missing)"),
         (set_in("model", "vocab", "▁the", value=340), "which stands for no byte"),
         (set_in("model", "vocab", "zzzz", value=5), "two tokens have the id 5"),
-        (set_in("model", "vocab", "zzzz", value=10**9), "has no token"),
-        (set_in("added_tokens", 0, "id", value=7), "two tokens have the id 7"),
         (set_in("added_tokens", 0, "id", value="7"), "not a tokenizers file"),
         (set_in("added_tokens", 0, "content", value="e"), "added token 'e' has id 336 as such and 68"),
         (set_in("added_tokens", value=[{"content": "e", "id": 68}]), "letter of a byte"),
-        (set_in("added_tokens", value=[{}]), "not a tokenizers file"),
-        (set_in("added_tokens", value=3), "not a tokenizers file"),
-        (set_in("model", value=None), "not a tokenizers file"),
         (set_in("model", "vocab", value=[]), "has no token"),
         (set_in("model", "merges", value=[["zz", "yy"]]), "not a readable tokenizer"),
-        (set_in("normalizer", value={"type": "Nonsense"}), "not a readable tokenizer"),
     ],
 )
 def test_unusable_tokenizers(

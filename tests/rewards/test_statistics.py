@@ -81,10 +81,8 @@ def test_columns_of_unequal_length_are_a_mistake() -> None:
     ("better", "worse", "equal", "p"),
     [
         (0, 0, 5, 1.0),
-        (1, 0, 5, 1.0),
         (5, 0, 0, 2 / 2**5),
         (1, 8, 90, 2 * (1 + 9) / 2**9),
-        (3, 3, 2, 1.0),
         (10, 2, 0, 2 * (1 + 12 + 66) / 2**12),
     ],
 )
@@ -133,18 +131,6 @@ def test_two_runs_compared() -> None:
     turned = compare_paired(second, first)
     assert turned is not None and (turned.difference, turned.p) == (-0.5, 0.5)
     assert compare_paired([None, 1.0], [1.0, None]) is None
-
-
-def test_pairing_sees_what_two_intervals_would_not() -> None:
-    rng = random.Random(4)
-    first = [rng.random() for _ in range(200)]
-    second = [value + 0.02 + 0.01 * rng.random() for value in first]
-    alone = intervals({"first": first, "second": second})
-    found = compare_paired(first, second)
-    assert found is not None
-    assert alone["first"].high - alone["second"].low > 0.015  # side by side they overlap, by .08 less .025
-    assert found.low > 0.02  # bound: every difference is
-    assert found.p < 0.001
 
 
 def test_recalled_by_only_one() -> None:

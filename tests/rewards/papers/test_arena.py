@@ -5,51 +5,35 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_cases import GOLDS, LONG, PIECES, attempt
+from reward_cases import attempt
 
-from thresher.rewards import RewardInput, RewardResult, TextSegment, UserError, arena_reward, parse_indices
-from thresher.rewards.papers.arena import named_indices
+from thresher.rewards import RewardResult, UserError, arena_reward, naive_reward, parse_indices
 
 INDICES = [
     ("[1,5]", {1, 5}),
     ("[1, 5]", {1, 5}),
     (" [ 5 ,\n1 ] ", {1, 5}),
     ("1, 5", {1, 5}),
-    ("1,5", {1, 5}),
     ("[1],[5]", {1, 5}),
-    ("[1], [5]", {1, 5}),
     ("[1] [5]", {1, 5}),
-    ("[1][5]", {1, 5}),
     ("[1,2],[5]", {1, 2, 5}),
     ("[5,1,5]", {1, 5}),
     ("7", {7}),
-    ("[7]", {7}),
-    ("[007]", {7}),
     ("[0]", {0}),
     ("[]", set()),
     ("[],[]", set()),
     ("", None),
-    ("none", None),
     ("[1,5", None),
-    ("1,5]", None),
     ("[1,]", None),
-    ("[,1]", None),
-    ("1,", None),
     ("[1] and [5]", None),
     ("[1],5", None),
     ("[[1],[5]]", None),
-    ("1 5", None),
     ("[1 5]", None),
     ("[1-5]", None),
     ("[-1]", None),
-    ("[1.0]", None),
     ('["1"]', None),
-    ("[true]", None),
-    ("Reference 1", None),
     ("[1,5].", None),
-    ("(1,5)", None),
     ("[\u0661]", None),  # a digit of another script
-    ("[\u00b2]", None),
     ("[12345678901]", None),
 ]
 
@@ -76,33 +60,18 @@ def sections(named: str, answer: str = "Paris") -> str:
 CASES = [
     # what it tries, pieces, format, accuracy, relevance (gold 1 and 5)
     ("all right: the maximum", [sections("[1,5]")], 1, 1, 1),
-    ("in another order and style", [sections("5, 1")], 1, 1, 1),
     ("one of two", [sections("[1]")], 1, 1, 0.5),
     ("one too many", [sections("[1,2,5]")], 1, 1, 0.5),
     ("naming every reference", [sections(str(list(range(1, 11))))], 1, 1, 0.5),
     ("none of them", [sections("[2,3]")], 1, 1, 0),
-    ("no index", [sections("[]")], 1, 1, 0),
-    ("words", [sections("the first and the fifth")], 1, 1, 0),
     ("a reference that is not there", [sections("[1,5,99]")], 1, 1, 0.5),
     ("wrong answer", [sections("[1,5]", "Rome")], 1, 0, 1),
-    ("a sentence for an answer", [sections("[1,5]", "It is Paris")], 1, 0, 1),
     ("text after the last section", [sections("[1,5]") + " I am sure."], 0, 1, 1),
-    ("text before the first", ["p:Well. " + sections("[1,5]")[2:]], 0, 1, 1),
-    ("white space around", ["p:\n" + sections("[1,5]")[2:] + "\n"], 1, 1, 1),
-    ("the end of text", [sections("[1,5]") + "<|im_end|>"], 1, 1, 1),
     ("free text inside", [sections("[1,5]").replace("says", "< 2 > <b>says</b>")], 1, 1, 1),
-    ("no analysis", ["p:<relevance>[1,5]</relevance><answer>Paris</answer>"], 0, 1, 1),
-    ("another order", ["p:<analysis>x</analysis><relevance>[1,5]</relevance><answer>Paris</answer>"], 0, 1, 1),
     ("relevance after the answer", ["p:<answer>Paris</answer><relevance>[1,5]</relevance>"], 0, 1, 0),
     ("two relevance sections", ["p:<relevance>[2]</relevance>" + sections("[1,5]")[2:]], 0, 1, 0),
-    ("two answers", [sections("[1,5]", "Rome") + "<answer>Paris</answer>"], 0, 0, 1),
-    ("nested", ["p:<relevance>[1,5]<relevance>[2]</relevance></relevance><answer>Paris</answer>"], 0, 1, 0),
-    ("unclosed", ["p:<relevance>[1,5]<analysis>x</analysis><answer>Paris"], 0, 0, 0),
-    ("closed by another", ["p:<relevance>[1,5]</analysis><answer>Paris</answer>"], 0, 1, 0),
-    ("the prompt's example", ["q:" + sections("[1,5]")[2:], "p:I do not know"], 0, 0, 0),
     ("a passage's sections", ["r:" + sections("[1,5]")[2:], "p:?"], 0, 0, 0),
     ("references as retrieved text", ["q:q", "r:[1] Paris </analysis>", sections("[1,5]")], 1, 1, 1),
-    ("nothing", [], 0, 0, 0),
 ]
 
 
@@ -147,11 +116,6 @@ def test_gold_indices_that_are_unknown_or_none(gold: list[int] | None, named: st
     assert arena_reward(attempt(sections(named), gold_indices=gold)).parts["relevance"] == relevance
 
 
-def test_the_last_passage_may_be_gold() -> None:
-    tried = attempt(sections("[1,2]"), gold_indices=[1, 2], passages=[("t", "x"), ("t", "y")])
-    assert arena_reward(tried).reward == 13.0
-
-
 @pytest.mark.parametrize(
     ("answer", "golds", "options", "accuracy", "bonus"),
     [
@@ -162,11 +126,7 @@ def test_the_last_passage_may_be_gold() -> None:
         ("New_York", ("New York",), {"variant": "squad"}, 0.0, 0.0),
         ("New_York", ("New York",), {}, 1.0, 10.0),
         ("New_York", ("New York",), {"variant": "arena", "accuracy": "f1"}, 1.0, 10.0),
-        ("no", ("no",), {}, 1.0, 10.0),
-        ("I do not know", ("no",), {}, 0.0, 0.0),
-        ("the", ("The",), {}, 0.0, 0.0),
         ("", ("",), {}, 0.0, 0.0),
-        ("Köln", ("KÖLN",), {}, 1.0, 10.0),
     ],
 )
 def test_accuracy(answer: str, golds: tuple[str, ...], options: dict[str, Any], accuracy: float, bonus: float) -> None:
@@ -205,28 +165,21 @@ def test_what_is_refused(more: dict[str, Any], options: dict[str, Any], problem:
         arena_reward(attempt(sections("[1]"), **more), **options)
 
 
-GOLD_INDICES = st.one_of(st.none(), st.lists(st.integers(1, 3), max_size=3))
+NAIVE = [
+    # what it tries, pieces, format, answer
+    ("right", ["q:q", "p:<think>x</think>\n<answer>Paris</answer>"], 1, 1),
+    ("wrong", ["p:<think>x</think><answer>Rome</answer>"], 1, 0),
+    ("right, not thought about", ["p:<answer>Paris</answer>"], 0, 1),
+    ("no answer", ["p:<think>Paris</think>"], 0, 0),
+    ("right, then talk", ["p:<think>x</think><answer>Paris</answer> I am sure."], 0, 1),
+    ("an answer in the thought", ["p:<think><answer>Paris</answer></think><answer>Rome</answer>"], 0, 1),
+    ("a passage's answer", ["r:<think>x</think><answer>Paris</answer>", "p:?"], 0, 0),
+    ("an empty answer", ["p:<think>x</think><answer></answer>"], 1, 0),
+]
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
-@given(PIECES, GOLDS, GOLD_INDICES, st.sampled_from(["em", "f1", "judge"]), st.sampled_from([None, 1, 2]))
-def test_any_bytes(pieces: list[TextSegment], golds: list[str], gold: Any, accuracy: Any, cap: Any) -> None:
-    given_up = RewardInput(pieces=pieces, golds=golds, gold_indices=gold, verdict=True)
-    result = arena_reward(given_up, accuracy=accuracy, max_indices=cap)
-    scored = [result.parts[part] for part in ("format", "accuracy", "relevance", "bonus")]
-    assert scored[0] in (0, 1) and 0 <= scored[1] <= 1 and scored[2] in (0, 0.5, 1) and scored[3] in (0, 10)
-    assert result.reward == pytest.approx(sum(scored)) and 0 <= result.reward <= 13
-    assert (scored[3] == 10) == (scored[:3] == [1, 1, 1])
-    assert arena_reward(given_up, accuracy=accuracy, max_indices=cap) == result
-
-
-@pytest.mark.parametrize("number", range(len(LONG)))
-def test_a_hundred_kilobytes(number: int) -> None:
-    text = LONG[number]
-    assert parse_indices(text) is None
-    hidden = attempt(f"p:<relevance>{text}</relevance><analysis>{text}</analysis><answer>Paris</answer>")
-    assert named_indices(hidden.pieces) is None
-    assert arena_reward(hidden).parts["format"] == (not any(t in text for t in ("<answer>", "</answer>")))
-    many = ",".join(str(n) for n in range(1, 17_000))
-    named = arena_reward(attempt(sections(f"[{many}]"), gold_indices=[1]))
-    assert (named.parts["relevance"], named.parts["named"]) == (0.5, 16_999)
+@pytest.mark.parametrize(("parts", "form", "right"), [case[1:] for case in NAIVE], ids=[case[0] for case in NAIVE])
+def test_naive_reward(parts: list[str], form: float, right: float) -> None:
+    result = naive_reward(attempt(*parts))
+    assert (result.parts["format"], result.parts["answer"], result.reward) == (form, right, form + right)
+    assert result.parts.keys() == {"format", "answer", "em", "f1", "answered"}

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_cases import GOLDS, LONG, PIECES, attempt, transcript
+from reward_cases import attempt, transcript
 
-from thresher.rewards import RewardInput, RewardResult, TextSegment, UserError, count_words, eviomni_reward
+from thresher.rewards import UserError, count_words, eviomni_reward
 from thresher.rewards.papers.eviomni import (
     evidence_length_reward,
     evidence_of,
@@ -28,11 +28,8 @@ def sigmoid(x: float) -> float:
     [
         (10, 10, 0.5, 0.5),  # as long as each other: a half, whatever tau
         (10, 10, 0.1, 0.5),
-        (20, 10, 1.0, sigmoid(1)),
         (20, 10, 0.5, sigmoid(2)),
-        (10, 20, 1.0, sigmoid(-1)),  # 1 - 20/10
         (10, 20, 0.5, sigmoid(-2)),
-        (15, 10, 0.5, sigmoid(1)),
         (1_000_000, 1, 0.1, 1.0),
         (1, 1_000_000, 0.1, 0.0),  # exp would overflow if it were written carelessly
         (10, 0, 0.5, 0.0),
@@ -48,14 +45,10 @@ def test_length_of_the_rationale(r: int, e: int, tau: float, expected: float) ->
     ("e", "passages", "gamma", "expected"),
     [
         (10, 100, 0.5, 1.0),  # .9 saved is enough: 1 exactly
-        (7, 70, 0.5, 1.0),
-        (1, 100, 0.5, 1.0),
-        (51, 1000, 0.5, 1.0),
         (11, 100, 0.5, math.sqrt(0.89)),  # the jump at omega, as printed
         (50, 100, 0.5, math.sqrt(0.5)),
         (50, 100, 1.0, 0.5),
         (75, 100, 0.1, 0.25**0.1),
-        (100, 100, 0.5, 0.0),
         (101, 100, 0.5, 0.0),
         (0, 100, 0.5, 0.0),  # the printed equation would give 1
         (0, 0, 0.5, 0.0),
@@ -103,30 +96,14 @@ def test_by_hand() -> None:
     result = eviomni_reward(tried)
     assert result.reward == pytest.approx(0.8 * answer + 0.1 * length + 0.1)
     assert result.answer == "Paris"
-    assert result.parts == pytest.approx(
-        {
-            "answer": answer,
-            "answer_rationale": 2 / 3,
-            "answer_evidence": 0.0,
-            "answer_full": 1.0,
-            "length": length,
-            "length_rationale": rationale,
-            "length_evidence": evidence,
-            "format": 1.0,
-            "em": True,
-            "f1": 1.0,
-            "answered": True,
-        }
-    )
-
-
-def test_the_presets_of_tau_gamma_and_omega() -> None:
+    answers = {"answer": answer, "answer_rationale": 2 / 3, "answer_evidence": 0.0, "answer_full": 1.0}
+    lengths = {"length": length, "length_rationale": rationale, "length_evidence": evidence}
+    measures = {"format": 1.0, "em": True, "f1": 1.0, "answered": True}
+    assert result.parts == pytest.approx(answers | lengths | measures)
     few = attempt(*WHOLE, passages=[("", "word " * 4)])
-    assert eviomni_reward(few).parts["length_evidence"] == pytest.approx(0.5**0.5)
     tight = eviomni_reward(few, tau=0.1, gamma=1.0).parts
     assert (tight["length_rationale"], tight["length_evidence"]) == pytest.approx((sigmoid(10), 0.5))
     assert eviomni_reward(few, omega=0.5).parts["length_evidence"] == 1.0
-    assert eviomni_reward(attempt(*WHOLE, passages=[("", "word " * 19)])).parts["length_evidence"] < 1.0
 
 
 @pytest.mark.parametrize(
@@ -134,9 +111,6 @@ def test_the_presets_of_tau_gamma_and_omega() -> None:
     [
         ((True, True, True), (0.5 + 0 + 1) / 3),
         ((True, True, False), 0.25),
-        ((True, False, True), 0.75),
-        ((False, True, True), 0.5),
-        ((True, False, False), 0.5),
         ((False, True, False), 0.0),
         ((False, False, True), 1.0),
     ],
@@ -158,17 +132,12 @@ def test_each_answer_can_be_switched_off_and_is_measured_all_the_same(
 BRANCH = [
     # what the policy wrote behind the engine's <answer>, F1 against Paris
     ("Paris</answer>", 1.0),
-    (" Paris \n</answer></", 1.0),
     ("<answer>Paris</answer>", 1.0),  # text from elsewhere opens it again
     ("so <answer>Paris</answer>", 1.0),
-    ("Paris", 0.0),
     ("<answer>Paris", 0.0),
     ("", 0.0),
-    ("</answer>", 0.0),
     ("</answer><answer>Paris</answer>", 0.0),  # it ended before
     ("Rome</answer><answer>Paris</answer>", 0.0),
-    ("Paris</ANSWER>", 0.0),
-    ("Paris</answer><answer>Rome</answer>", 1.0),
 ]
 
 
@@ -192,33 +161,18 @@ FULL = [
     # what it tries, pieces, branch, o_f, format
     ("in the transcript", [f"p:{R}{E}{PARIS}"], None, "Paris", 1),
     ("in the branch", [f"p:{R}{E}"], PARIS, "Paris", 1),
-    ("in both", [f"p:{R}{E}{PARIS}"], "<answer>Rome</answer>", "Paris", 1),
     ("nowhere", [f"p:{R}{E}"], None, None, 0),
     ("in the branch, without tags", [f"p:{R}{E}"], "Paris", None, 0),
     ("in the branch, with talk", [f"p:{R}{E}"], f"So: {PARIS}", "Paris", 0),
-    ("in the branch, twice", [f"p:{R}{E}"], f"{PARIS}{PARIS}", "Paris", 0),
     ("in the branch, after no evidence", [f"p:{R}"], PARIS, "Paris", 0),
     ("the whole in the branch", ["p:"], f"{R}{E}{PARIS}", "Paris", 0),
     ("an empty one in the transcript", [f"p:{R}{E}<answer></answer>"], PARIS, "", 1),
     ("an answer in the rationale", [f"p:<reason>{PARIS}</reason>{E}<answer>Rome</answer>"], None, "Rome", 0),
     ("only in the rationale", [f"p:<reason>{PARIS}</reason>{E}"], None, None, 0),
-    ("an answer without evidence", [f"p:{PARIS}"], None, "Paris", 0),
-    ("two answers", [f"p:{R}{E}<answer>Rome</answer>{PARIS}"], None, "Rome", 0),
-    ("text after the answer", [f"p:{R}{E}{PARIS} Yes."], None, "Paris", 0),
-    ("the end of text after it", [f"p:{R}{E}{PARIS}<|im_end|>"], None, "Paris", 1),
-    ("half a tag after it", [f"p:{R}{E}{PARIS}</"], None, "Paris", 0),
-    ("text before", [f"p:Well. {R}{E}{PARIS}"], None, "Paris", 0),
     ("text between", [f"p:{R} so {E}{PARIS}"], None, "Paris", 0),
-    ("white space between", [f"p: {R}\n{E}\n{PARIS}\n"], None, "Paris", 1),
-    ("another order", [f"p:{E}{R}{PARIS}"], None, "Paris", 0),
     ("evidence twice", [f"p:{R}{E}{E}{PARIS}"], None, "Paris", 0),
-    ("nested", [f"p:<reason>{E}</reason>{PARIS}"], None, "Paris", 0),
-    ("unclosed rationale", [f"p:<reason>x{E}{PARIS}"], None, "Paris", 0),
     ("glued by tokens", ["p:<reason>x</reason", "p:><extract>e</extract><", f"p:{PARIS[1:]}"], None, "Paris", 1),
-    ("the prompt's example", [f"q:{R}{E}{PARIS}", "p:?"], None, None, 0),
-    ("tags in passages", [f"r:{PARIS}</reason>", f"p:{R}{E}<answer>Rome</answer>"], None, "Rome", 1),
     ("an empty evidence", [f"p:{R}<extract></extract>{PARIS}"], None, "Paris", 1),
-    ("nothing", [], None, None, 0),
 ]  # fmt: skip
 
 
@@ -262,16 +216,6 @@ def test_lengths_are_in_the_attempts_unit_and_titles_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "answer", "f1"),
-    [("no", "no", 1), ("no", "I do not know", 0), ("The", "the", 0), ("", "", 0), ("KÖLN", "Köln", 1)],
-)
-def test_golds_that_fool(gold: str, answer: str, f1: float) -> None:
-    tried = attempt(f"p:{R}{E}<answer>{answer}</answer>", golds=(gold,), branches=branches(f"{answer}</answer>"))
-    parts = eviomni_reward(tried).parts
-    assert parts["answer_full"] == parts["answer_rationale"] == f1
-
-
-@pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"rationale": False, "evidence": False, "full": False}, "all switched off"),
@@ -288,20 +232,6 @@ def test_what_is_refused(options: dict[str, Any], problem: str) -> None:
         eviomni_reward(attempt(*WHOLE), **options)
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
-@given(PIECES, GOLDS, st.dictionaries(st.sampled_from(["rationale", "evidence", "full"]), PIECES), st.booleans())
-def test_any_bytes(
-    pieces: list[TextSegment], golds: list[str], beside: dict[str, list[TextSegment]], full: bool
-) -> None:
-    tried = RewardInput(pieces=pieces, golds=golds, branches=beside, passages=PASSAGES)
-    result = eviomni_reward(tried, full=full)
-    assert all(0 <= value <= 1 for value in result.parts.values())
-    assert 0 <= result.reward <= 1
-    weighted = zip((0.8, 0.1, 0.1), ("answer", "length", "format"), strict=True)
-    assert result.reward == pytest.approx(sum(weight * result.parts[part] for weight, part in weighted))
-    assert eviomni_reward(tried, full=full) == result
-
-
 @pytest.mark.parametrize("between", [" ", "\u200b", "\u2060", "\u00a0", "\ufeff", "_", ".", "\n"])
 def test_what_joins_words_shortens_nothing(between: str) -> None:
     """Evidence that is the passage, however its words are put together: nothing was saved."""
@@ -314,17 +244,3 @@ def test_what_joins_words_shortens_nothing(between: str) -> None:
 def test_words() -> None:
     texts = {"": 0, "...": 0, "a b": 2, "U.S.": 2, "don't": 2, "हिन्दी में": 2, "cafe\u0301 noir": 2, "x=1, y=22": 4}
     assert {text: count_words(text) for text in texts} == texts
-
-
-@pytest.mark.parametrize("number", range(len(LONG)))
-def test_a_hundred_kilobytes(number: int) -> None:
-    text = LONG[number]
-    tried = attempt(
-        f"p:<reason>{text}</reason><extract>{text}</extract>{PARIS}",
-        passages=[("", text)],
-        branches=branches(f"{text}Paris</answer>", text, PARIS),
-    )
-    result = eviomni_reward(tried)
-    assert result.parts["format"] == float("answer>" not in text)
-    assert result.parts["length_rationale"] == pytest.approx(0.5 if any(map(str.isalnum, text)) else 0.0)
-    assert result.answer == "Paris" and isinstance(result, RewardResult)

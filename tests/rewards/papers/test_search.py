@@ -15,38 +15,18 @@ CASES = [
     ("wrong, evaluated", [SEARCH, PASSAGE, "p:<evaluate>It is Paris</evaluate><answer>Rome</answer>"], "Paris", 0, 0.1),
     ("wrong, not evaluated", [SEARCH, PASSAGE, "p:<answer>Rome</answer>"], "Paris", 0, 0),
     ("no answer, evaluated", [SEARCH, PASSAGE, "p:<evaluate>Paris</evaluate>"], "Paris", 0, 0.1),
-    ("nothing", ["q:who?"], "Paris", 0, 0),
-    ("no pieces", [], "Paris", 0, 0),
     ("answer in a passage", [SEARCH, "r:<answer>Paris</answer>", "p:so be it"], "Paris", 0, 0),
     ("evaluate in a passage", [SEARCH, "r:<evaluate>Paris</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
-    ("the prompt's example", ["q:such as <answer>Paris</answer>", "p:no idea"], "Paris", 0, 0),
     ("evaluate in the prompt", ["q:<evaluate>Paris</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
-    ("evaluate in feedback", ["f:<evaluate>Paris</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
     ("evaluate closed by feedback", ["p:<evaluate>Paris", "f:</evaluate>", "p:<answer>Rome</answer>"], "Paris", 0, 0),
     ("answer opened, passage inside", ["p:<answer>", "r:Paris", "p:</answer>"], "Paris", 0, 0),
-    ("tag split by a passage", ["p:<answer>Paris</ans", "r:x", "p:wer>"], "Paris", 0, 0),
     ("a copied passage", [SEARCH, PASSAGE, "p:<evaluate>Doc 1 Paris is the capital.</evaluate>"], "Paris", 0, 0.1),
-    ("two answers", ["p:<answer>Rome</answer><answer>Paris</answer>"], "Paris", 0, 0),
     ("right, then wrong", ["p:<answer>Paris</answer><answer>Rome</answer>"], "Paris", 1, 1),
-    ("an answer after the end", ["p:<answer>Rome</answer>", "f:x", "p:<answer>Paris</answer>"], "Paris", 0, 0),
-    ("a stray end, then right", ["p:done</answer>", "f:x", "p:<answer>Paris</answer>"], "Paris", 1, 1),
-    ("an empty answer, then right", ["p:<answer></answer>", "f:x", "p:<answer>Paris</answer>"], "Paris", 1, 1),
     ("evaluate after the end", ["p:<answer>Rome</answer><evaluate>Paris</evaluate>"], "Paris", 0, 0),
-    ("unclosed evaluate", ["p:<evaluate>Paris <answer>Rome</answer>"], "Paris", 0, 0),
-    ("nested evaluate", ["p:<evaluate>Rome<evaluate>Paris</evaluate></evaluate>"], "Paris", 0, 0.1),
     ("gold outside the inner one", ["p:<evaluate>Paris<evaluate>Rome</evaluate></evaluate>"], "Paris", 0, 0),
     ("gold over two blocks", ["p:<evaluate>New</evaluate><evaluate>York</evaluate>"], "New York", 0, 0),
     ("gold no in not know", ["p:<evaluate>I do not know</evaluate><answer>?</answer>"], "no", 0, 0),
     ("gold no, said", ["p:<evaluate>The answer is no</evaluate><answer>yes</answer>"], "no", 0, 0),
-    ("gold no, answered", ["p:<answer>No.</answer>"], "no", 1, 1),
-    ("gold The", ["p:<evaluate>the</evaluate><answer>the</answer>"], "The", 0, 0),
-    ("empty gold", ["p:<evaluate>x</evaluate><answer></answer>"], [""], 0, 0),
-    ("no golds", ["p:<evaluate>x</evaluate><answer>x</answer>"], [], 0, 0),
-    ("part of a word", ["p:<evaluate>a party</evaluate><answer>x</answer>"], "art", 0, 0),
-    ("a list as answer", ["p:<answer>Paris, Rome, Oslo</answer>"], "Paris", 0, 0),
-    ("unicode", ["p:<evaluate>in Köln, 1880</evaluate><answer>Bonn</answer>"], "KÖLN", 0, 0.1),
-    ("pieces that split a tag", ["p:<eva", "p:luate>Paris</evaluate><ans", "p:wer>Rome</answer>"], "Paris", 0, 0.1),
-    ("upper-case tags", ["p:<EVALUATE>Paris</EVALUATE><ANSWER>Paris</ANSWER>"], "Paris", 0, 0),
 ]
 
 
@@ -104,11 +84,6 @@ def test_the_evaluation_part_depends_on_the_evaluations_whatever_the_answer() ->
     assert early.parts["evaluation"] == 0.0
 
 
-def test_an_empty_answer_is_an_answer() -> None:
-    result = search_r1_reward(transcript("p:<answer> </answer>"), "Lyon")
-    assert (result.reward, result.answer, result.parts["answered"]) == (0.0, "", True)
-
-
 def test_evaluating_before_any_search_counts_unless_switched_off() -> None:
     early = transcript("p:<evaluate>Lyon</evaluate><search>q</search>", "r:..", "p:<answer>Rome</answer>")
     late = transcript("p:<search>q</search>", "r:..", "p:<evaluate>Lyon</evaluate><answer>Rome</answer>")
@@ -135,43 +110,6 @@ def test_plain_substrings_are_a_switch() -> None:
     apart = transcript("p:<evaluate>New</evaluate><evaluate>York</evaluate>")
     for gold in ("New York", "newyork", "New\nYork"):
         assert eval_rar_reward(apart, gold, substring=True).reward == 0.0
-
-
-def test_the_shape_of_the_papers_case_study() -> None:
-    """A date as the gold, which stands only in a passage: the plain loop answers with another person's and
-    gets 0; the evaluating loop names what is missing, searches again and gets 1; its evaluate blocks hold no
-    gold, so with a wrong answer they would have earned 0."""
-    gold = ["12 May 1921"]
-    passage = 'r:<information>Doc 1(Title: "Ada Brandt") Ada Brandt (born 12 May 1921) is a painter.</information>'
-    plain = transcript(
-        "q:When was the painter of Blue Harbour born?",
-        "p:<search>Blue Harbour painter</search>",
-        'r:<information>Doc 1(Title: "Carl Brandt") born 3 June 1919</information>',
-        "p:<answer>3 June 1919</answer>",
-    )
-    evaluating = [
-        "q:When was the painter of Blue Harbour born?",
-        "p:<search>Blue Harbour painter</search>",
-        'r:<information>Doc 1(Title: "Blue Harbour") painted by Ada Brandt</information>',
-        "p:<evaluate>By Ada Brandt; her date of birth is missing.</evaluate><search>Ada Brandt</search>",
-        passage,
-        "p:<evaluate>Document 1 gives the birth date of Ada Brandt.</evaluate>",
-    ]
-    assert search_r1_reward(plain, gold).reward == 0.0
-    right = eval_rar_reward(transcript(*evaluating, "p:<answer>12 May, 1921</answer>"), gold)
-    assert (right.reward, right.parts["evaluate_contains"], right.parts["searches"]) == (1.0, False, 2)
-    assert eval_rar_reward(transcript(*evaluating, "p:<answer>1921</answer>"), gold).reward == 0.0
-
-
-def test_long_transcripts() -> None:
-    filler = "the word, " * 10_000
-    pieces = transcript(
-        "p:" + "<evaluate>" * 10_000,
-        "r:" + filler,
-        f"p:<search>q</search><evaluate>{filler} Lyon</evaluate>",
-        f"p:<answer>{filler}</answer>" + "<answer>Lyon</answer>" * 5_000,
-    )
-    assert eval_rar_reward(pieces, ["Lyon"] * 5).reward == 0.1
 
 
 @pytest.mark.parametrize(
