@@ -2,7 +2,6 @@
 written under a name that counts, and the same command goes on once there is room."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,33 +17,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_folder(tmp_path_factory.mktemp("whole"))
 
 
-WRITERS: dict[str, Callable[[Path], list[str]]] = {
-    "init": lambda at: [*("init", "--config", f"{at}/config.json", "--tokenizer", f"{at}/model", "--out", f"{at}/out")],
-    "train": lambda at: ["train", f"{at}/recipe.toml", "--out", f"{at}/out"],
-    "sft": lambda at: ["sft", f"{at}/recipe.toml", "--out", f"{at}/out"],
-    "sft of adapters": lambda at: ["sft", f"{at}/recipe.toml", "--set", "lora.rank=2", "--out", f"{at}/out"],
-    "eval": lambda at: ["eval", f"{at}/recipe.toml", "--out", f"{at}/out"],
-    "rollout": lambda at: [
-        *(
-            "rollout",
-            "--recipe",
-            f"{at}/recipe.toml",
-            "--questions",
-            f"{at}/questions.jsonl",
-            "--out",
-            f"{at}/out.jsonl",
-        )
-    ],
-    "index build": lambda at: ["index", "build", "--corpus", f"{at}/corpus.jsonl", "--out", f"{at}/out"],
-    "index build of words": lambda at: [
-        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--encoder", "bm25", "--out", f"{at}/out")
-    ],
-    "index build of a graph": lambda at: [
-        *("index", "build", "--corpus", f"{at}/corpus.jsonl", "--kind", "HNSW8", "--out", f"{at}/out")
-    ],
-    "score": lambda at: [
-        *("score", "--system", "search_r1", "--transcripts", f"{at}/scored.jsonl", "--out", f"{at}/out.jsonl")
-    ],
+WRITERS = {
+    "init": "init --config {at}/config.json --tokenizer {at}/model --out {at}/out",
+    "train": "train {at}/recipe.toml --out {at}/out",
+    "sft": "sft {at}/recipe.toml --out {at}/out",
+    "sft of adapters": "sft {at}/recipe.toml --set lora.rank=2 --out {at}/out",
+    "eval": "eval {at}/recipe.toml --out {at}/out",
+    "rollout": "rollout --recipe {at}/recipe.toml --questions {at}/questions.jsonl --out {at}/out.jsonl",
+    "index build": "index build --corpus {at}/corpus.jsonl --out {at}/out",
+    "index build of words": "index build --corpus {at}/corpus.jsonl --encoder bm25 --out {at}/out",
+    "index build of a graph": "index build --corpus {at}/corpus.jsonl --kind HNSW8 --out {at}/out",
+    "score": "score --system search_r1 --transcripts {at}/scored.jsonl --out {at}/out.jsonl",
 }
 
 
@@ -56,7 +39,7 @@ def test_a_full_disk_ends_in_a_sentence_and_the_command_goes_on(
 ) -> None:
     here = shutil.copytree(finished, tmp_path / "here")
     recipe_in(here)
-    command = WRITERS[name](here)
+    command = WRITERS[name].format(at=here).split()
     capsys.readouterr()
     with files_of_at_most(size):
         status = cli.run(command)
@@ -75,7 +58,7 @@ def test_a_full_disk_ends_in_a_sentence_and_the_command_goes_on(
 def test_a_folder_that_takes_no_files_ends_in_a_sentence(
     finished: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = WRITERS[name](finished)
+    command = WRITERS[name].format(at=finished).split()
     locked, place = tmp_path / "locked", command.index("--out") + 1
     locked.mkdir(mode=0o555)
     command[place] = str(locked / Path(command[place]).name)
@@ -88,19 +71,16 @@ def test_a_folder_that_takes_no_files_ends_in_a_sentence(
     assert list(locked.iterdir()) == []
 
 
-NEEDED = {
-    "init": "a model's weights",
-    "train": "a run with",
-    "sft": "the model, with",
-    "sft of adapters": "the model, with",
-}
+NEEDED = {"init": "a model's weights", "train": "a run with"} | dict.fromkeys(
+    ("sft", "sft of adapters"), "the model, with"
+)
 
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_disk_without_room_is_asked_first(
     finished: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = WRITERS[name](finished)
+    command = WRITERS[name].format(at=finished).split()
     command[command.index("--out") + 1] = str(tmp_path / "out")
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=9))

@@ -45,9 +45,7 @@ COMMANDS: dict[str, tuple[str, Any, str, int, str | None, str]] = {
         *(Rollout, "run", 2, "{out}.jsonl keeps what is done, 2 lines", " --resume"),
     ),
     "eval": (
-        "eval {at}/recipe.toml --max-num-seqs 1 --out {out}".replace(
-            "--max-num-seqs 1", "--set rollout.max_num_seqs=1"
-        ),
+        "eval {at}/recipe.toml --set rollout.max_num_seqs=1 --out {out}",
         *(Rollout, "run", 2, "{out}/generated.jsonl keeps what is done, 2 lines", ""),
     ),
     "eval, at its beginning": ("eval {at}/recipe.toml --out {out}", Rollout, "run", 1, None, ""),

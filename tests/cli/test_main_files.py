@@ -139,15 +139,11 @@ def enlarge(here: Path) -> None:
 
 MODELS: list[tuple[Callable[[Path], None], str]] = [
     (lambda here: truncate(here / "model/model.safetensors"), "model.safetensors: "),
-    (lambda here: (here / "model/model.safetensors").unlink(), "model: "),
     (
         lambda here: edit(here / "model/config.json", intermediate_size=32),
         "has shape [16, 24], the config asks for [16, 32]",
     ),
-    (lambda here: edit(here / "model/config.json", num_hidden_layers=2), "model.layers.1."),
     (lambda here: edit(here / "model/config.json", model_type="mistral"), "config.json: model_type is"),
-    (lambda here: (here / "model/config.json").write_text("{"), "config.json: line 1 is not valid JSON"),
-    (lambda here: truncate(here / "model/tokenizer.json"), "tokenizer.json: "),
     (enlarge, "the model's head only"),
     (lambda here: shutil.rmtree(here / "model"), "model"),
 ]
@@ -171,7 +167,6 @@ def test_a_damaged_model(
     [
         ("{", "questions.jsonl:3: not valid JSON at column 2"),
         ('{"question": "Who?"}', "questions.jsonl:3: no gold answer"),
-        ('{"golden_answers": ["x"]}', 'questions.jsonl:3: no "question"'),
         (
             '{"id": "Anna Bell", "question": "Who?", "answer": "x"}',
             "questions.jsonl:3: the id 'Anna Bell' was used before",
@@ -190,9 +185,7 @@ def test_a_malformed_question(here: Path, refused: Callable[..., str], command: 
     ("content", "expected"),
     [
         ('{"title": "a", "text": "b"}\n{"title": "a"}\n', 'corpus.jsonl:2: no "text"'),
-        ('{"title": "a", "text": "b"}\n\n{"text": "b",}\n', "corpus.jsonl:3: not valid JSON"),
         ("", "corpus.jsonl: holds no passages"),
-        ("\n\n", "corpus.jsonl: holds no passages"),
         ('{"id": "1", "contents": "b"}\n{"id": 1, "contents": "c"}\n', "corpus.jsonl:2: the id '1' was used before"),
     ],
 )
@@ -206,16 +199,13 @@ def test_a_malformed_or_empty_corpus(here: Path, refused: Callable[..., str], co
         assert expected in message or "another corpus" in message
 
 
-def test_an_index_that_was_cut_short(here: Path, refused: Callable[..., str]) -> None:
-    truncate(here / "index/vectors.npy")
-    for command in ("train", "eval"):
-        assert "vectors.npy: expected" in refused(*commands(here)[command])
-
-
-def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None:
+def test_an_index_that_was_cut_short_and_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None:
     with (here / "transcripts.jsonl").open("a") as file:
         file.write('{"question": "Who?", "segments": []}\n')
     assert "transcripts.jsonl:5: expected" in refused(*commands(here)["sft"])
+    truncate(here / "index/vectors.npy")
+    for command in ("train", "eval"):
+        assert "vectors.npy: expected" in refused(*commands(here)[command])
 
 
 # what is wrong with a recipe
@@ -226,20 +216,18 @@ def test_a_malformed_transcript(here: Path, refused: Callable[..., str]) -> None
     [
         ("run.stepps=3", "--set run.stepps: unknown key; did you mean steps?"),
         ("rnu.steps=3", "rnu: unknown key; did you mean run?"),
-        ("run.steps=many", "--set run.steps: expected an integer"),
-        ("steps", "--set steps: expected section.key=value"),
         ("system.name=searchr1", "system 'searchr1' is unknown; did you mean search_r1?"),
-        ("system.options.substring=true", "substring: unknown key"),
+        pytest.param(
+            *("model.device=cuda", "model.device is cuda, but torch sees no CUDA device"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here"),
+        ),
         ("model.prompt=chat", "has no chat template"),
         ("rollout.max_context=4000", "rollout.max_context is 4000, but the model was made for 128 positions"),
         ("rollout.max_context=10", "its prompt of"),
         ("retrieval.k=5", "k is 5, but the corpus holds 4 passages"),
         ("retrieval.index=nowhere", "nowhere: no such folder; build the index first"),
         ("retrieval.url=http://127.0.0.1:8000", "expected either index, a folder, or url, a server, got both"),
-        ("system.template=nowhere.txt", "nowhere.txt: no such file"),
         ("system.template={here}/questions.jsonl", "a prompt template needs {question} exactly once, found 0"),
-        ("data.dev=nowhere.jsonl", "nowhere.jsonl: no such file"),
-        ("retrieval.passage_format={name}", "retrieval.passage_format"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "eval"])
@@ -250,25 +238,16 @@ def test_a_recipe_that_does_not_fit(
     assert expected in refused(*commands(here)[command], "--set", override)
 
 
-def test_an_unknown_key_in_the_file(here: Path, refused: Callable[..., str]) -> None:
+def test_a_recipe_that_is_not_there_or_lacks_what_is_needed(here: Path, refused: Callable[..., str]) -> None:
+    assert "none.toml: no such file" in refused("train", str(here / "none.toml"), "--out", str(here / "out"))
     with (here / "recipe.toml").open("a") as file:
         file.write("stepps = 3\n")
     for arguments in commands(here).values():
         message = refused(*arguments)
         assert message == f"{here}/recipe.toml: [sft] stepps: unknown key; did you mean steps?"
-
-
-def test_a_recipe_that_is_not_there_or_lacks_what_is_needed(here: Path, refused: Callable[..., str]) -> None:
-    assert "none.toml: no such file" in refused("train", str(here / "none.toml"), "--out", str(here / "out"))
     (here / "bare.toml").write_text(f'[model]\npath = "{here}/model"\n')
     for command in ("train", "eval", "sft"):
         assert "the recipe has no section [" in refused(command, str(here / "bare.toml"), "--out", str(here / "out"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_there(here: Path, refused: Callable[..., str]) -> None:
-    for arguments in commands(here).values():
-        assert "model.device is cuda, but torch sees no CUDA device" in refused(*arguments, "--device", "cuda")
 
 
 # what is in the way

@@ -47,14 +47,10 @@ def run(words: list[str], tmp_path: Path) -> Run:
     return once
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return stored(path)
-
-
 def test_a_line_is_a_trajectory_with_its_tokens_and_log_probs(
     run: Run, tiny_questions: list[Question], tiny_policy: Policy, tiny_tokenizer: Tokenizer, capsys: Any
 ) -> None:
-    found = lines(run("out.jsonl", "--n", "3", "--seed", "5", "--temperature", "0.8"))
+    found = stored(run("out.jsonl", "--n", "3", "--seed", "5", "--temperature", "0.8"))
     places = [
         (question.id, number, sample) for number, question in enumerate(tiny_questions[:7]) for sample in range(3)
     ]
@@ -80,16 +76,16 @@ def test_a_line_is_a_trajectory_with_its_tokens_and_log_probs(
     assert "tokens/s" in said and "rollout 21/21" in said
 
 
-def test_what_a_sample_draws_depends_on_its_place_alone(run: Run, tiny_policy: Policy) -> None:
+def test_what_a_sample_draws_depends_on_its_place_alone(run: Run, tiny_policy: Policy, tmp_path: Path) -> None:
     needs_invariant_policy(tiny_policy)
-    wide = lines(run("wide.jsonl", "--n", "3"))
-    assert [one for one in wide if one["sample"] < 2] == lines(run("narrow.jsonl", "--n", "2", "--max-num-seqs", "3"))
-    assert wide[:6] == lines(run("short.jsonl", "--n", "3", "--limit", "2"))
-
-
-def test_greedy_samples_are_equal(run: Run) -> None:
-    first, second = lines(run("greedy.jsonl", "--n", "2", "--temperature", "0", "--limit", "1"))
+    wide = stored(run("wide.jsonl", "--n", "3"))
+    assert [one for one in wide if one["sample"] < 2] == stored(run("narrow.jsonl", "--n", "2", "--max-num-seqs", "3"))
+    assert wide[:6] == stored(run("short.jsonl", "--n", "3", "--limit", "2"))
+    first, second = stored(run("greedy.jsonl", "--n", "2", "--temperature", "0", "--limit", "1"))
     assert first["segments"] == second["segments"] and first["temperature"] == 0
+    (tmp_path / "questions.jsonl").write_text('{"question": "Who?"}\n')  # gold answers need not be there
+    (one,) = stored(run("out.jsonl"))
+    assert one["golden_answers"] == [] and one["id"] == "0"
 
 
 @pytest.mark.parametrize("half", [b"", b'{"id": "q', b"\xc3"], ids=["between lines", "in a line", "in a character"])
@@ -176,17 +172,12 @@ def test_a_line_that_is_no_trajectory_is_named(
     [
         ({"--model": None}, "rollout: no model; give --model FOLDER, or --recipe FILE"),
         ({"--system": None}, "rollout: no system; give --system NAME, or --recipe FILE"),
-        ({"--model": "absent"}, "absent"),
-        ({"--system": "evalrar"}, "did you mean eval_rar?"),
-        ({"--questions": "absent.jsonl"}, "absent.jsonl: no such file; check the path"),
         ({"--questions": "bad.jsonl"}, "bad.jsonl:1: not valid JSON"),
         ({"--index": None}, "search_r1 searches; set retrieval.index to a folder or retrieval.url to a server"),
         ({"--index": "absent"}, "absent"),
-        ({"--recipe": "absent.toml"}, "absent.toml: no such file"),
         ({"--out": "out.json"}, "out.json: expected a name that ends in .jsonl"),
         ({"--out": "nowhere/out.jsonl"}, "the folder nowhere does not exist; make it first"),
         ({"--set": "rollout.max_context=4"}, "question q0: its prompt of "),
-        ({"--set": "rollout.max_contex=4"}, "unknown key; did you mean max_context?"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_leaves_no_file(
@@ -248,10 +239,10 @@ def test_a_recipe_says_what_the_flags_do_not(
     )
     command = ["rollout", "--recipe", str(tmp_path / "r.toml"), "--questions", str(asked), "--limit", "1"]
     assert cli.run([*command, "--out", str(tmp_path / "a.jsonl")]) == 0
-    (one,) = lines(tmp_path / "a.jsonl")
+    (one,) = stored(tmp_path / "a.jsonl")
     assert (one["temperature"], one["seed"]) == (0.7, seed_of("rollout", 5, 0, 0))
     assert cli.run([*command, "--seed", "6", "--temperature", "1", "--out", str(tmp_path / "b.jsonl")]) == 0
-    (one,) = lines(tmp_path / "b.jsonl")
+    (one,) = stored(tmp_path / "b.jsonl")
     assert (one["temperature"], one["seed"]) == (1.0, seed_of("rollout", 6, 0, 0))
 
 
@@ -272,13 +263,6 @@ def test_score_reads_the_file(
     for more in ([], ["--tokenizer", str(tiny_model_folder)]):
         score = ["score", "--system", system, "--transcripts", str(out), "--out", str(rewards), *more]
         assert cli.run(score) == 0, capsys.readouterr().err
-        assert [one["id"] for one in lines(rewards)] == [one["id"] for one in lines(out)]
+        assert [one["id"] for one in stored(rewards)] == [one["id"] for one in stored(out)]
     if system in ("eviomni", "arena"):
-        assert lines(out)[0]["gold_indices"] == [2] and len(lines(out)[0]["passages"]) == 2
-
-
-def test_gold_answers_need_not_be_there(run: Run, tmp_path: Path) -> None:
-    asked = tmp_path / "questions.jsonl"
-    asked.write_text('{"question": "Who?"}\n')
-    (one,) = lines(run("out.jsonl"))
-    assert one["golden_answers"] == [] and one["id"] == "0"
+        assert stored(out)[0]["gold_indices"] == [2] and len(stored(out)[0]["passages"]) == 2

@@ -33,12 +33,8 @@ def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     atomic_write_text(target, "neu: ü\r\n")
     assert target.read_bytes() == "neu: ü\r\n".encode()
     assert names(tmp_path) == ["file.txt"]
-
-
-def test_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
-    atomic_write_text(tmp_path / "file", "")
-    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert target.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
@@ -87,13 +83,15 @@ def test_a_staged_folder_appears_at_the_end(tmp_path: Path) -> None:
         assert not target.exists()
     assert (target / "sub" / "file").read_text() == "x"
     assert names(target.parent) == ["one"]
-
-
-def test_a_staged_folder_vanishes_on_failure(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "one") as temporary:
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "failed") as temporary:
         (temporary / "file").write_text("x")
         raise KeyboardInterrupt
-    assert names(tmp_path) == []
+    assert names(tmp_path) == ["runs"]
+    with pytest.raises(UserError, match="exists already"), staged_folder(tmp_path / "two") as temporary:
+        (temporary / "mine").write_text("x")
+        (tmp_path / "two").mkdir()  # meanwhile
+        (tmp_path / "two" / "theirs").write_text("y")
+    assert names(tmp_path) == ["runs", "two"] and names(tmp_path / "two") == ["theirs"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
@@ -115,27 +113,20 @@ def test_an_existing_target_is_refused_unless_replaced(tmp_path: Path, kind: str
     assert names(tmp_path) == ["one"] and names(target) == ["new"]
 
 
-def test_a_target_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
-    target = tmp_path / "one"
-    with pytest.raises(UserError, match="exists already"), staged_folder(target) as temporary:
-        (temporary / "mine").write_text("x")
-        target.mkdir()
-        (target / "theirs").write_text("y")
-    assert names(tmp_path) == ["one"] and names(target) == ["theirs"]
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "intfloat/e5-base-v2", "meta-llama/Llama-3.2-1B", "a/b_c"])
 def test_a_hub_id_is_answered_with_the_command_that_downloads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    own = name.partition("/")[2]
-    with pytest.raises(UserError, match=rf"^{name}: no such folder; .*: hf download {name} --local-dir models/{own}$"):
-        refuse_hub_id(name)
-    (tmp_path / name).parent.mkdir()
-    refuse_hub_id(name)  # a folder of that owner's name makes it a path with a mistake in it, which others answer
-    (tmp_path / name).mkdir()
-    refuse_hub_id(name)
+    for name in ("Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B", "a/b_c"):
+        owner, own = name.split("/")
+        with pytest.raises(
+            UserError, match=rf"^{name}: no such folder; .*: hf download {name} --local-dir models/{own}$"
+        ):
+            refuse_hub_id(name)
+        Path(owner).mkdir()
+        refuse_hub_id(name)  # with a folder of that owner's name it is a path with a mistake in it
+    for path in ("Qwen3-8B", "models/Qwen3-8B", "/x/Qwen3-8B", "./x/y/z", "../Qwen/Qwen3", "x/b/c", "x b/c", "."):
+        refuse_hub_id(path)
 
 
 def test_what_is_no_models_folder_is_named_for_what_it_is(tmp_path: Path) -> None:
@@ -195,10 +186,3 @@ def test_a_refusal_names_the_path_that_was_asked_for(tmp_path: Path) -> None:
             raise UserError(f"{temporary}: not written; {temporary / 'a'} is no number")
         assert str(error.value) == f"{tmp_path / 'model'}: not written; {tmp_path / 'model' / 'a'} is no number"
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "path", ["Qwen3-8B", "models/Qwen3-8B", "/Qwen/Qwen3-8B", "./x/y/z", "../Qwen/Qwen3", "a/b/c", "a b/c", "."]
-)
-def test_what_can_be_no_hub_id_is_left_to_others(path: str) -> None:
-    refuse_hub_id(path)

@@ -19,12 +19,9 @@ def test_lines_are_numbered_as_an_editor_does_and_blank_ones_passed_over(tmp_pat
     ("line", "message"),
     [
         (b'{"a": 1', "column 8"),
-        (b"{'a': 1}", "column 2"),
         (b'{"a": 1} {"a": 2}', "column 10"),
         (b"[1, 2]", "expected a JSON object, found a list"),
-        (b'"text"', "found a string"),
         (b"null", "found null"),
-        (b"true", "found a boolean"),
         (b"3.5", "found a number"),
         (b'{"a": "\xff"}', "not valid UTF-8 at byte 7"),
         (b'{"a": ' + b"[" * 100_000, "not valid JSON"),
@@ -73,22 +70,26 @@ def test_gzip_of_both_kinds(tmp_path):
     assert [record for _, record in iter_records(items)] == records
 
 
-def test_damaged_gzip_is_distinguished_from_bad_json(tmp_path):
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     whole = gzip.compress(b"".join(b'{"a": %d}\n' % n for n in range(50_000)))
-    truncated, foreign = tmp_path / "cut.jsonl.gz", tmp_path / "plain.jsonl.gz"
-    truncated.write_bytes(whole[: len(whole) // 2])
-    foreign.write_bytes(b'{"a": 1}\n')
-    for path in (truncated, foreign):
-        with pytest.raises(UserError, match="truncated or damaged gzip data after line") as caught:
-            list(iter_jsonl(path))
-        assert str(path) in str(caught.value)
-
-
-def test_an_absent_file_and_a_folder(tmp_path):
-    with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
-        list(iter_jsonl(tmp_path / "absent.jsonl"))
+    for name, content, expected in (
+        ("cut.jsonl.gz", whole[: len(whole) // 2], "truncated or damaged gzip data after line"),
+        ("plain.jsonl.gz", b'{"a": 1}\n', "truncated or damaged gzip data after line"),
+        ("absent.jsonl", None, "no such file"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=expected) as caught:
+            list(iter_jsonl(tmp_path / name))
+        assert str(caught.value).startswith(f"{tmp_path / name}: ")
     with pytest.raises(UserError, match="cannot be read"):
         list(iter_jsonl(tmp_path))
+    monkeypatch.setattr("thresher.common.jsonl.WHOLE_LIMIT", 12)
+    (tmp_path / "a.json").write_bytes(b'[{"a": 123}]')
+    assert len(list(iter_records(tmp_path / "a.json"))) == 1
+    (tmp_path / "a.json").write_bytes(b'[{"a": 1234}]')
+    with pytest.raises(UserError, match=r"a\.json: holds more than 12 bytes in one JSON value; convert"):
+        list(iter_records(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
@@ -131,22 +132,7 @@ def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
     assert [number for number, _ in iter_jsonl(bomb)] == [1, 2]
     monkeypatch.setenv("THRESHER_LINE_LIMIT", "9")  # the line feed is one of them
     assert next(iter_jsonl(bomb)) == (1, {"a": 1})
-
-
-@pytest.mark.parametrize("said", ["64 MB", "-1", "0", "", "9" * 30])
-def test_a_limit_that_is_none_is_refused(tmp_path, monkeypatch, said):
-    (tmp_path / "a.jsonl").write_bytes(b"{}\n")
-    monkeypatch.setenv("THRESHER_LINE_LIMIT", said)
-    with pytest.raises(UserError, match=r"THRESHER_LINE_LIMIT is .*; expected a number of bytes"):
-        list(iter_jsonl(tmp_path / "a.jsonl"))
-
-
-def test_a_list_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("thresher.common.jsonl.WHOLE_LIMIT", 12)
-    for text, kept in ((b'[{"a": 123}]', 1), (b'[{"a": 1234}]', None)):
-        (tmp_path / "a.json").write_bytes(text)
-        if kept:
-            assert len(list(iter_records(tmp_path / "a.json"))) == kept
-        else:
-            with pytest.raises(UserError, match=r"a\.json: holds more than 12 bytes in one JSON value; convert"):
-                list(iter_records(tmp_path / "a.json"))
+    for said in ("64 MB", "0", "", "9" * 30):
+        monkeypatch.setenv("THRESHER_LINE_LIMIT", said)
+        with pytest.raises(UserError, match=r"THRESHER_LINE_LIMIT is .*; expected a number of bytes"):
+            next(iter_jsonl(bomb))
