@@ -1,17 +1,15 @@
 """`thresher bench retrieval`: the engine's indexes beside torch, numpy and FAISS, over 10^4 to 10^6 vectors and more.
 
 For every set of vectors: prove that the flat index and all peers find the same. Then for every kind: build it in a
-process of its own; follow its recall as the search parameter (nprobe, efSearch) rises, the exact searches taking turns
-with it; choose the least value whose recall at 5 is .95; and let that take turns with all peers in batches from 1 to
-512. Last, a server under 64 connections. If a flat index is not exact, the command ends with status 1.
+process of its own; follow its recall as the search parameter (nprobe, efSearch) rises; choose the least value whose
+recall at 5 is .95, and time it beside all peers in batches from 1 to 512. Last, a server under 64 connections. The
+command ends with status 1 if a flat index is not exact. What a budget cuts off is reported.
 
-    recall      at k, against the exact answer, over 512 questions
+    recall      at k, against the exact answer, over 512 questions; a row counts by its score in float64
     ratio       a peer's time by ours, of neighbouring calls
     speedup     the ratio of the faster of torch and FAISS, which search exactly
 
-The engine's own search is timed with all it does, the second scoring of rows in float64 included; encoding a question
-is not in it. A search counts as right if its rows have the scores, in float64, of the exact answer. The clock is read
-before each step, and stops the build; what a budget cuts off is reported.
+The engine's search is timed with the second scoring of rows in float64, without encoding a question.
 
 Axes: N vectors, Q queries, D dimension, K hits.
 """
@@ -20,9 +18,11 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +32,7 @@ import torch
 
 from thresher.bench.harness import append_rows, check_files, facts, in_turn, print_files, ratios, spread
 from thresher.bench.retrieval_build import built
-from thresher.bench.retrieval_server import measure_service, unavailable
+from thresher.bench.retrieval_server import measure_service
 from thresher.bench.retrieval_sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
@@ -126,9 +126,9 @@ class ExactAnswers:
         self._exact: RowScores = exact
         self._score_QK = np.array([[score for _, score in found] for found in exact.top(query_QD, k)])
 
-    def wrong(self, search: Search, count: int) -> str | None:
-        """Return in a few words why `search` is not exact on the first `count` queries; None if it is."""
-        row_QK = search(self.query_QD[:count], self.k)
+    def wrong(self, search: Search, queries: int) -> str | None:
+        """Return in a few words why `search` is not exact on the first `queries`; None if it is."""
+        row_QK = search(self.query_QD[:queries], self.k)
         for number, row_K in enumerate(row_QK):
             if len(set(row_K.tolist())) < self.k or row_K.min() < 0:
                 return f"query {number} got {len(set(row_K.tolist()))} different rows instead of {self.k}"
@@ -162,6 +162,10 @@ class Point:
     found: list[Rows] = field(default_factory=list)
     recall: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def wanted(self) -> float:
+        return self.recall.get(str(WANTED_K), 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class RecallCurve:
@@ -172,11 +176,11 @@ class RecallCurve:
 
     def chosen(self) -> Point | None:
         """Return the point of the least parameter whose recall at 5 is at least .95; None if there is none."""
-        return next((point for point in self.points if _wanted(point) >= WANTED), None)
+        return next((point for point in self.points if point.wanted >= WANTED), None)
 
     def best(self) -> float:
         """Return the highest recall at 5."""
-        return max(map(_wanted, self.points), default=0.0)
+        return max((point.wanted for point in self.points), default=0.0)
 
     def record(self) -> dict[str, Any]:
         """Return the curve as a row keeps it; `speedup` over the faster of the exact searches."""
@@ -196,17 +200,15 @@ class RecallCurve:
         }
 
 
-class Rotation:
-    """A search to be called again and again, each time for the next `size` of the queries."""
+def rotation(search: Search, query_QD: Vectors, size: int, k: int) -> Callable[[], Rows]:
+    """Return a call that searches for the next `size` of the queries, over and over."""
+    starts = count(0, size)
 
-    def __init__(self, search: Search, query_QD: Vectors, size: int, k: int) -> None:
-        self._search, self._query_QD, self._size, self._k = search, query_QD, size, k
-        self._next = 0
+    def call() -> Rows:
+        start = next(starts)
+        return search(query_QD[np.arange(start, start + size) % len(query_QD)], k)
 
-    def __call__(self) -> Rows:
-        take = np.arange(self._next, self._next + self._size) % len(self._query_QD)
-        self._next += self._size
-        return self._search(self._query_QD[take], self._k)
+    return call
 
 
 def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Mapping[str, Search], deadline: float) -> RecallCurve:
@@ -267,10 +269,6 @@ def _timed(search: Search, batch_QD: Vectors, k: int) -> tuple[float, Rows]:
     started = time.perf_counter()
     row_QK = search(batch_QD, k)
     return 1e3 * (time.perf_counter() - started), row_QK
-
-
-def _wanted(point: Point) -> float:
-    return point.recall.get(str(WANTED_K), 0.0)
 
 
 # the command
@@ -356,16 +354,13 @@ def failure(rows: Sequence[dict[str, Any]]) -> str | None:
     return f"the flat index is not exact over {wrong[0]}" if wrong else None
 
 
-def _sets(bench: RetrievalBench, folder: Path, run: BenchRun) -> list[tuple[str, Callable[[], VectorSet | None]]]:
-    """Return (name, a call that makes it) of each set, the real one first."""
-    found: list[tuple[str, Callable[[], VectorSet | None]]] = []
+def _sets(bench: RetrievalBench, folder: Path, run: BenchRun) -> Iterator[tuple[str, Callable[[], VectorSet | None]]]:
+    """Yield (name, a call that makes it) of each set, the real one first."""
     if bench.source is not None:
-        source = bench.source
-        found.append((f"{source.passages:,} real passages", lambda: real_set(source, folder, run.deadline)))
+        yield f"{bench.source.passages:,} real passages", partial(real_set, bench.source, folder, run.deadline)
     for size in sorted(set(bench.sizes)):
-        name = f"{size:,} x {bench.dim} synthetic"
-        found.append((name, partial(synthetic_set, size, bench.dim, folder, run.deadline)))
-    return found
+        make = partial(synthetic_set, size, bench.dim, folder, run.deadline)
+        yield f"{size:,} x {bench.dim} synthetic", make
 
 
 def measure_set(made: VectorSet, run: BenchRun) -> None:
@@ -376,18 +371,15 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
     exact = ExactRows(vectors_ND, largest_row_norm(vectors_ND))
     truth = ExactAnswers(made.question_QD, exact, min(K, rows))
     peers = exact_peers(vectors_ND)
-    wrong = {
-        name: reason
-        for name, search in ({FLAT: ours(exact.top)} | peers).items()
-        if (reason := truth.wrong(search, PROOF)) is not None
-    }
+    found = {name: truth.wrong(search, PROOF) for name, search in ({FLAT: ours(exact.top)} | peers).items()}
+    wrong = {name: reason for name, reason in found.items() if reason is not None}
     if FLAT in wrong:
         run.keep({"shape": made.shape, "wrong": wrong})
         return
     common = {"shape": made.shape, "near": made.near().round(4).tolist(), "proved": PROOF, "wrong_peers": wrong}
     if made.made == "real":
         common["near_synthetic"] = synthetic_near(made).round(4).tolist()
-    peers = {name: search for name, search in peers.items() if name not in wrong}
+    contest = Contest(made, truth, exact, {name: peer for name, peer in peers.items() if name not in wrong}, run)
     for kind in kinds:
         name = f"{kind.name} over {rows:,} x {dim} {made.made}"
         needed = estimate(kind, rows, dim)
@@ -399,24 +391,28 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
             run.left_out[name] = OUT_OF_TIME
         else:
             console.print(name)
-            row = measure_kind(kind, made, truth, exact, peers, run, name)
+            row = measure_kind(kind, contest, name)
             if row is not None:
                 run.keep({**common, "kind": kind.name, **row})
 
 
-def measure_kind(
-    kind: Kind,
-    made: VectorSet,
-    truth: ExactAnswers,
-    exact: ExactRows,
-    peers: Mapping[str, Search],
-    run: BenchRun,
-    name: str,
-) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """A set of vectors, its exact answers, and the peers that find them."""
+
+    made: VectorSet
+    truth: ExactAnswers
+    exact: ExactRows
+    peers: Mapping[str, Search]
+    run: BenchRun
+
+
+def measure_kind(kind: Kind, contest: Contest, name: str) -> dict[str, Any] | None:
     """Measure one kind; None if the budget did not suffice for any figure."""
+    made, truth, run = contest.made, contest.truth, contest.run
     if kind.exact:
-        found = {"recall": {str(k): 1.0 for k in (1, 5, 10)}}
-        return {**found, "batches": _batches(ours(exact.top), None, made.question_QD, truth.k, peers, run, name)}
+        searches = {"ours": ours(contest.exact.top)}
+        return {"recall": {str(k): 1.0 for k in (1, 5, 10)}, "batches": _batches(searches, contest, name)}
     folder = made.folder / kind.name.replace(",", "-")
     structure = built(kind, made.vectors, folder, max(1.0, run.deadline - time.monotonic()))
     if structure is None:
@@ -426,7 +422,7 @@ def measure_kind(
     scores = RowScores(made.vectors.take)
     for factor in CODE_FACTORS if kind.estimates else WHOLE_FACTORS:
         search = ApproximateSearch(candidates_of(kind, index), scores, made.vectors.rows, 1, factor)
-        curve = follow(search, truth, peers, run.deadline)
+        curve = follow(search, truth, contest.peers, run.deadline)
         if (chosen := curve.chosen()) is not None or run.late():
             break
     row: dict[str, Any] = {
@@ -446,30 +442,22 @@ def measure_kind(
         return row
     search.value = chosen.parameter
     row |= {"chosen": chosen.parameter, "recall": chosen.recall}
-    structure_only = bare(index, search.candidates.parameter, chosen.parameter)
-    row["batches"] = _batches(ours(search.top), structure_only, made.question_QD, truth.k, peers, run, name)
+    alone = bare(index, search.candidates.parameter, chosen.parameter)
+    row["batches"] = _batches({"ours": ours(search.top), "alone": alone}, contest, name)
     return row
 
 
-def _batches(
-    search: Search,
-    structure_only: Search | None,
-    question_QD: Vectors,
-    k: int,
-    peers: Mapping[str, Search],
-    run: BenchRun,
-    name: str,
-) -> dict[str, Any]:
-    """Return {batch: figures}: ours, FAISS's structure alone (`structure_only`) and the peers, taking turns."""
+def _batches(own: Mapping[str, Search], contest: Contest, name: str) -> dict[str, Any]:
+    """Return {batch: figures} of `own`, which are ours and FAISS's structure alone, and the peers, taking turns."""
+    run, question_QD = contest.run, contest.made.question_QD
+    searches = {**own, **contest.peers}
     found: dict[str, Any] = {}
     before = 0.0
     for size in sorted(batch for batch in set(run.bench.batches) if batch <= len(question_QD)):
         if time.monotonic() + 8 * before * FEWEST >= run.deadline:
             run.left_out[f"{name}, batches of {size}"] = OUT_OF_TIME
             continue
-        alone = {} if structure_only is None else {"alone": structure_only}
-        searches = {"ours": search, **alone, **peers}
-        calls = [Rotation(each, question_QD, size, k) for each in searches.values()]
+        calls = [rotation(each, question_QD, size, contest.truth.k) for each in searches.values()]
         before = sum(1e-3 * times[0] + SETTLE_SECONDS for times in in_turn(calls, 1, CPU, settle))
         rounds = min(max(int(CELL_SECONDS / before), FEWEST), MOST)
         times = dict(zip(searches, in_turn(calls, rounds, CPU, settle), strict=True))
@@ -492,11 +480,10 @@ def _batches(
 
 def _measure_server(run: BenchRun, scratch: Path) -> None:
     """Make one row for different queries, one for repeated ones."""
-    if reason := unavailable():
-        run.left_out["the server"] = reason
-        return
-    if time.monotonic() + 3 * run.bench.server_seconds >= run.deadline:
-        run.left_out["the server"] = OUT_OF_TIME
+    late = time.monotonic() + 3 * run.bench.server_seconds >= run.deadline
+    if late or find_spec("aiohttp") is None:
+        missing = "aiohttp is not installed; the extra [serve] brings it"
+        run.left_out["the server"] = OUT_OF_TIME if late else missing
         return
     console.print("a server under 64 connections")
     corpus = None if run.bench.source is None else run.bench.source.corpus

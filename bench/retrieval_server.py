@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,6 @@ DIFFERENT, REPEATED = 60_000, 64
 QUERY_WORDS = 12
 SEED = 0
 WARM_UP = 1.0  # seconds that are not counted
-
-
-def unavailable() -> str | None:
-    """Return the reason if there is no server to measure, else None."""
-    return None if find_spec("aiohttp") else "aiohttp is not installed; the extra [serve] brings it"
 
 
 def measure_service(corpus: str | None, folder: Path, seconds: float, passages: int = PASSAGES) -> list[dict[str, Any]]:

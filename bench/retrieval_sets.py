@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -199,27 +200,16 @@ def synthetic_set(rows: int, dim: int, folder: Path, deadline: float) -> VectorS
     vectors = VectorFile(own / VECTORS_FILE, rows, dim)
     if vectors.done() < rows:
         vectors.remove()
-        for part_ND in _joined(world.passages(rows)):
+        chunks = world.passages(rows)
+        while parts := list(islice(chunks, WRITTEN // CHUNK)):  # each write waits for the disk
             if time.monotonic() >= deadline:
                 return None
-            vectors.append(part_ND)
+            vectors.append(np.concatenate(parts))
     asked = VectorFile(own / QUESTIONS_FILE, QUESTIONS, dim)
     if asked.done() < QUESTIONS:
         asked.remove()
         asked.append(world.questions(QUESTIONS, rows)[0])
     return VectorSet(made="synthetic", vectors=vectors, question_QD=np.array(asked.open()), folder=own)
-
-
-def _joined(chunks: Iterator[Vectors]) -> Iterator[Vectors]:
-    """Yield fewer and larger chunks, for each that is written waits for the disk."""
-    held: list[Vectors] = []
-    for chunk_BD in chunks:
-        held.append(chunk_BD)
-        if sum(map(len, held)) >= WRITTEN:
-            yield np.concatenate(held)
-            held = []
-    if held:
-        yield np.concatenate(held)
 
 
 def real_set(source: PassageSource, folder: Path, deadline: float) -> VectorSet | None:

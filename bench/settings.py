@@ -1,9 +1,8 @@
 """Shapes and texts of `thresher bench rollout` and `thresher bench step`: one model and texts of exact lengths.
 
-Nothing here knows which side runs. Texts are words of an invented world's facts, filled up with full stops. The
-vocabulary is trained on the same facts and has exactly as many tokens as the model has columns, so that all sides draw
-from the same distribution. The model's config has no end of text, so that every sample has its full length. Real texts
-and trained weights would change neither side's arithmetic.
+Texts are words of an invented world's facts, filled up with full stops. The vocabulary is trained on the same facts and
+has exactly as many tokens as the model has columns, so that all sides sample from the same distribution. The model's
+config has no end of text, so that every sample has its full length.
 """
 
 import json
@@ -104,16 +103,10 @@ class RolloutShape:
 
     def record(self) -> dict[str, Any]:
         """Return the lengths as a row keeps them."""
-        return {
-            "questions": self.questions,
-            "group": self.group,
-            "prompt": self.prompt,
-            "turns": list(self.turns),
-            "appended": self.appended,
-            "layers": self.sizes.num_hidden_layers,
-            "hidden": self.sizes.hidden_size,
-            "vocab": self.sizes.vocab_size,
-        }
+        sizes = self.sizes
+        lengths = {name: getattr(self, name) for name in ("questions", "group", "prompt", "appended")}
+        model = {"layers": sizes.num_hidden_layers, "hidden": sizes.hidden_size, "vocab": sizes.vocab_size}
+        return {**lengths, "turns": list(self.turns), **model}
 
 
 _DEMO = Sizes(num_hidden_layers=2, hidden_size=96, intermediate_size=192, vocab_size=768, initializer_range=0.08)
@@ -337,10 +330,9 @@ def make_step_setting(shape: StepShape, device: torch.device | None = None) -> S
         policy = random_policy(config, device, torch.bfloat16)
         rollout = make_rollout_setting(lengths, device, policy, config.vocab_size - UNDRAWN)
     if shape.peer_prompt == lengths.prompt:
-        prompts = rollout.questions
-    else:
-        rng, facts = random.Random(lengths.seed), invented_facts(lengths.seed)
-        prompts = [text_of(shape.peer_prompt, facts, rollout.tokenizer, rng) for _ in range(lengths.questions)]
+        return StepSetting(shape, rollout, rollout.questions)
+    rng, facts = random.Random(lengths.seed), invented_facts(lengths.seed)
+    prompts = [text_of(shape.peer_prompt, facts, rollout.tokenizer, rng) for _ in range(lengths.questions)]
     return StepSetting(shape, rollout, prompts)
 
 

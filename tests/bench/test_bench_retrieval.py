@@ -18,13 +18,13 @@ from thresher.bench.retrieval import (
     Point,
     RecallCurve,
     RetrievalBench,
-    Rotation,
     bare,
     exact_peers,
     failure,
     follow,
     ours,
     read_source,
+    rotation,
     run_retrieval_bench,
 )
 from thresher.bench.retrieval_build import RECORD, built
@@ -134,9 +134,9 @@ def test_a_rotation_asks_for_every_query_in_turn() -> None:
         asked.extend(query_QD[:, 0].tolist())
         return np.zeros((len(query_QD), k), np.int64)
 
-    rotation = Rotation(search, np.arange(5, dtype=np.float32)[:, None], 2, 1)
+    ask = rotation(search, np.arange(5, dtype=np.float32)[:, None], 2, 1)
     for _ in range(3):
-        rotation()
+        ask()
     assert asked == [0, 1, 2, 3, 4, 0]
 
 
