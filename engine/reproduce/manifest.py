@@ -1,41 +1,38 @@
-"""The manifest of a paper, papers/NAME.toml: which tables it has, what their rows and columns are, what was printed.
+"""The manifest of a paper, papers/NAME.toml: its tables, their rows and columns, and the printed numbers.
 
 title = "..."
-like            the name of a manifest whose models, files, sets, tunings and methods are this one's too, but for
-                what is said of them here
+like            the name of a manifest from which models, files, sets, tunings and methods are inherited
 world_base      the base of all rows in the invented world (engine/world/stages.py); absent: "shared"
 [models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template;
-                served: `paper` is what a server calls it, whose address is given by --answer-url; overrides: of
-                its evaluations
-[files]         PATH = "how to make it": what the recipes at paper scale read besides
-[sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; relations: how
-                many its questions have in the invented world (absent: no such column there); noise: how many
-                irrelevant passages are added to each
+                served: `paper` is a server's name of it, whose address is given by --answer-url; overrides: of its
+                evaluations
+[files]         PATH = "how to make it": other files that recipes at paper scale read
+[sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; relations: of its
+                questions in the invented world (absent: no such column there); noise: irrelevant passages added
 [tunings.NAME]  a supervised fine-tuning that rows share: recipe (at paper scale), overrides (at both scales), and
-                either format (sft.format: of questions with their answers) or kind (of thresher data sft), which is
-                of a teacher's transcripts that answer right (teacher: their file at paper scale, in the invented
-                world what its base answers to the training questions) or of questions (questions: their file at
-                paper scale, in the invented world the training questions; options: further flags of data sft)
+                either format (sft.format: of questions with their answers) or kind (of thresher data sft), with
+                teacher (the file of its transcripts at paper scale, in the invented world the base's answers to the
+                training questions) or questions (their file at paper scale, in the invented world the training
+                questions; options: further flags of data sft)
 [methods.NAME]  a row's chain: label; system or baseline, options, or flags of thresher extract that name a refiner,
-                with encoder, the model that it is of where that is not the row's; and of these stages those that
-                it has, in order
-                warmup      a tuning, of which every seed has its own
+                with encoder, its model where that is not the row's; and those of these stages that it has, in order
+                warmup      a tuning, one for each seed
                 recipe      of a training at paper scale; trained_as: a method whose warm-up and training it
                             shares instead
                 extract     true: thresher extract leaves evidence of every column's passages; evidence_tokens: of
                             it, at most; extract_overrides: of this command alone, at paper scale; agent: a model
                             that searches, and sees evidence alone
-                generator   a tuning, one for all seeds: who answers, from the evidence, or as `baseline` asks
-                What is left of the chain answers itself. overrides: of its training, its extraction, and the
-                evaluation of what is no run; not of tunings; world: false where the invented world has no such
-                thing; world_prompt: of a system that it asks in another's form
+                generator   a tuning, one for all seeds, that answers from the evidence, or as `baseline` asks
+                Without a generator the last model of the chain answers. overrides: of its training, its extraction,
+                and the evaluation of what is no run; not of tunings; world: false where the invented world has no
+                such method; world_prompt: of a system that it asks in another's form
 [tables.NAME]   caption, measures (of a question, as thresher eval names them, or tables.read_evidence), columns
                 (names of sets), average (whether a last column has their mean), against (the label of the row that
                 others are tested against), only (a measure that is 1 of the questions that count), alone (of two
                 rows: a question counts for a row by what it has more than in the other), curves (names of charts
-                of a run's report, of all rows' trainings over each other), and
-                rows: {method, model, label, printed = {measure = [a number a column, then the average]}}
-                same_as: a table of the manifest of `like`, of which what is not said here is taken
+                of a run's report, of all rows' trainings over each other), rows: {method, model, label, printed =
+                {measure = [a number a column, then the average]}}; same_as: a table of the manifest of `like`, from
+                which all else is taken
 [left_out]      WHAT = "why": rows and tables of the paper that have no cell here
 """
 
@@ -53,7 +50,6 @@ from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.scoring.endpoint import key_at
 from thresher.engine.systems import load_system
-from thresher.engine.world.stages import BASES
 
 INHERITED = ("models", "files", "sets", "tunings", "methods")  # of a manifest with those that are like it
 T = TypeVar("T")
@@ -183,7 +179,23 @@ def read_manifest(name: str) -> PaperManifest:
     """Return the manifest of that name. Raise UserError for another, naming those that there are."""
     if name not in paper_names():
         raise UserError(f"reproduce: no paper {name!r}; choose one of {', '.join(paper_names())}")
-    return make_manifest(name, _read(name))
+    found = _read(name)
+
+    def parsed(kind: type[T], section: str) -> dict[str, T]:
+        return {key: from_dict(kind, value, f"[{section}.{key}]") for key, value in found.get(section, {}).items()}
+
+    return PaperManifest(
+        name=name,
+        title=found["title"],
+        models=parsed(PublishedModel, "models"),
+        sets=parsed(Column, "sets"),
+        tunings=parsed(Tuning, "tunings"),
+        methods=parsed(Method, "methods"),
+        tables={key: _table(key, value) for key, value in found["tables"].items()},
+        files=found.get("files", {}),
+        left_out=found.get("left_out", {}),
+        world_base=found.get("world_base", "shared"),
+    )
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -204,67 +216,10 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
-def make_manifest(name: str, found: Mapping[str, Any]) -> PaperManifest:
-    """Return a manifest from its parsed file. Raise UserError where it contradicts itself."""
-
-    def parsed(kind: type[T], section: str) -> dict[str, T]:
-        return {key: from_dict(kind, value, f"[{section}.{key}]") for key, value in found.get(section, {}).items()}
-
-    manifest = PaperManifest(
-        name=name,
-        title=found["title"],
-        models=parsed(PublishedModel, "models"),
-        sets=parsed(Column, "sets"),
-        tunings=parsed(Tuning, "tunings"),
-        methods=parsed(Method, "methods"),
-        tables={key: _table(key, value) for key, value in found["tables"].items()},
-        files=found.get("files", {}),
-        left_out=found.get("left_out", {}),
-        world_base=found.get("world_base", "shared"),
-    )
-    if manifest.world_base not in BASES:
-        raise UserError(f"world_base: expected one of {', '.join(BASES)}, got {manifest.world_base!r}")
-    for key, method in manifest.methods.items():
-        for other, known in (
-            (method.warmup, manifest.tunings),
-            (method.generator, manifest.tunings),
-            (method.agent, manifest.models),
-            (method.encoder, manifest.models),
-            (method.trained_as, manifest.methods),
-        ):
-            if other is not None and other not in known:
-                raise UserError(f"[methods.{key}]: {other!r} is not there")
-        if sum((method.system is not None, method.baseline is not None, bool(method.refiner))) != 1:
-            raise UserError(f"[methods.{key}]: expected either a system or a baseline or a refiner")
-    for key, table in manifest.tables.items():
-        _check(manifest, f"[tables.{key}]", table)
-    return manifest
-
-
 def _table(key: str, value: Mapping[str, Any]) -> PaperTable:
     table = from_dict(PaperTable, {name: item for name, item in value.items() if name != "rows"}, f"[tables.{key}]")
     rows = tuple(from_dict(TableRow, row, f"[tables.{key}], a row") for row in value["rows"])
     return replace(table, rows=rows)
-
-
-def _check(manifest: PaperManifest, where: str, table: PaperTable) -> None:
-    """Raise UserError for a table that does not agree with the rest of its manifest."""
-    wanted = len(table.columns) + table.average
-    if table.against is not None and table.against not in [manifest.label(row) for row in table.rows]:
-        raise UserError(f"{where}: against: no row is labelled {table.against!r}")
-    if table.alone and len(table.rows) != 2:
-        raise UserError(f"{where}: alone: expected two rows, got {len(table.rows)}")
-    for column in table.columns:
-        if column not in manifest.sets:
-            raise UserError(f"{where}: column {column!r} is no set")
-    for row in table.rows:
-        if row.method not in manifest.methods or row.model not in manifest.models:
-            raise UserError(
-                f"{where}: a row of method {row.method!r} and model {row.model!r}, which are not both there"
-            )
-        for measure, numbers in row.printed.items():
-            if measure not in table.measures or len(numbers) != wanted:
-                raise UserError(f"{where}: {manifest.label(row)}: {measure} has {len(numbers)} numbers of {wanted}")
 
 
 def switches_of(method: Method) -> list[str]:
@@ -276,10 +231,9 @@ def switches_of(method: Method) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def files_of(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the paths that a recipe reads with these overrides: the model, the questions, the index, and the
-    classifier
-    of entailment where its system asks one. overrides: a tuple. Nothing where they contradict each other, which its
-    command says."""
+    """Return the paths that a recipe reads with these overrides (a tuple): the model, the questions, the index, and the
+    classifier of entailment where its system asks one; none where they contradict each other, which its command
+    reports."""
     try:
         found = read_run_recipe(recipe, list(overrides))
     except UserError:
@@ -324,13 +278,9 @@ class ServedModel:
 def servers_of(
     manifest: PaperManifest, urls: Sequence[Pair], names: Sequence[Pair], allow_keys: Sequence[str]
 ) -> Mapping[str, ServedModel]:
-    """Return the servers by the manifest's names of their models.
-
-        --answer-url gpt-4o=URL --answer-model gpt-4o=NAME --allow-key VARIABLE@HOST
-
-    urls name what the manifest calls a model; names what the server calls it, where that is something else; allow_keys
-    the environment variable with the key for that host. Raise UserError for a name that the manifest does not have, or
-    that has no address, and for two models of one name."""
+    """Return the servers by the manifest's names of their models. urls: the manifest's name of a model and its address;
+    names: its name at the server, where that is another; allow_keys: VARIABLE@HOST with the key for that host. Raise
+    UserError for a name that the manifest does not have, or that has no address, and for two models of one name."""
     served = [model.paper for model in manifest.models.values() if model.served]
     for flag, given in (("--answer-url", urls), ("--answer-model", names)):
         for name, value in given:

@@ -3,13 +3,11 @@
     ExperimentRun = (row, seed)  ->  (base) -> warm-up -> training -> of each column its extraction -> its evaluation
                                               generator, once ------------------------------------->
 
-A method has some of these stages (manifest.py). Experiments share whatever is the same: the base, a warm-up, a
-training, a generator, and in the world one evaluation for all columns of the same noise, which are parts of its
-questions. A method that nothing trains by seed has one seed, for all else is greedy.
-
-Every command writes one folder or file, which is finished when its last file is there; `train`, `eval` and `extract` go
-on with an unfinished one. `Pipeline` has the words of every stage at the paper's scale, with the recipes, models and
-files that the manifest names; `WorldPipeline` those in the invented world: a base a seed, one recipe, short prompts.
+A method has some of these stages (manifest.py). Experiments share equal commands: the base, a warm-up, a training, a
+generator, and in the world one evaluation for all columns of the same noise. A method that nothing trains by seed has
+one seed, because all else is greedy. A command writes one folder or file; `train`, `eval` and `extract` go on with an
+unfinished one. At the paper's scale recipes, models and files are those of the manifest; the invented world has one
+recipe, short prompts and a base for each seed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from thresher.engine.reproduce.manifest import (
     PublishedModel,
     ServedModel,
     TableRow,
+    Tuning,
     files_of,
     switches_of,
 )
@@ -56,9 +55,9 @@ def without(overrides: Iterable[str], *sections: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The scale of a table, "paper" or "world", and its seeds; overrides of every recipe that has their section, how
-    many questions an evaluation has at most, which keys may go to which hosts, the servers of models by their names,
-    and a folder of prompts that replace ours, NAME.txt for each system or baseline."""
+    """The scale of a table, "paper" or "world", and its seeds; overrides of every recipe that has their section; how
+    many questions an evaluation has at most; the keys and the hosts that may get them (NAME@HOST); servers by the names
+    of their models; and a folder of prompts that replace ours, NAME.txt for each system or baseline."""
 
     name: str
     seeds: Sequence[int] = (0,)
@@ -104,8 +103,8 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of `thresher`, and the folder or the file that it writes. lacking: what it reads and nobody has put
-    there, each with how to get it."""
+    """One command of `thresher`, and the folder or the file that it writes. lacking: absent files that it reads, each
+    with how to get it."""
 
     words: tuple[str, ...]
     folder: Path
@@ -113,15 +112,19 @@ class Command:
 
     @property
     def finished(self) -> bool:
-        if self.words[0] == "extract":  # its figures come last
+        if self.words[0] == "extract":  # its metrics come last
             side = self.folder.with_suffix(".json")
             return side.is_file() and "figures" in read_json_object(side)
         last = {"train": "summary.json", "eval": "metrics.json"}.get(self.words[0])
         return self.folder.exists() if last is None else (self.folder / last).is_file()
 
+    @property
+    def blocked(self) -> bool:
+        return bool(self.lacking) and not self.finished
+
     def to_run(self, scale: Scale) -> list[str]:
-        """Return the words to run now: a training or a fine-tuning that was begun goes on, what may ask a judge may
-        send the keys, and a server's model has its address. None of these decides what is made."""
+        """Return the words to run now, with words that change no result: --resume for an unfinished training or
+        fine-tuning, keys for what may ask a judge, and the address of a server's model."""
         keys = scale.allow_keys if self.words[0] in ("train", "eval") else ()
         served = [word for server in scale.servers.values() for word in server.flags(self.words)]
         allowed = [word for key in keys for word in ("--allow-key", key)]
@@ -145,11 +148,11 @@ class ExperimentRun:
 
     def possible(self) -> Iterator[Command]:
         """Yield the commands that can be run, in order: none behind one whose data are absent."""
-        if any(command.lacking and not command.finished for command in self.before):
+        if any(command.blocked for command in self.before):
             return
         yield from self.before
         for chain in dict.fromkeys(self.columns.values()):
-            if not any(command.lacking and not command.finished for command in chain):
+            if not any(command.blocked for command in chain):
                 yield from chain
 
     def leading_to(self, command: Command) -> tuple[Command, ...]:
@@ -159,7 +162,7 @@ class ExperimentRun:
         return chain[: chain.index(command)]
 
     def lacking(self) -> dict[str, str]:
-        """Return what is absent of all that the commands read, and how to get it."""
+        """Return the absent files that the commands read, and how to get each."""
         return dict(pair for command in self.every() if not command.finished for pair in command.lacking)
 
     def every(self) -> tuple[Command, ...]:
@@ -167,7 +170,7 @@ class ExperimentRun:
 
 
 def prompt_name(method: Method) -> str | None:
-    """Return the name of the prompt that a method asks in: its baseline's, or its system's."""
+    """Return the name of the prompt of a method's baseline or system."""
     return method.baseline or method.system
 
 
@@ -191,14 +194,18 @@ def rows_in_world(manifest: PaperManifest, table: PaperTable) -> list[TableRow]:
 
 
 class Pipeline:
-    """The stages of one row with one seed, at the paper's scale."""
+    """The stages of one row with one seed, at the paper's scale or in the invented world (in out/world)."""
 
     def __init__(self, manifest: PaperManifest, scale: Scale, out: Path, row: TableRow, seed: int) -> None:
         self.manifest, self.scale, self.out, self.row, self.seed = manifest, scale, out, row, seed
-        self.method = manifest.methods[row.method]
+        self.method = method = manifest.methods[row.method]
         self.trained = manifest.methods[manifest.trains(row)]
         self.model = manifest.models[row.model]
-        self.of_model = f"-{row.model}"  # in names of what a model of the paper gets
+        self.invented, self.world, self.base = scale.invented, out / "world", manifest.world_base
+        self.of_model = "" if self.invented else f"-{row.model}"  # in the names of outputs
+        # In the world: the prompt, the same for all that share a training, and the questions of a tuning.
+        self.prompt = method.world_prompt or method.system or method.baseline or method.refiner[1]
+        self.trained_on = str(world_questions(self.world, GIVEN[0], "train"))
 
     def experiment(self, columns: Sequence[str]) -> ExperimentRun:
         """Return all commands, of these columns."""
@@ -207,7 +214,7 @@ class Pipeline:
             before += self.tuning(self.trained.warmup, policy, self.seed)
             policy = str(before[-1].folder)
         if self.trained.recipe is not None:
-            before.append(self.training(policy))
+            before.append(self.training(self.trained.recipe, policy))
             policy, trained = str(before[-1].folder), True
         generator = None
         if method.generator is not None and columns:
@@ -215,16 +222,29 @@ class Pipeline:
             generator = str(before[-1].folder)
         chains = {}
         for column in columns:
-            name = self.column_name(column)
-            chain = [self.extraction(column, name, policy, trained)] if method.extract else []
+            chain = [self.extraction(column, policy, trained)] if method.extract else []
             if generator is not None:
-                chain.append(self.answering(column, name, generator, *chain))
+                chain.append(self.answering(column, generator, *chain))
             elif not chain:
-                chain.append(self.evaluation(column, name, policy, trained))
+                chain.append(self.evaluation(column, policy, trained))
             chains[column] = tuple(chain)
         return ExperimentRun(self.row, self.seed, tuple(before), chains)
 
     # Stages. policy: a model folder or, where `trained`, a GRPO run, whose recipe says system and files.
+
+    def base_commands(self) -> list[Command]:
+        """Return the commands that make the world and its base."""
+        if not self.invented:
+            return []
+        # A generator begins at the shared seed's base, and a teacher is that base.
+        warmup = self.manifest.tunings.get(self.trained.warmup or "")
+        shares = self.method.generator is not None or (warmup is not None and warmup.teacher is not None)
+        stages = [
+            (tuple(words), Path(words[words.index("--out") + 1]))
+            for seed in dict.fromkeys((self.seed, SHARED_SEED) if shares else (self.seed,))
+            for words in world_stages(self.world, seed, self.method.system in JUDGED, self.base)
+        ]
+        return [Command(*stage) for stage in dict.fromkeys(stages)]
 
     def tuning(self, name: str, start: str, seed: int) -> list[Command]:
         """Return the commands of a tuning that begins at `start`; the last one writes the model folder."""
@@ -232,39 +252,69 @@ class Pipeline:
         tuning = self.manifest.tunings[name]
         folder = self.out / "tunings" / f"{name}{self.of_model}-seed{seed}"
         if tuning.kind is None:
-            data = [f"sft.format={tuning.format}", *self.answered_questions(name)]
+            data = [f"sft.format={tuning.format}"]
+            if self.invented:
+                prompt = prompt_file(self.world, tuning.format or "qa")
+                data += [f"sft.data={self.trained_on}", f"sft.template={prompt}"]
         else:
             made = self.out / "tunings" / f"{name}.jsonl"
-            teaching, source = self.source(name)
-            words = ("data", "sft", "--kind", tuning.kind, *source, *self.template_of(tuning.kind))
-            commands = [*teaching, Command((*words, "--out", str(made)), made, self.absent(source))]
+            commands, source = self.source(tuning)
+            form = ["--template", str(prompt_file(self.world, ASKED_IN[tuning.kind]))] if self.invented else []
+            words = ("data", "sft", "--kind", tuning.kind, *source, *form, "--out", str(made))
+            commands.append(Command(words, made, self.absent(source)))
             data = ["sft.data=", f"sft.transcripts={made}"]
+        recipe = RECIPE.with_name("tuning.toml") if self.invented else RECIPES / tuning.recipe
         sets = (f"model.path={start}", *data, f"run.seed={seed}", *tuning.overrides, *self.scale.of_tunings)
-        return [*commands, self.by_recipe("sft", self.tuning_recipe(name), sets, folder)]
+        return [*commands, self.by_recipe("sft", str(recipe), sets, folder)]
 
-    def training(self, policy: str) -> Command:
+    def source(self, tuning: Tuning) -> tuple[list[Command], list[str]]:
+        """Return the flags of `data sft` that name the source of a tuning's transcripts, and the commands that make
+        it."""
+        if tuning.questions is not None and self.invented:
+            return [], ["--questions", self.trained_on, *tuning.options]
+        if tuning.questions is not None:
+            named = [text.partition("=")[2] for text in self.scale.overrides if text.startswith("model.device=")]
+            device = ["--device", ["cuda", *named][-1].partition(":")[0]] if "--model" in tuning.options else []
+            return [], ["--questions", tuning.questions, *tuning.options, *device]
+        if not self.invented:
+            return [], ["--transcripts", str(tuning.teacher)]
+        folder = self.out / "tunings" / "teacher"
+        words = ("eval", *self.of_system("eviomni", self.start(SHARED_SEED)), "--set", "system.name=eviomni")
+        asked = ("--questions", self.trained_on, "--limit", str(TEACHER_QUESTIONS))
+        answering = Command((*words, *asked, "--out", str(folder)), folder)
+        return [answering], ["--transcripts", str(folder / "trajectories.jsonl")]
+
+    def training(self, recipe: str, policy: str) -> Command:
         folder = self.out / "runs" / f"{self.manifest.trains(self.row)}{self.of_model}-seed{self.seed}"
-        recipe, *placed = self.recipe(policy)
-        own = (*switches_of(self.trained), *self.overrides(self.trained))
-        sets = (*placed, f"run.seed={self.seed}", *own, *self.scale.of_trainings)
-        return self.by_recipe("train", recipe, sets, folder)
+        if self.invented:
+            recipe, placed = str(RECIPE), self.placed(self.prompt, policy)
+        else:
+            recipe, placed = str(RECIPES / recipe), (f"model.path={policy}", *self.scale.prompt_of(self.trained))
+        own = (*switches_of(self.trained), *self.overrides(self.trained), *self.scale.of_trainings)
+        return self.by_recipe("train", recipe, (*placed, f"run.seed={self.seed}", *own), folder)
 
     def by_recipe(self, command: str, recipe: str, sets: tuple[str, ...], folder: Path) -> Command:
         words = (command, recipe, *sets_of(*sets), "--out", str(folder))
         return Command(words, folder, self.absent(files_of(recipe, sets)))
 
-    def evaluation(self, column: str, name: str, policy: str, trained: bool) -> Command:
+    def evaluation(self, column: str, policy: str, trained: bool) -> Command:
         """Return the evaluation of the policy's own answers."""
-        folder = self.out / "evaluations" / name
+        folder = self.out / "evaluations" / self.column_name(column)
         if trained:
             words = ["eval", "--best-of", policy, *sets_of(*self.scale.of_judges)]
         else:
-            words = [*self.eval_words(policy), *self.baseline]
+            own = [*self.overrides(self.method), *self.scale.of_answers]
+            if self.invented:
+                words = self.of_system(self.prompt, policy)
+            else:
+                words = self.named(policy)
+                own = [*self.scale.prompt_of(self.method), *self.model.overrides, *own]
+            words = ["eval", *words, *sets_of(*switches_of(self.method), *own), *self.baseline]
         words += [*self.questions(column), *self.noise(column), *self.scale.limiting]
         return Command((*words, "--out", str(folder)), folder, self.absent(words))
 
-    def extraction(self, column: str, name: str, policy: str, trained: bool) -> Command:
-        file = self.out / "evidence" / f"{name}.jsonl"
+    def extraction(self, column: str, policy: str, trained: bool) -> Command:
+        file = self.out / "evidence" / f"{self.column_name(column)}.jsonl"
         words = ["extract", *self.extract_words(policy, trained), *self.noise(column), *self.scale.limiting]
         if self.method.evidence_tokens is not None:
             words += ["--evidence-tokens", str(self.method.evidence_tokens)]
@@ -274,14 +324,38 @@ class Pipeline:
         words += self.questions(column)
         return Command((*words, "--out", str(file)), file, self.absent(words))
 
-    def answering(self, column: str, name: str, generator: str, evidence: Command | None = None) -> Command:
+    def extract_words(self, policy: str, trained: bool) -> list[str]:
+        method, scale = self.method, self.scale
+        # The overrides that `extract` knows; of a run it knows the system.
+        every = [*([] if trained else switches_of(method)), *self.overrides(method), *scale.of_answers]
+        own = sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
+        if self.invented and trained:
+            return ["--best-of", policy, *own]
+        if self.invented:
+            form = ["--template", str(prompt_file(self.world, self.prompt))]
+            shown = sets_of(f'retrieval.passage_format="{BASES[self.base].passage_format}"')
+            return ["--model", policy, *method.refiner, *form, *shown, *own, *self.baseline]
+        if method.encoder is not None:
+            named = ["--model", self.manifest.models[method.encoder].paper, *sets_of(*ON_GPU)]
+        else:
+            named = ["--best-of", policy] if trained else self.named(policy)
+        asked = [] if trained or method.refiner else scale.prompt_of(method)
+        return [*named, *method.refiner, *sets_of(*method.extract_overrides, *asked), *own, *self.baseline]
+
+    def answering(self, column: str, generator: str, evidence: Command | None = None) -> Command:
         """Return the generator's evaluation, from evidence where there is any."""
-        folder = self.out / "evaluations" / name
-        baseline = "evidence" if evidence is not None else self.method.baseline
-        assert baseline is not None, f"{self.row.method}: a generator answers as a baseline asks, or from evidence"
-        given = [] if evidence is None else sets_of(f"system.options.file={evidence.folder}")
-        noise = [] if evidence is not None else self.noise(column)
-        words = [*self.answer_words(generator), "--baseline", baseline, *given, *self.questions(column), *noise]
+        folder = self.out / "evaluations" / self.column_name(column)
+        if self.invented:
+            tuning = self.manifest.tunings[str(self.method.generator)]
+            words = ["eval", *self.of_system(tuning.format or "qa", generator), *sets_of(*self.scale.of_answers)]
+        else:
+            own = (*ON_GPU, *without(self.overrides(self.method), *OF_TRAININGS), *self.scale.of_answers)
+            words = ["eval", "--model", generator, *self.chat, *sets_of(*own)]
+        if evidence is not None:
+            words += ["--baseline", "evidence", *sets_of(f"system.options.file={evidence.folder}")]
+            words += self.questions(column)
+        else:
+            words += [*self.baseline, *self.questions(column), *self.noise(column)]
         words += [*self.scale.limiting, "--out", str(folder)]
         return Command(tuple(words), folder, self.absent(words))
 
@@ -289,14 +363,34 @@ class Pipeline:
 
     def absent(self, read: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Return, of these words, those that name, or set to, a file that is not there, or a model that no given server
-        has, with the manifest's way to get it: of overrides of one key the last. Those that were asked for are left
-        out: a judge may be called as such a model is."""
+        has, with the manifest's way to get it: of overrides of one key the last. The user's overrides are left out: a
+        judge may be called as such a model is."""
         known: dict[str, str] = dict(self.manifest.files)
         known |= {one.paper: one.get for one in self.manifest.models.values() if one.paper not in self.scale.servers}
         known |= {column.paper: column.get for column in self.manifest.sets.values() if not column.noise}
         last = {word.partition("=")[0]: word for word in read}.values()
         paths = dict.fromkeys(word.rpartition("=")[2] for word in last if word not in self.scale.overrides)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
+
+    def start(self, seed: int) -> str:
+        """Return the model folder that everything of this seed begins at."""
+        return base_folder(self.world, self.base, seed) if self.invented else self.model.paper
+
+    def column_name(self, column: str) -> str:
+        noise = self.manifest.sets[column].noise
+        ours = (f"-noise{noise}" if noise else "") if self.invented else ""
+        return f"{self.row.method}{self.of_model}{'' if self.invented else f'-{column}'}-seed{self.seed}{ours}"
+
+    def overrides(self, method: Method) -> list[str]:
+        """Return the method's overrides, in the world without those that name a file of the paper's scale."""
+        absent = self.manifest.files if self.invented else ()
+        return [text for text in method.overrides if text.partition("=")[2] not in absent]
+
+    def questions(self, column: str) -> list[str]:
+        """Return the flag of the held-out questions; in the world of one file for all columns."""
+        if self.invented:
+            return ["--questions", str(world_questions(self.world, _protocol(self.prompt), "test"))]
+        return ["--questions", self.manifest.sets[column].paper]
 
     def noise(self, column: str) -> list[str]:
         passages = self.manifest.sets[column].noise
@@ -320,165 +414,14 @@ class Pipeline:
             return ["--answer-model", self.called(self.model)]
         return ["--model", policy, *self.chat, *sets_of(*ON_GPU)]
 
-    def of_extract(self, trained: bool) -> list[str]:
-        """Return the overrides that `extract` knows; of a run it knows the system."""
-        switches = [] if trained else switches_of(self.method)
-        every = [*switches, *self.overrides(self.method), *self.scale.of_answers]
-        return sets_of(*(text for text in every if text.partition(".")[0] in SECTIONS))
-
-    def questions(self, column: str) -> list[str]:
-        return ["--questions", self.question_file(column)]
-
-    # What the scale decides
-
-    def base_commands(self) -> list[Command]:
-        """Return the commands that make the base that everything begins at, where it is made here."""
-        return []
-
-    def start(self, seed: int) -> str:
-        """Return the model folder that everything of this seed begins at."""
-        return self.model.paper
-
-    def column_name(self, column: str) -> str:
-        return f"{self.row.method}{self.of_model}-{column}-seed{self.seed}"
-
-    def overrides(self, method: Method) -> list[str]:
-        return list(method.overrides)
-
-    def source(self, name: str) -> tuple[list[Command], list[str]]:
-        """Return the flags of `data sft` that name what a tuning's transcripts are made of, and before them the
-        commands that make that."""
-        tuning = self.manifest.tunings[name]
-        if tuning.questions is not None:
-            named = [text.partition("=")[2] for text in self.scale.overrides if text.startswith("model.device=")]
-            device = ["--device", ["cuda", *named][-1].partition(":")[0]] if "--model" in tuning.options else []
-            return [], ["--questions", tuning.questions, *tuning.options, *device]
-        assert tuning.teacher is not None, f"[tunings.{name}]: a kind needs questions or a teacher"
-        return [], ["--transcripts", tuning.teacher]
-
-    def answered_questions(self, name: str) -> list[str]:
-        """Return overrides that name the questions that a tuning is on."""
-        return []
-
-    def template_of(self, kind: str) -> list[str]:
-        return []
-
-    def tuning_recipe(self, name: str) -> str:
-        return str(RECIPES / self.manifest.tunings[name].recipe)
-
-    def recipe(self, policy: str) -> list[str]:
-        """Return the recipe of a training, and as overrides what puts it into its place."""
-        assert self.trained.recipe is not None
-        return [str(RECIPES / self.trained.recipe), f"model.path={policy}", *self.scale.prompt_of(self.trained)]
-
-    def eval_words(self, policy: str) -> list[str]:
-        """Return the words of the evaluation of a model folder, but for its baseline."""
-        asked = [*switches_of(self.method), *self.scale.prompt_of(self.method)]
-        sets = sets_of(*asked, *self.model.overrides, *self.overrides(self.method), *self.scale.of_answers)
-        return ["eval", *self.named(policy), *sets]
-
-    def extract_words(self, policy: str, trained: bool) -> list[str]:
-        if self.method.encoder is not None:
-            named = ["--model", self.manifest.models[self.method.encoder].paper, *sets_of(*ON_GPU)]
-        else:
-            named = ["--best-of", policy] if trained else self.named(policy)
-        asked = [] if trained or self.method.refiner else self.scale.prompt_of(self.method)
-        wider = sets_of(*self.method.extract_overrides, *asked)
-        return [*named, *self.method.refiner, *wider, *self.of_extract(trained), *self.baseline]
-
-    def answer_words(self, generator: str) -> list[str]:
-        own = without(self.overrides(self.method), *OF_TRAININGS)
-        return ["eval", "--model", generator, *self.chat, *sets_of(*ON_GPU, *own, *self.scale.of_answers)]
-
-    def question_file(self, column: str) -> str:
-        return self.manifest.sets[column].paper
-
-
-class WorldPipeline(Pipeline):
-    """The stages of one row with one seed in the invented world, in out/world, with a base of its own for each seed."""
-
-    def __init__(self, manifest: PaperManifest, scale: Scale, out: Path, row: TableRow, seed: int) -> None:
-        super().__init__(manifest, scale, out, row, seed)
-        self.world, self.of_model = out / "world", ""
-        method = self.method
-        # The prompt: what shares a training with another method must have the same.
-        self.prompt = method.world_prompt or method.system or method.baseline or method.refiner[1]
-        # The questions of a tuning: they bring their passages.
-        self.trained_on = str(world_questions(self.world, GIVEN[0], "train"))
-
-    def base_commands(self) -> list[Command]:
-        # A generator begins at the shared seed's base, and a teacher is that base.
-        warmup = self.manifest.tunings.get(self.trained.warmup or "")
-        shares = self.method.generator is not None or (warmup is not None and warmup.teacher is not None)
-        stages = [
-            (tuple(words), Path(words[words.index("--out") + 1]))
-            for seed in dict.fromkeys((self.seed, SHARED_SEED) if shares else (self.seed,))
-            for words in world_stages(self.world, seed, self.method.system in JUDGED, self.manifest.world_base)
-        ]
-        return [Command(*stage) for stage in dict.fromkeys(stages)]
-
-    def start(self, seed: int) -> str:
-        return base_folder(self.world, self.manifest.world_base, seed)
-
-    def column_name(self, column: str) -> str:
-        noise = self.manifest.sets[column].noise
-        return f"{self.row.method}-seed{self.seed}" + (f"-noise{noise}" if noise else "")
-
-    def overrides(self, method: Method) -> list[str]:
-        """Return the overrides without those that name a file of the paper's scale."""
-        return [text for text in method.overrides if text.partition("=")[2] not in self.manifest.files]
-
-    def source(self, name: str) -> tuple[list[Command], list[str]]:
-        tuning = self.manifest.tunings[name]
-        if tuning.questions is not None:
-            return [], ["--questions", self.trained_on, *tuning.options]
-        folder = self.out / "tunings" / "teacher"
-        words = ("eval", *self.of_system("eviomni", self.start(SHARED_SEED)), "--set", "system.name=eviomni")
-        asked = ("--questions", self.trained_on, "--limit", str(TEACHER_QUESTIONS))
-        answering = Command((*words, *asked, "--out", str(folder)), folder)
-        return [answering], ["--transcripts", str(folder / "trajectories.jsonl")]
-
-    def answered_questions(self, name: str) -> list[str]:
-        prompt = prompt_file(self.world, self.manifest.tunings[name].format or "qa")
-        return [f"sft.data={self.trained_on}", f"sft.template={prompt}"]
-
-    def template_of(self, kind: str) -> list[str]:
-        return ["--template", str(prompt_file(self.world, ASKED_IN[kind]))]
-
-    def tuning_recipe(self, name: str) -> str:
-        return str(RECIPE.with_name("tuning.toml"))
-
-    def recipe(self, policy: str) -> list[str]:
-        return [str(RECIPE), *self.placed(self.prompt, policy)]
-
     def of_system(self, prompt: str, policy: str) -> list[str]:
         """Return the world's recipe, for a system or for one of its other prompts."""
         return [str(RECIPE), *sets_of(*self.placed(prompt, policy))]
 
     def placed(self, prompt: str, policy: str) -> tuple[str, ...]:
-        """Return what puts that recipe into its place, as overrides."""
-        paths = world_paths(self.world, _protocol(prompt), self.manifest.world_base)
+        """Return the overrides that name the model and the files of the world's recipe."""
+        paths = world_paths(self.world, _protocol(prompt), self.base)
         return (f"model.path={policy}", *paths, f"system.template={prompt_file(self.world, prompt)}")
-
-    def eval_words(self, policy: str) -> list[str]:
-        sets = sets_of(*switches_of(self.method), *self.overrides(self.method), *self.scale.of_answers)
-        return ["eval", *self.of_system(self.prompt, policy), *sets]
-
-    def extract_words(self, policy: str, trained: bool) -> list[str]:
-        if trained:
-            return ["--best-of", policy, *self.of_extract(trained)]
-        form = ["--template", str(prompt_file(self.world, self.prompt))]
-        shown = sets_of(f'retrieval.passage_format="{BASES[self.manifest.world_base].passage_format}"')
-        return ["--model", policy, *self.method.refiner, *form, *shown, *self.of_extract(trained), *self.baseline]
-
-    def answer_words(self, generator: str) -> list[str]:
-        assert self.method.generator is not None
-        prompt = self.manifest.tunings[self.method.generator].format or "qa"
-        return ["eval", *self.of_system(prompt, generator), *sets_of(*self.scale.of_answers)]
-
-    def question_file(self, column: str) -> str:
-        """Return the held-out questions as the method is asked them, one file for all columns."""
-        return str(world_questions(self.world, _protocol(self.prompt), "test"))
 
 
 def _protocol(prompt: str) -> str:
@@ -504,12 +447,11 @@ def prompt_file(world: Path, name: str) -> Path:
 def experiment_runs(manifest: PaperManifest, table: PaperTable, scale: Scale, out: Path) -> list[ExperimentRun]:
     """Return all experiments of a table at this scale, in the order of its rows; rows and columns that it does not have
     there are left out. A row that no seed changes, greedy answers of what is not trained, has one."""
-    kind = WorldPipeline if scale.invented else Pipeline
     found = []
     for row in rows_in_world(manifest, table) if scale.invented else table.rows:
         trained = manifest.methods[manifest.trains(row)]
         own_base = scale.invented and manifest.methods[row.method].generator is None
         for seed in scale.seeds if own_base or trained.warmup or trained.recipe else scale.seeds[:1]:
-            pipeline = kind(manifest, scale, out, row, seed)
+            pipeline = Pipeline(manifest, scale, out, row, seed)
             found.append(pipeline.experiment(columns_of(manifest, table, scale.invented)))
     return found

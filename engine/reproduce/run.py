@@ -1,17 +1,14 @@
-"""`thresher reproduce`: run what a paper's tables need, in order, and write them beside the printed ones.
+"""`thresher reproduce`: run the commands of a paper's tables, in order, and write them beside the printed ones.
 
-    out/world/ tunings/ runs/            of the commands, each shown and run; what is finished is not done again
+    out/world/ tunings/ runs/            of the commands, each shown and run; what is finished is not run again
     out/evidence/ evaluations/
-    out/commands/NAME/command.json       which command made what, and the lock of the process that runs it now:
+    out/commands/NAME/command.json       the command of an output, and the lock of the process that runs it now:
         {"words": ["train", "recipes/world/recipe.toml", ..], "recipes": {"recipes/..": SHA-256 of its keys}}
     out/eviomni-T1.md, eviomni-T1.json   a table each, written anew after every experiment
-    out/eviomni-F4.html                  a figure: its rows' trainings over each other
+    out/eviomni-F4.html                  a figure: the trainings of its rows over each other
 
-Killed at any moment, the same command goes on. Given again while it runs, the two share what there is to do: an
-experiment for which another process makes something is put off until that is there. One whose data or weights are
-absent says what to put where, one whose command is refused says why, and the others run. Recorded words are of the
-folder that a table is made in and of the recipes that come with Thresher, however --out is spelled and wherever they
-are installed. What was typed by hand has no record, and is taken as it is.
+Killed at any moment, the same command goes on; two that run at once share the work. Recorded words do not depend on how
+--out is spelled or where Thresher is installed. An output without a record, of a command typed by hand, is accepted.
 """
 
 import hashlib
@@ -50,7 +47,7 @@ WAIT = 5.0  # seconds until it is asked again whether another process has finish
 def reproduce(
     paper: str, tables: Sequence[str], scale: Scale, out: Path, run_command: Callable[[list[str]], None]
 ) -> dict[str, Any]:
-    """Run the tables (all of them where none is named) at a scale; return what their JSON files hold, by name.
+    """Run the tables (all where none is named) at a scale; return the contents of their JSON files, by name.
     `run_command` runs a command of `thresher` from its words. Raise UserError at the end where it refused any."""
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables, scale.invented)
@@ -61,8 +58,8 @@ def reproduce(
     check_folder(every, out)
     if scale.invented:
         write_prompts(out / "world")
-    _say_unread(every, scale)
-    _say_lacking(every)
+    _report_unread(every, scale)
+    _report_lacking(every)
     refused: dict[Command, str] = {}
 
     def write_table(name: str) -> dict[str, Any]:
@@ -87,7 +84,7 @@ def reproduce(
     for name, table in chosen.items():
         if table.curves:
             _write_figure(manifest, table, experiments[name], out / f"{paper}-{name}.html")
-        console.console.print(markdown(found[name]), markup=False, soft_wrap=True)
+        _say(markdown(found[name]))
     if refused:
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
         more = f", and {len(others)} more commands" if others else ""
@@ -105,8 +102,8 @@ def _run(
     run_command: Callable[[list[str]], None],
     refused: dict[Command, str],
 ) -> bool:
-    """Run the commands of an experiment; return false where another process makes what one of them would. A command
-    that is refused is noted in `refused` with the reason, and what begins at what it makes is not run."""
+    """Run the commands of an experiment; return False where another process runs one of them. Add a command that is
+    refused to `refused`, with the reason, and do not run those that read its output."""
     for command in experiment.possible():
         if command.finished or any(one in refused for one in (command, *experiment.leading_to(command))):
             continue
@@ -116,16 +113,20 @@ def _run(
             if command.finished:
                 continue
             words = command.to_run(scale)
-            console.console.print(title, soft_wrap=True)
-            console.console.print(f"$ thresher {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+            _say(title)
+            _say(f"$ thresher {shlex.join(words)}", style="bold")
             command.folder.parent.mkdir(parents=True, exist_ok=True)
             try:
                 run_command(words)
             except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU's memory or CUDA
-                refused[command] = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                why = refused[command]
-                console.console.print(f"reproduce: left out, for {why}", markup=False, soft_wrap=True)
+                why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                refused[command] = why
+                _say(f"reproduce: left out, for {why}")
     return True
+
+
+def _say(text: str, style: str | None = None) -> None:
+    console.console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
@@ -153,7 +154,7 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Seque
         if folder is not None and (folder / "metrics.jsonl").is_file():
             groups.setdefault(manifest.label(one.row), []).append(folder)
     write_curves(f"{manifest.title}: {table.caption}", groups, page, table.curves)
-    console.console.print(f"reproduce: curves in {page}", markup=False, soft_wrap=True)
+    _say(f"reproduce: curves in {page}")
 
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
@@ -173,19 +174,19 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
     return there
 
 
-def _say_unread(experiments: Sequence[ExperimentRun], scale: Scale) -> None:
+def _report_unread(experiments: Sequence[ExperimentRun], scale: Scale) -> None:
     read = read_overrides(experiments, scale)
     for text in dict.fromkeys(scale.overrides):
         if text not in read:
-            console.console.print(f"reproduce: nothing that these tables run reads --set {text}", markup=False)
+            _say(f"reproduce: nothing that these tables run reads --set {text}")
 
 
-def _say_lacking(experiments: Sequence[ExperimentRun]) -> None:
+def _report_lacking(experiments: Sequence[ExperimentRun]) -> None:
     lacking = {path: get for one in experiments for path, get in one.lacking().items()}
     if lacking:
-        console.console.print("reproduce: these are absent, and what reads them is left out:", soft_wrap=True)
+        _say("reproduce: these are absent, and what reads them is left out:")
     for path, get in lacking.items():
-        console.console.print(f"  {path}: {get}", markup=False, soft_wrap=True)
+        _say(f"  {path}: {get}")
 
 
 # Records of commands
@@ -193,8 +194,8 @@ def _say_lacking(experiments: Sequence[ExperimentRun]) -> None:
 
 @contextmanager
 def locked(command: Command, out: Path) -> Iterator[bool]:
-    """Lock a command against other processes, and write its record if it is still to be run; yield false where another
-    process runs it. The lock goes with its process."""
+    """Lock a command against other processes, and write its record if it is still to be run; yield False where another
+    process runs it. The lock ends with its process."""
     place = _place(command, out)
     place.mkdir(parents=True, exist_ok=True)
     try:
@@ -211,8 +212,8 @@ def locked(command: Command, out: Path) -> Iterator[bool]:
 
 
 def check_folder(experiments: Sequence[ExperimentRun], out: Path) -> None:
-    """Raise UserError where another command than now made something here: of other overrides, of another paper, or of a
-    recipe that says something else since. What was refused made nothing."""
+    """Raise UserError for an output that another command made: with other overrides, for another paper, or by a recipe
+    that has changed. The record of a refused command, which made nothing, does not count."""
     for command in dict.fromkeys(command for one in experiments for command in one.every()):
         file = _place(command, out) / RECORD
         if not (file.is_file() and command.folder.exists()):
@@ -221,7 +222,7 @@ def check_folder(experiments: Sequence[ExperimentRun], out: Path) -> None:
         words = made.get("words")
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise UserError(f"{file}: expected the words of a command; delete it if {command.folder} is to be kept")
-        before, after = _said(words), _said(now["words"])
+        before, after = _keyed(words), _keyed(now["words"])
         if before != after:
             then, changed = (
                 shlex.join([f"{key}={value}" if value else key for key, value in sorted(some.items() - others.items())])
@@ -251,8 +252,8 @@ def _keys(recipe: str) -> str:
         return hashlib.sha256(json.dumps(tomllib.load(file), sort_keys=True).encode()).hexdigest()
 
 
-def _said(words: Sequence[str]) -> dict[str, str]:
-    """Return a command's words in whatever order: of overrides of one key the last counts."""
+def _keyed(words: Sequence[str]) -> dict[str, str]:
+    """Return a command's words without their order, key -> value: of overrides of one key the last counts."""
     return dict(word.partition("=")[::2] for word in words)
 
 

@@ -1,9 +1,9 @@
-"""A paper's table beside our own (the printed number, ours as mean and deviation over seeds, and a paired test), and
-`thresher reproduce --list`: every row, its stages, and what its training takes, as planned.
+"""A paper's table beside our own: the printed number, ours as mean and deviation over seeds, and a paired test; and
+`thresher reproduce --list`: every row, its stages, and the plan of its training.
 
 Means are over the questions of a column: in the invented world those with its number of relations. The test is over
 the same questions of two rows, each question's value being its mean over the row's seeds (rewards/statistics.py); it
-knows nothing of seeds that were not run. A plan needs the model's config.json and no weights.
+says nothing of seeds that were not run. A plan needs the model's config.json and no weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from thresher.engine.evaluation.compare import read_evaluation
 from thresher.engine.extraction.run import record_measures
 from thresher.engine.planning.plan import plan
 from thresher.engine.planning.time import GB, Chip
-from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, TableRow, switches_of
+from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, TableRow, switches_of
 from thresher.engine.reproduce.pipelines import Command, ExperimentRun, Scale, columns_of, rows_in_world
 from thresher.engine.world.stages import RECIPES
 from thresher.policy.config import read_config
@@ -29,6 +29,7 @@ from thresher.rewards.statistics import RESAMPLES, compare_paired
 
 Values = dict[str, float]  # question's id -> value
 LEAST_P = 1 / (1 + RESAMPLES)  # of a test that draws signs
+HOUR = 3600.0
 Entry = tuple[str, str, str]  # a row's label, a measure, a column
 
 
@@ -39,9 +40,8 @@ def results_of(
     experiments: Sequence[ExperimentRun],
     refused: Mapping[Command, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the table as data: its rows, each with "printed" and "ours" by measure and column; what is not run is
-    absent, and
-    "not_run" has the rows by the reason."""
+    """Return the table as data: its rows, each with "printed" and "ours" by measure and column. Values of commands that
+    are not finished are absent; "not_run" has the labels of their rows by the reason."""
     columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
     values: dict[Entry, dict[int, Values]] = {}  # of each seed
@@ -86,7 +86,7 @@ def read_overrides(experiments: Sequence[ExperimentRun], scale: Scale) -> list[s
 def _not_run(
     manifest: PaperManifest, experiments: Sequence[ExperimentRun], refused: Mapping[Command, str]
 ) -> dict[str, list[str]]:
-    """Return reason -> labels of the rows of which something is not run, for want of a file or a server, or refused."""
+    """Return reason -> labels of the rows with a command that was refused, or lacks a file or a server."""
     found: dict[str, dict[str, None]] = {}
     for one in experiments:
         reasons = [f"{path} is absent" for path in one.lacking()]
@@ -97,8 +97,8 @@ def _not_run(
 
 
 def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int, Values]]:
-    """Return of two rows what each question has more in one than in the other, seed by seed: 1 where a gold is recalled
-    by the one alone. A row without the other has nothing."""
+    """Return of two rows by how much each question's value exceeds the other's, seed by seed: 1 where one alone recalls
+    a gold. A row without the other has no values."""
     found: dict[Entry, dict[int, Values]] = {}
     for (label, measure, column), seeds in values.items():
         others = [known for (row, *rest), known in values.items() if row != label and rest == [measure, column]]
@@ -114,9 +114,8 @@ def alone(values: Mapping[Entry, Mapping[int, Values]]) -> dict[Entry, dict[int,
 def read_column(
     outputs: Sequence[Path], relations: int | None, only: str | None = None
 ) -> dict[str, Mapping[str, float | None]]:
-    """Return the measures by question of an extraction, an evaluation or both, the later before the earlier. relations:
-    of
-    the questions of the invented world with so many; only: of those of which this measure is 1; None: of all."""
+    """Return the measures by question of an extraction, an evaluation or both, the later over the earlier. relations:
+    of the questions of the invented world with so many; only: of those of which this measure is 1; None: of all."""
     measures: dict[str, dict[str, float | None]] = {}
     for output in outputs:
         found = read_evidence(output) if output.suffix == ".jsonl" else read_evaluation(output).measures
@@ -140,13 +139,14 @@ def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
 
 
 def _questions_of(output: Path) -> str:
-    """Return the file of questions that made it."""
+    """Return the file of questions that an output is of."""
     if output.suffix == ".jsonl":
         return str(read_json_object(output.with_suffix(".json"))["settings"]["questions"])
     return str(read_json_object(output / "settings.json")["questions"])
 
 
 def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> dict[str, Any]:
+    """Return the cell of a row: mean, deviation, and the test against another row, where there is one."""
     every, others = list(seeds.values()), list(against.values())
     means = [mean(values.values()) for values in every]
     figures = _over_seeds(means) | {"seeds": means, "questions": len(every[0])}
@@ -154,18 +154,16 @@ def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> dict
         ids = [id_ for id_ in every[0] if all(id_ in values for values in (*every, *others))]
         first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (others, every))
         if (found := compare_paired(first, second)) is not None:
-            figures |= {"difference": found.difference, "low": found.low, "high": found.high}
-            figures |= {"p": found.p, "test": found.test}
+            figures |= {name: getattr(found, name) for name in ("difference", "low", "high", "p", "test")}
+            # Seed by seed; a row of one seed, which no seed changes, beside each of the other's.
+            single = 1 in (len(seeds), len(against))
             figures["differences"] = [
-                mean(own[id_] - other[id_] for id_ in ids) for own, other in _pairs(seeds, against)
+                mean(own[id_] - other[id_] for id_ in ids)
+                for seed, own in seeds.items()
+                for at, other in against.items()
+                if single or seed == at
             ]
     return figures
-
-
-def _pairs(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> list[tuple[Values, Values]]:
-    """Pair two rows seed by seed; a row of one seed, which no seed changes, beside each of the other's."""
-    single = 1 in (len(seeds), len(against))
-    return [(own, other) for seed, own in seeds.items() for at, other in against.items() if single or seed == at]
 
 
 def _over_seeds(means: Sequence[float]) -> dict[str, Any]:
@@ -173,7 +171,7 @@ def _over_seeds(means: Sequence[float]) -> dict[str, Any]:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Return the table for people, one for each measure."""
+    """Return the table in Markdown, one for each measure."""
     lines = [f"# {results['paper']}: {results['caption']}", ""]
     lines.append(
         "Ours in the invented world: a column holds other questions than the printed one, and only the order of rows "
@@ -200,7 +198,8 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
-    """Return of every column what is printed, ours and p; the first and the last where any row has them."""
+    """Return the lines of a measure's table: of every column the printed number and p, where any row has them, and
+    ours."""
     names = results["columns"] | ({"average": "Average"} if results["average"] else {})
     head, rows = [""], [[row["label"]] for row in results["rows"]]
     for name, label in names.items():
@@ -228,7 +227,7 @@ def _texts(row: Mapping[str, Any], measure: str, column: str, position: int, col
 
 
 def _p(figures: Mapping[str, Any]) -> str:
-    """Return p with what its test cannot go below, and a star where the seeds' differences have two signs."""
+    """Return p, with ≤ at the least value of its test, and a star where the seeds' differences have two signs."""
     least = figures["p"] <= LEAST_P and "draws" in figures["test"]
     signs = {difference > 0 for difference in figures["differences"] if difference}
     return f"{'≤ ' if least else ''}{figures['p']:.2g}{' *' if len(signs) > 1 else ''}"
@@ -238,25 +237,22 @@ def _number(value: float) -> str:
     return "-" if value != value else f"{value:.3f}".removeprefix("0")
 
 
-HOUR = 3600.0
-
-
 def listing(
     manifest: PaperManifest, chip: Chip, tables: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return a record for every row of the tables (of every one, where none is named): its columns, whether the
-    invented world
-    has it, its stages, the recipe that trains it, what that recipe says it needs, and its plan on this chip, with these
-    overrides of every training (None without a training). Raise UserError for a table that the manifest has not."""
+    """Return a record for every row of the tables (of all, where none is named): its columns, those that it has in the
+    invented world, its stages, the recipe that trains it, the needs that this recipe states, and its plan on this chip,
+    with these overrides of every training (None without a training). Raise UserError for a table that the manifest does
+    not have."""
     records: list[dict[str, Any]] = []
     plans: dict[tuple[str, str], dict[str, Any] | None] = {}
     for name, table in manifest.named(tables).items():
         invented = rows_in_world(manifest, table)
         for row in table.rows:
             key = manifest.trains(row), row.model
-            trained = manifest.methods[manifest.trains(row)]
+            trained, model = manifest.methods[key[0]], manifest.models[row.model]
             if key not in plans:
-                plans[key] = planned(manifest, trained, row, chip, overrides)
+                plans[key] = _planned(trained, model, chip, overrides)
             records.append(
                 {
                     "paper": manifest.name,
@@ -264,26 +260,21 @@ def listing(
                     "row": manifest.label(row),
                     "columns": list(table.columns),
                     "world": columns_of(manifest, table, True) if row in invented else [],
-                    "model": manifest.models[row.model].paper,
+                    "model": model.paper,
                     "stages": list(_stages(manifest, row, asked=table.columns != ())),
                     "trained_by": trained.recipe,
-                    "needs": _stated(trained.recipe, manifest.models[row.model].paper),
+                    "needs": _stated(trained.recipe, model.paper),
                     "planned": plans[key],
                 }
             )
     return records
 
 
-def planned(
-    manifest: PaperManifest, method: Method, row: TableRow, chip: Chip, overrides: Sequence[str]
-) -> dict[str, Any] | None:
-    """Return of a training on one GPU the bytes, whether they fit, seconds of a step and of all, every trajectory at
-    its
-    limits. {"absent": path, "get": how} where the model's config.json is not there; None for a method that is not
-    trained."""
+def _planned(method: Method, model: PublishedModel, chip: Chip, overrides: Sequence[str]) -> dict[str, Any] | None:
+    """Return the plan of a training on one GPU, every trajectory at its limits: bytes, whether they fit, seconds of a
+    step and of all. {"absent": path, "get": how} without the model's config.json; None for an untrained method."""
     if method.recipe is None:
         return None
-    model = manifest.models[row.model]
     if not (config := Path(model.paper) / "config.json").is_file():
         return {"absent": str(config), "get": model.get}
     switches = [f"model.path={model.paper}", *switches_of(method), *method.overrides, *overrides]
@@ -296,7 +287,7 @@ def planned(
 
 
 def plan_in_words(found: dict[str, Any] | None, stated: str | None) -> str:
-    """Return a plan in words; where there is none, what the recipe states."""
+    """Return a plan in words; without one, the needs that the recipe states."""
     if found is None:
         return "no training"
     if "absent" in found:
@@ -306,7 +297,7 @@ def plan_in_words(found: dict[str, Any] | None, stated: str | None) -> str:
 
 
 def _stages(manifest: PaperManifest, row: TableRow, asked: bool) -> Iterator[str]:
-    """Yield the stages of a row, in words; of one that is asked nothing up to its training."""
+    """Yield the stages of a row, in words; those up to its training where it is not `asked`."""
     method = manifest.methods[row.method]
     trained = manifest.methods[manifest.trains(row)]
     if trained.warmup is not None:
@@ -324,7 +315,7 @@ def _stages(manifest: PaperManifest, row: TableRow, asked: bool) -> Iterator[str
 
 
 def _stated(recipe: str | None, model: str) -> str | None:
-    """Return what a recipe's head says of its memory, where it is of a model of this size."""
+    """Return the memory that a recipe's head states, where it is of a model of this size."""
     if recipe is None:
         return None
     models = (read_run_recipe(RECIPES / recipe, []).model.path, model)

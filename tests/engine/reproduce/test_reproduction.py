@@ -20,7 +20,6 @@ from thresher.engine.reproduce.manifest import (
     PaperManifest,
     ServedModel,
     files_of,
-    make_manifest,
     paper_names,
     read_manifest,
     servers_of,
@@ -30,7 +29,7 @@ from thresher.engine.reproduce.run import reproduce
 from thresher.engine.reproduce.tables import _figures, _p, listing, markdown, plan_in_words, read_column, results_of
 from thresher.engine.systems import load_system
 from thresher.engine.world.files import NUMBERED_FORMAT
-from thresher.engine.world.stages import RECIPES
+from thresher.engine.world.stages import BASES, RECIPES
 
 PAPER, WORLD = Scale("paper"), Scale("world")
 
@@ -44,31 +43,48 @@ def experiment_of(manifest: PaperManifest, table: str, method: str, scale: Scale
     return next(one for one in experiments(manifest, table, scale, out) if one.row.method == method)
 
 
+@pytest.fixture
+def asked_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, HotpotQA's questions alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/hotpotqa_dev500.jsonl").write_text("{}")
+
+
 @pytest.mark.parametrize("name", paper_names())
-def test_a_manifest_is_of_systems_recipes_files_and_commands_that_are_there(name: str) -> None:
+def test_a_manifest_agrees_with_itself_and_with_what_is_there(name: str) -> None:
     manifest, parser = read_manifest(name), cli.build_parser()
+    models = {model.paper for model in manifest.models.values()}
+    assert manifest.world_base in BASES
     for method in manifest.methods.values():
         assert [method.system is not None, method.baseline is not None, method.refiner != ()].count(True) == 1
+        assert {method.warmup, method.generator} <= {*manifest.tunings, None}
+        assert {method.agent, method.encoder} <= {*manifest.models, None}
+        assert method.trained_as in {*manifest.methods, None}
         if method.system is not None:
             load_system(method.system, method.options)
         if method.baseline is not None:
             load_baseline(method.baseline, method.options)
         if method.recipe is not None:
-            models = {model.paper for model in manifest.models.values()}
             assert set(files_of(str(RECIPES / method.recipe))) <= manifest.files.keys() | models
     for tuning in manifest.tunings.values():
         made_of = tuning.teacher or tuning.questions
         assert (tuning.format is None) == (tuning.kind is not None) == (made_of in manifest.files)
         assert load_recipe(RECIPES / tuning.recipe).sft is not None
     for table in manifest.tables.values():
-        assert table.columns or table.curves
         labels = [manifest.label(row) for row in table.rows]
         assert len(set(labels)) == len(labels) and (table.against is None or table.against in labels)
+        assert (table.columns or table.curves) and set(table.columns) <= manifest.sets.keys()
+        assert not table.alone or len(labels) == 2
+        for row in table.rows:
+            assert (
+                row.method in manifest.methods and row.model in manifest.models and {*row.printed} <= {*table.measures}
+            )
+            assert {len(numbers) for numbers in row.printed.values()} <= {len(table.columns) + table.average}
         for scale in (PAPER, WORLD):
-            for command in (
-                command for cell in experiment_runs(manifest, table, scale, Path("x")) for command in cell.every()
-            ):
-                assert parser.parse_args(list(command.words)).handler
+            for cell in experiment_runs(manifest, table, scale, Path("x")):
+                for command in cell.every():
+                    assert parser.parse_args(list(command.words)).handler
     assert len(listing(manifest, CHIPS["H100"])) == sum(len(table.rows) for table in manifest.tables.values())
 
 
@@ -252,18 +268,13 @@ def test_the_printed_average_stands_beside_ours_where_every_column_is_there(tmp_
     assert "| .404 | .429 ± .000 |" in markdown(results_of(manifest, table, Scale("paper", (0, 1)), again))
 
 
-def test_methods_of_the_world_are_those_that_its_base_knows() -> None:
+def test_the_world_has_methods_that_its_base_knows_and_one_model_of_each(tmp_path: Path) -> None:
     manifest = read_manifest("eval_rar")
-    assert [name for name, method in manifest.methods.items() if in_world(method)] == [
-        "eval_rar",
-        "without_evaluation",
-        "search_r1",
-    ]
-
-
-def test_of_a_methods_models_the_world_has_the_one_that_others_are_tested_against(tmp_path: Path) -> None:
-    manifest = read_manifest("eval_rar")
-    cells = experiments(manifest, "T1", WORLD, tmp_path)
+    known = [name for name, method in manifest.methods.items() if in_world(method)]
+    assert known == ["eval_rar", "without_evaluation", "search_r1"]
+    cells = experiments(
+        manifest, "T1", WORLD, tmp_path
+    )  # of the models, that of the row that others are tested against
     assert [manifest.label(cell.row) for cell in cells] == ["Search-R1 (base)", "Eval-RAR (base)"]
 
 
@@ -275,26 +286,6 @@ def test_what_is_refused() -> None:
     for paper, table in (("arena", "T11"), ("eviomni", "T6")):
         with pytest.raises(UserError, match=f"{table} has none of its question sets or of its rows in the invented"):
             reproduce(paper, [table], WORLD, Path("x"), print)
-    row: dict[str, Any] = {"method": "m", "model": "a", "printed": {"em": [1.0]}}
-    found: dict[str, Any] = {
-        "title": "x",
-        "models": {"a": {"paper": "p", "get": "g"}},
-        "sets": {"s": {"label": "S", "paper": "p", "get": "g"}},
-        "methods": {"m": {"label": "M", "baseline": "direct"}},
-        "tables": {"T1": {"caption": "c", "columns": ["s"], "rows": [row]}},
-    }
-    assert make_manifest("x", found).tables["T1"].rows[0].printed == {"em": [1.0]}
-    row["printed"] = {"em": [1.0, 2.0]}
-    with pytest.raises(UserError, match=r"\[tables.T1\]: M: em has 2 numbers of 1"):
-        make_manifest("x", found)
-    row["method"] = "n"
-    with pytest.raises(UserError, match="a row of method 'n' and model 'a', which are not both there"):
-        make_manifest("x", found)
-    found["tables"]["T1"]["columns"] = ["t"]
-    with pytest.raises(UserError, match="column 't' is no set"):
-        make_manifest("x", found)
-    with pytest.raises(UserError, match="world_base: expected one of shared, numbered, got 'number'"):
-        make_manifest("x", found | {"world_base": "number"})
 
 
 def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> None:
@@ -328,12 +319,8 @@ def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> Non
     assert "holds no prompt" in refused(Scale("paper", prompts=tmp_path / "none"))
 
 
-def test_models_of_a_server_are_asked_at_the_address_that_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    Path("data/hotpotqa_dev500.jsonl").write_text("{}")
+@pytest.mark.usefixtures("asked_file")
+def test_models_of_a_server_are_asked_at_the_address_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     manifest = read_manifest("arena")
     ran: list[list[str]] = []
     reproduce("arena", ["T5"], PAPER, Path("out"), ran.append)
@@ -353,35 +340,28 @@ def test_models_of_a_server_are_asked_at_the_address_that_is_given(
     moved = servers_of(manifest, [("gpt-4o", "http://h:2")], [], [])  # servers move, and make the same
     reproduce("arena", ["T5"], Scale("paper", servers=moved), Path("out"), ran.append)
     assert len(ran) == 3 and ran[2] == [*ran[0][:-4], "--answer-url", "http://h:2"]
-    with pytest.raises(UserError, match=r"--answer-url gpt-5=u: arena has no such model here; choose of gpt-4o, o1"):
-        servers_of(manifest, [("gpt-5", "u")], [], [])
-    with pytest.raises(UserError, match=r"--answer-model o1=\.\.: give --answer-url o1=URL with it"):
-        servers_of(manifest, [], [("o1", "x")], [])
-    with pytest.raises(UserError, match=r"--answer-model: gpt-4o and o1 are both called o1; run them apart"):
-        servers_of(manifest, [("gpt-4o", "u"), ("o1", "v")], [("gpt-4o", "o1")], [])
-
-
-def test_a_folder_of_the_name_that_a_server_has_for_a_model_is_no_server() -> None:
+    for urls, names, problem in (
+        ([("gpt-5", "u")], [], r"--answer-url gpt-5=u: arena has no such model here; choose of gpt-4o, o1"),
+        ([], [("o1", "x")], r"--answer-model o1=\.\.: give --answer-url o1=URL with it"),
+        (
+            [("gpt-4o", "u"), ("o1", "v")],
+            [("gpt-4o", "o1")],
+            r"--answer-model: gpt-4o and o1 are both called o1; run them apart",
+        ),
+    ):
+        with pytest.raises(UserError, match=problem):
+            servers_of(manifest, urls, names, [])
+    # A folder of the name that a server has for a model is no server.
     served = ServedModel("http://h:1", "models/Qwen2.5-7B-Instruct")
     assert served.flags(["eval", "--answer-model", served.model, "--limit", "2"]) == ["--answer-url", "http://h:1"]
-    for words in (
-        ["eval", "--model", served.model],
-        ["extract", "--agent-model", served.model],
-        ["train", served.model],
-    ):
-        assert served.flags(words) == []
+    for words in (["eval", "--model"], ["extract", "--agent-model"], ["train"]):
+        assert served.flags([*words, served.model]) == []
 
 
-def test_what_another_model_of_the_server_answered_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[[list[str]], None]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    Path("data/hotpotqa_dev500.jsonl").write_text("{}")
-    manifest, urls = read_manifest("arena"), [("gpt-4o", "http://h:1")]
-
+@pytest.mark.usefixtures("asked_file")
+def test_what_another_model_of_the_server_answered_is_refused(run_command: Callable[[list[str]], None]) -> None:
     def answered_by(name: str) -> None:
-        servers = servers_of(manifest, urls, [("gpt-4o", name)], [])
+        servers = servers_of(read_manifest("arena"), [("gpt-4o", "http://h:1")], [("gpt-4o", name)], [])
         reproduce("arena", ["T5"], Scale("paper", servers=servers), Path("out"), run_command)
 
     answered_by("one")
