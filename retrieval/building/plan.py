@@ -1,31 +1,20 @@
-"""`thresher index plan`: what an index of N passages will need and take, before anything is built.
+"""`thresher index plan`: the bytes and times of an index of N passages, before anything is built.
 
-Bytes are arithmetic (`kinds.estimate`). Times are rates measured on this machine (`Calibration`, `measure_words`) put
-into these laws, with d dimensions, C lists, T training vectors, F multiply-adds a second, w bytes a second to the disk,
-n calibration vectors:
+Bytes are arithmetic (`kinds.estimate`). Times are rates measured on this machine (`Calibration`, `measure_words`) in
+these laws, with d dimensions, C lists, T training vectors, F multiply-adds a second, w bytes a second to the disk,
+n calibration vectors, and `scan`, the seconds per vector looked at. They hold while the index is in memory.
 
   search, exact     N * scan
-  search, lists     C * scan + (nprobe / C) N * scan of a list
-  search, graph     time on n vectors * log N / log n
-  build, all        (bytes on disk) / w
+  search, lists     C * scan + (nprobe / C) N * scan of a list         nprobe is assumed to be C / 32
+  search, graph     time on n vectors * log N / log n                  efSearch is assumed to be 128
+  build, all        (bytes on disk) / w                                after encoding, which is not in it
   build, lists      + 10 rounds * T C 2d / F     training
                     + N C 2d / F                 assigning
                     + N * coding + 15 rounds of codes, for PQ; 10 decompositions + 76 rounds, for OPQ
   build, PCA        the same with p in the place of d, and N p 2d / F
   build, graph      + N * (time to add one to n) * (1 + log2(N / n) / 4)
   build, not flat   + 200 N * scan + 1,200 searches, for recall and the search parameter (`tune`); flat16 600
-  BM25              N times what a made-up passage costs, and for its vocabulary some sqrt(N)
-
-`scan` is seconds per vector looked at, one query alone or 64 together. The search parameter is not known before recall
-is measured on the real vectors, when an index is built; the plan assumes nprobe C / 32, and efSearch 128. All times
-hold while the index is in memory. Encoding the passages comes first and is mostly the longest; it is estimated only
-where an encoder is given.
-
-Every rate is the best of a few runs, for a graph the median, over random vectors with a falling spectrum, as embeddings
-have (a graph over vectors without any structure is searched far longer). The made-up passages of BM25 have 100 words
-each, as wiki-18's have, of a vocabulary of 200,000 by Zipf's law; a fifth of them repeat a word of the same passage, so
-that a word of a query stands in a quarter of the passages, as in HotpotQA's. Exact kinds and BM25 are timed through the
-code that will search them, the others through FAISS.
+  BM25              N times the cost of a made-up passage, and for its vocabulary some sqrt(N)
 """
 
 import math
@@ -34,8 +23,8 @@ import secrets
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial, wraps
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -57,6 +46,7 @@ from thresher.retrieval.indexes.kinds import (
     PROCESS_BYTES,
     SCALARS,
     TRAIN_CODES,
+    Estimate,
     Kind,
     OnStage,
     choose_kind,
@@ -93,7 +83,7 @@ VOCABULARY = 200_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """Bytes of N passages: each its own, and a vocabulary that grows with the root of N (Heaps' law, exponent .5)."""
+    """Bytes of N passages: `passage` for each, and a vocabulary that grows with the root of N (Heaps' law)."""
 
     passage: float
     root: float
@@ -104,8 +94,7 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordRates:
-    """Bytes of RAM at the most while building, bytes on the disk, and, per passage, seconds to build and seconds of a
-    search for 12 words (which is not faster in a batch)."""
+    """Peak RAM of a build, bytes on disk; per passage, seconds to build and of a search for 12 words."""
 
     build_bytes: Growth
     disk_bytes: Growth
@@ -114,8 +103,7 @@ class WordRates:
 
 
 def measure_words(sample: int = WORD_SAMPLE, traced: int = TRACED) -> WordRates:
-    """Return the rates, from indexes of `sample` and a quarter as many passages and, for RAM, of `traced` and a
-    quarter."""
+    """Measure indexes of `sample` passages and of a quarter, and the RAM of `traced` and of a quarter."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         corpus, few = made_up(sample), made_up(sample // 4)
@@ -153,7 +141,11 @@ def _peak_bytes(corpus: Corpus, folder: Path) -> int:
 
 
 def made_up(passages: int) -> Corpus:
-    """Return a corpus of so many made-up passages, the same for the same number."""
+    """Return a corpus of made-up passages, the same for the same number.
+
+    They have 100 words each, as wiki-18's have, of a vocabulary of 200,000 by Zipf's law; a fifth of the words repeat
+    one of the same passage, so that a query's word is in a quarter of the passages, as in HotpotQA's.
+    """
     draw = np.random.default_rng(0)
     share_V = 1 / np.arange(1, VOCABULARY + 1)
     border_V = np.cumsum(share_V / share_V.sum())
@@ -196,7 +188,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphRates:
-    """A graph of `vectors` vectors: seconds to add one more, and to search it for one query."""
+    """A graph of `vectors` vectors: seconds to add one more, and per query."""
 
     vectors: int
     add: float
@@ -205,9 +197,8 @@ class GraphRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeRates:
-    """Product codes: seconds of one round of training per vector, of coding a vector, the scan of a list's codes, and
-    the seconds that OPQ's rotation takes a round (a decomposition of [dim, dim], whatever the number of vectors; 0
-    where it was not asked for)."""
+    """Product codes: seconds per vector of a training round and of coding, the scan of a list's codes, and seconds per
+    round of OPQ's rotation (0 without OPQ)."""
 
     train: float
     code: float
@@ -215,17 +206,32 @@ class CodeRates:
     rotation: float
 
 
+def _once(measure: Callable[..., T]) -> Callable[..., T]:
+    """Make a method of Calibration measure once for the same arguments."""
+
+    @wraps(measure)
+    def known(self: "Calibration", *arguments: Any) -> T:
+        key = (measure.__name__, *arguments)
+        if key not in self.known:
+            self.known[key] = measure(self, *arguments)
+        return cast(T, self.known[key])
+
+    return known
+
+
 class Calibration:
-    """Rates at `dim` dimensions; each is measured when it is first asked for, so that a plan for one kind is quick."""
+    """Rates at `dim` dimensions, each measured at its first use: the best of a few runs, for a graph the median.
+
+    The vectors are random with a falling spectrum, as embeddings have: a graph over vectors without any structure is
+    searched far longer. Exact kinds are timed through the code that will search them, the others through FAISS.
+    """
 
     def __init__(self, dim: int, sample: int = SAMPLE) -> None:
-        if dim < 1:
-            raise UserError(f"dim is {dim}; expected at least 1")
         if sample < LEAST_SAMPLE:
             raise UserError(f"sample is {sample}; expected at least {LEAST_SAMPLE} vectors, or the times mean nothing")
         self.dim, self.sample = dim, sample
         self.threads = int(faiss.omp_get_max_threads())
-        self._known: dict[Any, Any] = {}
+        self.known: dict[Any, Any] = {}
 
     @cached_property
     def _vectors_ND(self) -> Vectors:
@@ -235,82 +241,74 @@ class Calibration:
     def _queries_QD(self) -> Vectors:
         return synthetic_vectors(BATCH, self.dim, seed=1)
 
+    @_once
     def at(self, dim: int) -> "Calibration":
         """Return the rates at another number of dimensions."""
-        return self if dim == self.dim else self._once(("at", dim), lambda: Calibration(dim, self.sample))
+        return self if dim == self.dim else Calibration(dim, self.sample)
 
+    @_once
     def flat(self, half: bool) -> Speed:
         """Return the speed of the exact scan of float32 vectors, or of float16 ones that are widened."""
+        rows = ExactRows(self._vectors_ND.astype(np.float16) if half else self._vectors_ND)
+        return self._speed(lambda query_QD: rows.top(query_QD, K), self.sample)
 
-        def measure() -> Speed:
-            rows = ExactRows(self._vectors_ND.astype(np.float16) if half else self._vectors_ND)
-            return self._speed(lambda query_QD: rows.top(query_QD, K), self.sample)
-
-        return self._once(("flat", half), measure)
-
+    @_once
     def multiply(self) -> float:
-        """Return the multiplications and additions a second while vectors are put to their nearest centroid."""
+        """Return the multiply-adds a second, times 2, of assigning vectors to their nearest centroids."""
+        centroids = faiss.IndexFlatIP(self.dim)
+        count = min(CENTROIDS, self.sample)
+        centroids.add(self._vectors_ND[:count])
+        part_ND = self._vectors_ND[:8192]
+        return 2.0 * len(part_ND) * count * self.dim / best_time(lambda: centroids.search(part_ND, 1))
 
-        def measure() -> float:
-            centroids = faiss.IndexFlatIP(self.dim)
-            count = min(CENTROIDS, self.sample)
-            centroids.add(self._vectors_ND[:count])
-            part_ND = self._vectors_ND[:8192]
-            return 2.0 * len(part_ND) * count * self.dim / best_time(lambda: centroids.search(part_ND, 1))
-
-        return self._once("multiply", measure)
-
+    @_once
     def lists(self, codes: str) -> Speed:
-        """Return the speed of the scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits
-        ("SQ8")."""
-        return self._once(("lists", codes), lambda: self._scan(self._filled(f"IVF{LISTS},{codes}")))
+        """Return the scan of lists of vectors in float32 ("Flat"), float16 ("SQfp16") or 8 bits ("SQ8")."""
+        index = faiss.index_factory(self.dim, f"IVF{LISTS},{codes}", faiss.METRIC_INNER_PRODUCT)
+        faiss.extract_index_ivf(index).cp.niter = 1
+        faiss.extract_index_ivf(index).cp.min_points_per_centroid = 1
+        index.train(self._vectors_ND[: max(LEAST_SAMPLE, LISTS)])
+        index.add(self._vectors_ND)
+        return self._scan(index)
 
+    @_once
     def product(self, pq: int, opq: bool, trained: int) -> CodeRates:
         """Return the rates of product codes of `pq` bytes, rotated or not, trained on `trained` vectors: of few of
         them, such as 12,000, FAISS's k-means takes seven times as long a vector as of many."""
-        part_ND = self._vectors_ND[: min(FEW, trained)]
+        part_ND = self._vectors_ND[:trained]
+        train = timed(lambda: self._quantiser(pq).train(part_ND)) / TRAIN_ROUNDS
+        index = faiss.IndexIVFPQ(faiss.IndexFlatIP(self.dim), self.dim, LISTS, pq, 8, faiss.METRIC_INNER_PRODUCT)
+        index.cp.niter, index.pq = 1, self._quantiser(pq)
+        index.cp.min_points_per_centroid = 1
+        index.train(part_ND[: 4 * PQ_CENTROIDS])
+        code = best_time(lambda: index.pq.compute_codes(part_ND)) / len(part_ND)
+        index.add(self._vectors_ND)
+        rotation = 0.0
+        if opq:
+            turned, inner = faiss.OPQMatrix(self.dim, pq), self._quantiser(pq)
+            turned.niter = turned.niter_pq = turned.niter_pq_0 = 1
+            turned.pq = inner
+            rotation = max(0.0, timed(lambda: turned.train(part_ND)) - train)
+            turned.pq = None
+        return CodeRates(train=train / len(part_ND), code=code, scan=self._scan(index), rotation=rotation)
 
-        def measure() -> CodeRates:
-            train = timed(lambda: self._quantiser(pq).train(part_ND)) / TRAIN_ROUNDS
-            index = faiss.IndexIVFPQ(faiss.IndexFlatIP(self.dim), self.dim, LISTS, pq, 8, faiss.METRIC_INNER_PRODUCT)
-            index.cp.niter, index.pq = 1, self._quantiser(pq)
-            index.cp.min_points_per_centroid = 1
-            index.train(part_ND[: 4 * PQ_CENTROIDS])
-            code = best_time(lambda: index.pq.compute_codes(part_ND)) / len(part_ND)
-            index.add(self._vectors_ND)
-            rotation = 0.0
-            if opq:
-                turned, inner = faiss.OPQMatrix(self.dim, pq), self._quantiser(pq)
-                turned.niter = turned.niter_pq = turned.niter_pq_0 = 1
-                turned.pq = inner
-                rotation = max(0.0, timed(lambda: turned.train(part_ND)) - train)
-                turned.pq = None
-            return CodeRates(train=train / len(part_ND), code=code, scan=self._scan(index), rotation=rotation)
-
-        return self._once(("product", pq, opq, len(part_ND)), measure)
-
+    @_once
     def graph(self, factory: str, construction: int, search: int) -> GraphRates:
-        """Return the rates of a graph ("HNSW32", "HNSW32_SQ8") built with `construction` candidates a vector (FAISS's
-        efConstruction), searched with `search` (efSearch)."""
+        """Return the rates of a graph ("HNSW32", "HNSW32_SQ8") with FAISS's efConstruction and efSearch."""
+        index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction, index.hnsw.efSearch = construction, search
+        index.train(self._vectors_ND[:FEW])
+        first, *parts = np.array_split(self._vectors_ND[:FEW], GRAPH_PARTS)
+        index.add(first)
+        later = [timed(partial(index.add, part_ND)) / len(part_ND) for part_ND in parts]
+        # The median of the last half, for a build is long and sees the machine as it is on average.
+        add = median(later[len(later) // 2 :])
+        return GraphRates(vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K)))
 
-        def measure() -> GraphRates:
-            index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
-            index.hnsw.efConstruction, index.hnsw.efSearch = construction, search
-            index.train(self._vectors_ND[:FEW])
-            first, *parts = np.array_split(self._vectors_ND[:FEW], GRAPH_PARTS)
-            index.add(first)
-            later = [timed(partial(index.add, part_ND)) / len(part_ND) for part_ND in parts]
-            # The median of the last half, for a build is long and sees the machine as it is on average.
-            add = median(later[len(later) // 2 :])
-            return GraphRates(
-                vectors=min(FEW, self.sample), add=add, search=self._cold(lambda q_QD: index.search(q_QD, K))
-            )
-
-        return self._once((factory, construction, search), measure)
-
+    @_once
     def words(self) -> WordRates:
-        """Return the rates of BM25, whose passages have words in the place of dimensions."""
-        return self._once("words", lambda: measure_words())
+        """Return the rates of BM25."""
+        return measure_words()
 
     def _quantiser(self, pq: int) -> Any:
         quantiser = faiss.ProductQuantizer(self.dim, pq, 8)
@@ -318,14 +316,6 @@ class Calibration:
         # FAISS writes a warning to the terminal for every clustering of a small sample.
         quantiser.cp.min_points_per_centroid = 1
         return quantiser
-
-    def _filled(self, factory: str) -> Any:
-        index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
-        faiss.extract_index_ivf(index).cp.niter = 1
-        faiss.extract_index_ivf(index).cp.min_points_per_centroid = 1
-        index.train(self._vectors_ND[: max(LEAST_SAMPLE, LISTS)])
-        index.add(self._vectors_ND)
-        return index
 
     def _scan(self, index: Any) -> Speed:
         """Return the speed per vector of lists of average length: the lists near a query are longer (by 1.8 in one
@@ -356,11 +346,6 @@ class Calibration:
             batch=best_time(lambda: search(self._queries_QD)) / BATCH / looked_at,
         )
 
-    def _once(self, key: Any, measure: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = measure()
-        return cast(T, self._known[key])
-
 
 def synthetic_vectors(count: int, dim: int, seed: int = 0) -> Vectors:
     """Return float32 [count, dim] of norm 1; coordinate i has the deviation (1 + i)^-1/2 before."""
@@ -371,8 +356,7 @@ def synthetic_vectors(count: int, dim: int, seed: int = 0) -> Vectors:
 
 
 def disk_rate(folder: str | Path) -> float:
-    """Return the bytes a second with which a file written into `folder`, or the nearest one above that exists, reaches
-    the disk."""
+    """Measure the bytes a second written to the disk of `folder`, or of the nearest folder above that exists."""
     place = Path(folder).absolute()
     while not place.is_dir():
         place = place.parent
@@ -419,9 +403,8 @@ COLUMNS = ("kind", "fits", "RAM", "to build", "disk", "GPU", "build", "1 query",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexPlan:
-    """One kind's needs: bytes (`gpu_bytes` 0 where it has no form for GPUs), seconds to build once the passages are
-    encoded, seconds a search takes alone and in a batch of 64 (of the whole batch), and the search
-    parameter that is assumed (nprobe of lists, efSearch of a graph), which the written plan calls `effort`."""
+    """One kind's needs: bytes (`gpu_bytes` 0 without a form for GPUs), seconds to build once the passages are encoded,
+    of a search alone and of a batch of 64, and the assumed nprobe or efSearch (`effort`)."""
 
     kind: str
     fits: bool
@@ -457,10 +440,11 @@ def plan(
     disk_rate: float,
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> list[IndexPlan]:
-    """Return one `IndexPlan` for each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for
-    words; `memory` in bytes, `disk_rate` in bytes a second. `on_stage` is called with what is being done, how many
-    kinds it is done for, and of how many. UserError for a kind that does not exist or fit the vectors, and for fewer
-    than 1 passage or dimension."""
+    """Plan each of `kinds`, where "all" stands for the usual ones of vectors and "bm25" for words.
+
+    `memory` is in bytes, `disk_rate` in bytes a second. UserError for a kind that does not exist or does not fit the
+    vectors, and for fewer than 1 passage or dimension.
+    """
     if passages < 1 or dim < 1:
         raise UserError(f"{passages} passages of {dim} dimensions; expected at least 1 of each")
     named = [name for kind in kinds for name in (usual_kinds(passages, dim, memory) if kind == ALL else [kind])]
@@ -468,11 +452,8 @@ def plan(
     plans: list[IndexPlan] = []
     for kind in read:
         on_stage("measuring", len(plans), len(read))
-        plans.append(
-            _plan_words(passages, memory, calibration.words(), disk_rate)
-            if isinstance(kind, str)
-            else _plan_one(kind, passages, dim, memory, calibration, disk_rate)
-        )
+        plan_kind = _plan_words if isinstance(kind, str) else partial(_plan_vectors, kind, dim)
+        plans.append(plan_kind(passages, memory, calibration, disk_rate))
     on_stage("measuring", len(plans), len(read))
     return plans
 
@@ -486,42 +467,40 @@ def advice(passages: int, dim: int, memory: int) -> str:
     return f"build {name} (--kind {name}, or --memory): {reason}"
 
 
-def _plan_one(
-    kind: Kind, passages: int, dim: int, memory: int, calibration: Calibration, disk_rate: float
+def _plan_vectors(
+    kind: Kind, dim: int, passages: int, memory: int, calibration: Calibration, disk_rate: float
 ) -> IndexPlan:
     needed = estimate(kind, passages, dim)
-    build, speed, parameter = LAWS[kind.family](kind, passages, dim, calibration)
+    build, speed, effort = LAWS[kind.family](kind, passages, dim, calibration)
     if not kind.lossless:
         build += QUERIES * (
             passages * calibration.flat(False).batch + (MEASURES if kind.exact else TRIES) * speed.batch
         )
-    recall = "1" if kind.lossless else "at build"
     return IndexPlan(
         kind=kind.name,
         fits=needed.most_ram <= memory,
-        ram_bytes=needed.ram_bytes,
-        build_ram_bytes=needed.build_ram_bytes,
-        disk_bytes=needed.disk_bytes,
-        gpu_bytes=needed.gpu_bytes,
+        **asdict(needed),
         build_seconds=build + needed.disk_bytes / disk_rate,
         one_seconds=speed.one,
         batch_seconds=BATCH * speed.batch,
-        effort=parameter,
-        recall=recall,
+        effort=effort,
+        recall="1" if kind.lossless else "at build",
     )
 
 
-def _plan_words(passages: int, memory: int, rates: WordRates, disk_rate: float) -> IndexPlan:
+def _plan_words(passages: int, memory: int, calibration: Calibration, disk_rate: float) -> IndexPlan:
+    rates = calibration.words()
     disk_bytes = rates.disk_bytes.at(passages)
-    ram_bytes = disk_bytes + WORD_SEARCH_BYTES * passages + PROCESS_BYTES
-    build_ram_bytes = rates.build_bytes.at(passages) + PROCESS_BYTES
+    needed = Estimate(
+        ram_bytes=disk_bytes + WORD_SEARCH_BYTES * passages + PROCESS_BYTES,
+        disk_bytes=disk_bytes,
+        build_ram_bytes=rates.build_bytes.at(passages) + PROCESS_BYTES,
+        gpu_bytes=0,
+    )
     return IndexPlan(
         kind=WORDS,
-        fits=max(ram_bytes, build_ram_bytes) <= memory,
-        ram_bytes=ram_bytes,
-        build_ram_bytes=build_ram_bytes,
-        disk_bytes=disk_bytes,
-        gpu_bytes=0,
+        fits=needed.most_ram <= memory,
+        **asdict(needed),
         build_seconds=passages * rates.build + disk_bytes / disk_rate,
         one_seconds=passages * rates.search,
         batch_seconds=BATCH * passages * rates.search,
@@ -552,7 +531,7 @@ def _list_times(kind: Kind, passages: int, dim: int, calibration: Calibration) -
     product = 2.0 * kind.lists * dim / calibration.multiply()
     build += (KMEANS_ROUNDS * trained + passages) * product
     if kind.codes == "pq":
-        codes = calibration.product(kind.pq, kind.opq, trained)
+        codes = calibration.product(kind.pq, kind.opq, min(FEW, trained))
         scan = codes.scan
         build += passages * codes.code + _code_training(kind, dim, trained, codes.train, codes.rotation)
     else:
