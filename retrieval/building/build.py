@@ -1,21 +1,7 @@
-"""Building an index folder of vectors: a stream with two ends that a kill does not lose.
+"""Build an index folder of vectors; a killed build resumes to the same bytes (docs/retrieval.md).
 
-    OUT.building/            appears at once, becomes OUT when all is written
-      building.json          what is being built: corpus, encoder, text, kind
-      vectors.npy            encoded passages, batch after batch (`indexes/vector_file`)
-      trained.faiss ..       the structure of an approximate kind on its way (`Kind.grow`)
-
-The same command, run again on as many threads, resumes where it was killed, to the same bytes; a graph of FAISS before
-1.15.1 does so on one thread. Vectors are bound to their corpus, encoder and embedded text: a build over others is
-refused while the folder is there. They are not bound to a kind: another kind over the same vectors starts its structure
-anew and keeps what was encoded. The manifest is written last, and one process at a time holds the folder's lock. RAM
-stays at the structure's own size plus two slices of 64 MiB; the corpus itself is as its `Corpus` keeps it.
-
-Recall is measured at the end, on a sample of queries, and the lowest search parameter (nprobe, efSearch) is taken that
-finds as much as is wanted. The queries are runs of words out of passages drawn by a fixed seed: they are easier than
-questions in one way (the passage they come from is among the answers) and harder in another (no passage answers most
-runs well). Recall at k is the share of hits whose exact score is at least that of the exact k-th passage. 200 queries
-put the standard error of a recall of .95 at about .01 or less. Time is no criterion, for it would not repeat.
+`OUT.building` holds `building.json` (corpus, encoder, text, kind), `vectors.npy`, and an unfinished structure
+(`structures.grow`); it becomes OUT once all is written. RAM is the structure's size plus two slices of 64 MiB.
 
 Shape letters: N passages, Q queries, D dimension, B a slice, F candidates.
 """
@@ -69,7 +55,11 @@ Top = Callable[[Vectors, int], list[Found]]
 
 
 class SampleTruth:
-    """The exact answers to a sample of queries over `vectors`, found in one pass."""
+    """The exact answers to a sample of queries over `vectors`, found in one pass.
+
+    Recall at k is the share of hits whose exact score is at least that of the exact k-th passage; over 200 queries a
+    recall of .95 has a standard error of about .01 or less.
+    """
 
     def __init__(self, vectors: VectorFile, query_QD: Vectors, on_stage: OnStage) -> None:
         self.query_QD = query_QD
@@ -93,8 +83,7 @@ class SampleTruth:
         return good / (k * len(self.query_QD))
 
     def recalls(self, top: Top) -> dict[str, float]:
-        """Return the recall at every k, by name, with the number of queries and their searches a second in batches of
-        64."""
+        """Return the recall at every k by name, the number of queries, and searches a second in batches of 64."""
         figures = {f"recall_at_{k}": self.recall(top, k) for k in self.ks}
         started = time.perf_counter()
         for start in range(0, len(self.query_QD), BATCH):
@@ -104,8 +93,8 @@ class SampleTruth:
 
 
 def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: VectorFile) -> Vectors:
-    """Return vectors of at most 200 queries, float32 [Q, D]; the same for the same corpus and encoder. Where no run of
-    words gives a vector, the passages' own vectors."""
+    """Return float32 [Q, D] of at most 200 queries: runs of words of passages drawn by a fixed seed, or the passages'
+    own vectors where no run gives one."""
     rows = sample_rows(len(corpus), min(QUERIES, len(corpus)), SEED)
     draw = np.random.default_rng(SEED)
     texts = []
@@ -121,8 +110,8 @@ def sample_queries(corpus: Corpus, encoder: Encoder, embed: str, vectors: Vector
 def tune(
     search: ApproximateSearch, truth: SampleTruth, wanted: float, factors: tuple[int, ...], on_stage: OnStage
 ) -> None:
-    """Set `search` to the lowest value of its parameter, and the fewest candidates, whose recall is at least `wanted`
-    at every k; to the best one tried where none is."""
+    """Set `search` to the fewest candidates and the lowest parameter whose recall is at least `wanted` at every k, or
+    else to the best one tried. Time is no criterion, for it would not repeat."""
     best = (-1.0, search.value, search.factor)
     for factor in factors:
         before = -1.0
@@ -142,8 +131,7 @@ def tune(
 
 
 def values(least: int, most: int) -> Iterator[int]:
-    """Yield values from the least up to the most, as 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: steps of a third to a half, and
-    `most` itself."""
+    """Yield 1, 2, 3, 4, 6, 8, 12, 16, 24, .. from `least` up to `most`, and `most` itself."""
     value = least
     while value < most:
         yield value
@@ -159,12 +147,11 @@ KEEPS = (*KEPT_FILES, NOT_KEPT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSettings:
-    """Settings of a build. `keep` is how an approximate index keeps the vectors for exact scores: float32, float16 or
-    none; an exact kind keeps its own. `recall` is what its search parameters are chosen for. `reason` goes to the
-    manifest.
+    """Settings of a build; UserError where they do not fit each other.
 
-    UserError for an unknown `keep` or `embed`, a `keep` for an exact kind, a recall outside (0, 1], and a graph that
-    should keep no vectors."""
+    `keep`: how an approximate index keeps the vectors for exact scores: float32, float16 or none. `recall`: what its
+    search parameters are chosen for. `reason` goes to the manifest.
+    """
 
     kind: Kind
     embed: str = "text"
@@ -194,11 +181,10 @@ class BuildSettings:
 def build_folder(
     corpus: Corpus, encoder: Encoder, folder: str | Path, settings: BuildSettings, on_stage: OnStage
 ) -> Manifest:
-    """Build the index `folder`, or resume it where `<folder>.building` was left, and return its manifest.
+    """Build the index `folder`, or resume it from `<folder>.building`, and return its manifest.
 
-    `on_stage` is called with what is being done, how far it is, and of how many. UserError when `folder` exists,
-    another process is building it, what was begun there was over another corpus, encoder or text, or the disk is too
-    small.
+    UserError when `folder` exists, another process is building it, the unfinished one has another corpus, encoder or
+    text, or the disk is too small. Another kind over the same vectors keeps what was encoded.
     """
     folder = Path(folder)
     refuse_existing(folder)
@@ -220,12 +206,8 @@ def build_index(
     embed: str = "text",
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> Index:
-    """Encode every passage (its text, or title and text, see `embedded_text`) and write an exact index into `folder`.
-
-    The folder appears when all is written, or not at all, and an interrupted build leaves nothing; for one that
-    resumes, and for other kinds, and for `on_stage`, see `build_folder`. A folder that exists is refused with a
-    UserError.
-    """
+    """Encode every passage and write an exact index into `folder`, which appears whole or not at all; an interrupted
+    build leaves nothing (`build_folder` resumes). UserError for a folder that exists."""
     check_embed(embed)
     folder = Path(folder)
     with staged_folder(folder) as staged:
@@ -248,20 +230,26 @@ def refuse_existing(folder: Path) -> None:
 def fill_folder(
     work: Path, folder: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings, on_stage: OnStage
 ) -> Manifest:
-    """Finish in `work` an index that will lie at `folder`. The manifest comes last but for the hashes of all files, and
-    nothing but the finished index stays. Settings, callback and errors as `build_folder`."""
+    """Finish in `work` an index that will lie at `folder`, as `build_folder`. The manifest is written last, then the
+    files that only the build needs are removed, then the hashes are written."""
     _take_up(work, corpus, encoder, settings)
-    if (work / MANIFEST).is_file():
-        _tidy(work, settings)
-        write_index_hashes(work)
-        return read_manifest(work)
+    if not (work / MANIFEST).is_file():
+        _fill(work, folder, corpus, encoder, settings, on_stage).write(work)
+    _tidy(work, settings)
+    write_index_hashes(work)
+    return read_manifest(work)
+
+
+def _fill(
+    work: Path, folder: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings, on_stage: OnStage
+) -> Manifest:
     vectors = VectorFile(work / KEPT_FILES["float32"], len(corpus), encoder.dim)
     _encode(corpus, encoder, settings.embed, vectors, on_stage)
     index = None if settings.kind.exact else grow(settings.kind, vectors, work, on_stage)
     kept = _keep(vectors, work, settings.dtype, on_stage)
     parameters, recall = _measure(corpus, encoder, settings, vectors, kept, index, on_stage)
     encoder.save(work)
-    manifest = Manifest(
+    return Manifest(
         format=FORMAT,
         kind=settings.kind.family,
         factory=settings.kind.name,
@@ -282,10 +270,6 @@ def fill_folder(
         faiss_version="" if index is None else faiss.__version__,
         hashed=True,
     )
-    manifest.write(work)
-    _tidy(work, settings)
-    write_index_hashes(work)
-    return manifest
 
 
 def _take_up(work: Path, corpus: Corpus, encoder: Encoder, settings: BuildSettings) -> None:
@@ -357,8 +341,7 @@ def _measure(
     index: Any,
     on_stage: OnStage,
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Search parameters, chosen where there are any, and recall on a sample; both empty for a kind that loses
-    nothing."""
+    """Return the search parameters, if any, and the recall on a sample; both empty for a lossless kind."""
     if settings.kind.lossless:
         return {}, {}
     truth = SampleTruth(vectors, sample_queries(corpus, encoder, settings.embed, vectors), on_stage)

@@ -1,7 +1,4 @@
-"""`thresher index build`, `search` and `check` as plain functions: paths in, files and a dict of figures out.
-
-Parsing of flags, progress bars and tables belong to the command line; nothing here prints.
-"""
+"""`thresher index build`, `search` and `check` as plain functions: paths in, files and a dict of figures out."""
 
 import shutil
 import time
@@ -54,16 +51,12 @@ def build(
 ) -> dict[str, Any]:
     """Read a corpus, take or fit the encoder, and write the index folder `out`; run again after a kill, it resumes.
 
-    encoder_name: "lexical" (of `dim` dimensions), "bm25" (with settings, see `parse_bm25`), or the folder of a trained
-    encoder, to which `encoder_options` go as `load_encoder` has them. kind: as `kinds` has it; without it `memory`
-    ("16GB") decides, and without either it is flat; with both the kind must fit. recall, keep: as BuildSettings has
-    them. chunk_words, skip_empty: as `open_corpus` has them. `on_stage` is called with every stage's name, how far it
-    is, and of how many.
+    encoder_name: "lexical" (of `dim` dimensions), "bm25" (with settings, see `parse_bm25`), or a trained encoder's
+    folder, to which `encoder_options` go (`load_encoder`). kind: as `parse_kind` has it; without it `memory` ("16GB")
+    decides, and without either it is flat. recall, keep: as BuildSettings; chunk_words, skip_empty: as `open_corpus`.
 
-    Returns figures: corpus, index, kind, passages, encoder, embed and seconds; with vectors also dim and vectors_mib
-    (MiB in float32), and for an approximate kind search parameters, recall and a note where that disappoints; reason
-    where `memory` decided; records (of the file) and skipped_empty where passages were cut or left out. UserError for
-    what does not fit together, a malformed corpus, and an `out` that exists.
+    Returns figures: corpus, index, kind, passages, encoder, embed, seconds; with vectors dim and vectors_mib (MiB in
+    float32), search parameters, recall, note, reason; with chunks or empty records records and skipped_empty.
     """
     started = time.perf_counter()
     check_embed(embed)
@@ -97,8 +90,7 @@ def build(
 
 
 def _open(path: Path, out: Path, chunk_words: int, skip_empty: bool) -> Corpus:
-    """Return the corpus, in memory if it is small and taken as it is, else left on the disk, its offsets in what will
-    be `out`."""
+    """Return the corpus, in memory if it is small and unchanged, else on disk with its offsets beside the index."""
     if chunk_words == 0 and not skip_empty and (not path.is_file() or path.stat().st_size <= READ_WHOLE_BYTES):
         return read_corpus(path)
     return open_corpus(path, work_folder(out), chunk_words=chunk_words, skip_empty=skip_empty)
@@ -143,7 +135,6 @@ def _settings(
 
 
 def _note(settings: BuildSettings, manifest: Manifest) -> str | None:
-    """Return a sentence on figures of an approximate kind that disappoint, None if they do not."""
     if min(value for name, value in manifest.recall.items() if name.startswith("recall_at_")) < settings.recall:
         return (
             "less than wanted was found, at any nprobe or efSearch; take longer codes, keep the vectors, or take flat"
@@ -173,11 +164,9 @@ def search_file(
     gpu: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Search every {"id", "question"} of `queries_path` and write {"id", "hits": [{"id", "title", "score"}]} per line
-    to `out_path`, in the same order. `parameters`, `gpu` and `verify` as `load_retriever` has them.
+    """Search every {"id", "question"} of `queries_path`; write {"id", "hits": [{"id", "title", "score"}]} a line.
 
-    Returns queries, hits, k and seconds (of searching alone). UserError for a malformed file, k out of range,
-    an index that does not load; then nothing is written.
+    Returns queries, hits, k and seconds (of searching alone). After a UserError nothing is written.
     """
     retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)
@@ -208,10 +197,9 @@ def check(
 ) -> dict[str, Any]:
     """Measure the index against the "gold_titles" of `queries_path`, means over the queries:
 
-    recall (share of a query's distinct gold titles among its first `k` passages), full_recall (1 if all of
-    them are), mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also queries, k
-    and absent_titles, the number of distinct gold titles that no passage has. UserError as `search_file`, for a query
-    without gold titles, and where no passage has any of them.
+    recall (share of the distinct gold titles among the first `k` passages), full_recall (1 if all of them are),
+    mrr_at_10 (1 / rank of the first passage with a gold title, 0 beyond rank 10). Also queries, k and absent_titles,
+    the number of distinct gold titles that no passage has.
     """
     retriever = load_retriever(index_dir, None, parameters, gpu, verify)
     retriever.check_k(k)

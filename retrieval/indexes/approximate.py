@@ -1,20 +1,11 @@
-"""Approximate search: FAISS looks at a part of the vectors, and what it finds is scored exactly.
+"""Approximate search: lists (IVF) or a graph (HNSW) of FAISS name candidates, which are scored as `exact` does.
 
-Lists (IVF) or a graph (HNSW) name candidates; each is scored again from the kept matrix, as `exact` does it, so a hit's
-score is its true inner product and equal scores go by row. Only the choice of candidates is approximate. How far it
-falls short was measured when the index was built and stands in the manifest, with the search parameter (`nprobe`
-lists, or `efSearch` vertices) and the number of candidates that reached the recall wanted. Scoring again reads
-`candidates` * k + 8 rows a query from the file: two to four microseconds each where the operating system has them in
-memory, a seek on a cold disk. An index that discarded its vectors orders by FAISS's own scores, which for codes are
-estimates. A graph may have parts that a search does not reach, so fewer than k hits are possible.
-
-A query's result is independent of batch composition. FAISS keeps that inside the lists and the graph; the nearest
-lists themselves are chosen exactly, by `ExactRows` over the centroids, and a rotation is done in float64. Not so on
-GPUs, whose sums may round differently in another batch. There, lists or a flat matrix lie in float16, every GPU with a
-share of the vectors. No machine at hand has had FAISS for GPUs: the division into shards is tested on the CPU, and the
-rest is not.
-
-Shape letters: N passages, Q queries, D dimension, F candidates, P directions or probed lists, M blocks of B rows.
+The manifest has the measured recall and the search parameter (`nprobe` or `efSearch`) and number of candidates that
+reached it. Without kept vectors FAISS's own scores give the order. A query's result is independent of batch
+composition: the nearest lists are chosen by `ExactRows`, a rotation is done in float64. On GPUs, where lists or a flat
+matrix lie in float16, sharded, sums may round differently; no machine at hand has had FAISS for GPUs, and only the
+division into shards is tested. Letters: N passages, Q queries, D dimension, F candidates, P directions or lists, M
+blocks of B rows.
 """
 
 import math
@@ -40,15 +31,15 @@ FLAT_FACTOR = 2
 
 
 class Candidates(ABC):
-    """A structure that finds rows near a vector, the better the higher its search parameter. `parameter` is FAISS's
-    name for that ("nprobe" or "efSearch"), `most` the value beyond which there is nothing more to find."""
+    """A structure that finds rows near a vector. `parameter` is FAISS's name of its search parameter ("nprobe" or
+    "efSearch"), `most` the value beyond which nothing more is found."""
 
     parameter: str
     most: int
 
     @abstractmethod
     def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
-        """Return scores and rows of at most `fetch` candidates of every query, [Q, F], best first; row -1 fills up."""
+        """Return scores and rows of at most `fetch` candidates, [Q, F], best first; row -1 fills up."""
 
     def span(self, fetch: int) -> tuple[int, int]:
         """Return the least and the highest value that are worth trying for `fetch` candidates."""
@@ -112,7 +103,7 @@ def check_gpus() -> int:
 
 
 class GpuLists(Candidates):
-    """The lists of a FAISS IVF index, with or without a rotation."""
+    """The lists of a FAISS IVF index on all GPUs."""
 
     parameter = "nprobe"
 
@@ -132,8 +123,7 @@ class GpuLists(Candidates):
 
 
 class FlatShards(Candidates):
-    """Runs of the rows of `vectors`, one in each of the empty FAISS flat indexes `shards`. It has no search parameter:
-    every search is one pass."""
+    """Runs of the rows of `vectors`, one in each of the empty FAISS flat indexes `shards`; without a parameter."""
 
     parameter = "passes"
     most = 1
@@ -172,10 +162,9 @@ def candidates_of(kind: Kind, index: Any, gpu: bool = False) -> Candidates:
 
 
 class Projection:
-    """Queries behind a rotation or projection, or as they are for None. In float64, where a query's bits do not depend
-    on the others' number once they are rounded; and in blocks so small that NumPy's OpenBLAS multiplies each on one
-    thread, for its other threads would go on waiting busily beside FAISS's: 8 queries took 8 ms instead of 2. Where
-    BLAS has one thread anyway, a lone query takes .12 ms instead of .04 (192 x 768)."""
+    """Rotate or project queries, or return them unchanged for None. In float64, so that a query's rounded bits do not
+    depend on the others; in blocks that OpenBLAS multiplies on one thread, whose others would slow FAISS down (8
+    queries took 8 ms instead of 2)."""
 
     def __init__(self, rotation_PD: Vectors | None) -> None:
         self._rotation_MDB: Array | None = None
@@ -202,8 +191,8 @@ def _blocks(rows_RD: Vectors, block: int) -> Array:
 
 
 class ApproximateSearch:
-    """Candidates, scored exactly where `exact` has their vectors. `value` (of the search parameter) and `factor`
-    (candidates fetched per hit wanted) may be set at any time."""
+    """Candidates, scored exactly where `exact` has their vectors. `value` of the search parameter and `factor`
+    (candidates fetched per hit) may be set at any time."""
 
     full_scans = 0  # as ExactRows counts them
 
@@ -221,8 +210,8 @@ class ApproximateSearch:
         return min(self._rows, k * self.factor + MARGIN)
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
-        """Return at most `k` rows for every query, best first. Where the value reaches fewer than k, a higher one is
-        taken for that query."""
+        """Return at most `k` rows for every query, best first; a query that gets fewer is searched with higher
+        values."""
         fetch, value = self._fetch(k), self.value
         score_QF, row_QF = self.candidates.find(query_QD, fetch, value)
         short_S = _short(row_QF, k)

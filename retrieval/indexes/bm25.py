@@ -1,21 +1,13 @@
 """BM25: exact words, weighted by rarity, in an index folder of its own; and over the passages of one question.
 
-A passage d scores, for a query of words w (a word asked twice counts twice),
+A passage d scores, for a query of words w (a word asked twice counts twice), tf being w's count in d, |d| d's words,
   sum over w of  idf(w) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|))
-with tf the word's count in d and |d| d's number of words. Two variants of it are offered:
-  lucene   idf = log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, never negative; the default
-  okapi    idf = log((N - n + .5) / (n + .5)); where that is negative (a word in more than half of the passages) a
-           quarter of the mean idf of all words; and all of it times k1 + 1. This is what the package rank_bm25 computes
-           and what many published figures were measured with.
-The library bm25s keeps the score of every (word, passage) pair as a sparse matrix on disk, read through the memory map;
-it knows `lucene`, and `okapi` is its matrix with each word's column rescaled. Everything is float32, and a query's
-result is independent of batch composition: the library adds one query's columns at a time, and the order of the hits
-is ours, equal scores by row.
-
-A folder holds `manifest.json` (corpus, as every index), `bm25.json` (settings, sizes of the library's files) and the
-library's own files in `scores/`. There is no stemming and there are no stop words: over words as `words` has them, the
-library's English stop words moved recall by under .01 either way on the sets measured. A build holds the words of all
-passages in memory, as 4-byte numbers.
+  lucene   idf = log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages; the default
+  okapi    idf = log((N - n + .5) / (n + .5)), where that is negative a quarter of the mean idf of all words; and all of
+           it times k1 + 1, as the package rank_bm25 computes
+The library bm25s keeps the score of every (word, passage) pair as a sparse matrix in `scores/`, read through the memory
+map; `okapi` is its matrix with each column rescaled. `bm25.json` holds the settings. There are no stop words and no
+stemming. Scores are float32; a query's result is independent of batch composition.
 """
 
 import errno
@@ -65,11 +57,8 @@ VARIANTS = {"lucene": ("lucene", "lucene"), "okapi": ("atire", "lucene")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bm25Settings:
-    """Settings of the way from text to words and from words to scores, see the top of this file.
-
-    `tokens` is "words" (lower-cased runs of letters and digits) or "split" (lower-cased, cut at white space);
-    `variant` is "lucene" or "okapi". UserError for another name, a k1 below 0 and a b outside [0, 1].
-    """
+    """Settings, see the top of this file. `tokens`: "words" (lower-cased runs of letters and digits) or "split"
+    (lower-cased, cut at white space); `variant`: "lucene" or "okapi"."""
 
     tokens: str = "words"
     variant: str = "lucene"
@@ -92,8 +81,7 @@ class Bm25Settings:
 
 
 def parse_bm25(encoder: str) -> Bm25Settings | None:
-    """Return the settings that "bm25", or "bm25:tokens=split,variant=okapi,k1=1.2,b=0.75" with any of them, spells;
-    None for an encoder of another name. UserError for a setting that does not exist or a value it cannot have."""
+    """Return the settings of "bm25" or "bm25:tokens=split,variant=okapi,k1=1.2,b=0.75", None for another encoder."""
     name, _, listed = encoder.partition(":")
     if name != KIND:
         return None
@@ -122,8 +110,7 @@ class Bm25Index(LocalRetriever):
         self._tokens = TOKENS[settings.tokens]
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Return hits as Retriever has it; passages that share no word with a query are none, so there may be fewer
-        than `k`."""
+        """Return hits as Retriever has it; fewer than `k` where fewer passages share a word with a query."""
         return [self._find_one(query, k) for query in queries]
 
     def _find_one(self, query: str, k: int) -> list[Hit]:
@@ -148,12 +135,8 @@ def build_bm25(
     settings: Bm25Settings | None = None,
     on_stage: OnStage = lambda stage, done, total: None,
 ) -> Bm25Index:
-    """Count the words of every passage (its text, or title and text, see `embedded_text`), score them and write the
-    index into `folder`, which appears when all is written, or not at all.
-
-    `on_stage` is called with what is being done, how far it is, and of how many. UserError for a `folder` that exists,
-    and for a corpus without a single word.
-    """
+    """Count and score the words of every passage and write the index into `folder`, which appears whole or not at all.
+    UserError for a `folder` that exists, and for a corpus without a word."""
     check_embed(embed)
     import bm25s
 
@@ -180,8 +163,7 @@ def build_bm25(
 
 
 def _check_written(staged: Path, folder: Path) -> None:
-    """Raise OSError where the disk had no room for the end of an array: NumPy does not look whether its file could be
-    flushed when it was closed."""
+    """Raise OSError for an array cut off by a full disk: NumPy does not check that its file was flushed."""
     for path in sorted(staged.glob("*.npy")):
         try:
             np.load(path, mmap_mode="r")
@@ -190,12 +172,7 @@ def _check_written(staged: Path, folder: Path) -> None:
 
 
 def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = True) -> Bm25Index:
-    """Read what `build_bm25` wrote; the scores stay on disk, behind the memory map.
-
-    `verify`: all files are held against the folder's hashes, where it has some, before a score is read. The corpus is
-    read again from the path in the manifest unless given. UserError when the folder is no finished BM25 index, a file
-    of it is damaged, or the corpus is not the one it was built from.
-    """
+    """Read what `build_bm25` wrote; the scores stay on disk. Arguments and errors as `load_index`."""
     import bm25s
 
     folder = Path(folder)
@@ -224,8 +201,7 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = T
 
 
 def _in_range(scores: "bm25s.BM25", passages: int) -> bool:
-    """Return whether every column lies within the arrays and every row within the corpus: what can be told of arrays
-    without hashes. One pass over the rows."""
+    """Return whether every column lies within the arrays and every row within the corpus."""
     data, row_M, start_V = (scores.scores[name] for name in ("data", "indices", "indptr"))
     if any(array.ndim != 1 or array.dtype.kind != kind for array, kind in ((data, "f"), (row_M, "i"), (start_V, "i"))):
         return False
@@ -243,8 +219,7 @@ def _in_range(scores: "bm25s.BM25", passages: int) -> bool:
 def _count(
     corpus: Corpus, embed: str, tokens: Callable[[str], list[str]], on_stage: OnStage
 ) -> tuple[dict[str, int], list["array[int]"]]:
-    """Return every word's number, in order of first appearance (so that the same corpus makes the same files), and
-    every passage as numbers."""
+    """Return every word's number, in order of first appearance, and every passage as numbers."""
     vocabulary: dict[str, int] = {}
     passages = []
     for row, passage in enumerate(corpus, 1):
@@ -271,11 +246,10 @@ def _is_number(value: object) -> bool:
 
 
 def rank_in_context(passages: Sequence[Passage], query: str, k: int) -> list[Hit]:
-    """Rank the passages that a question brings, by BM25 over title and text with their counts alone, as the default
-    settings have it; nothing lies on disk.
+    """Rank a question's own passages by BM25 over title and text, with the default settings and their counts alone.
 
-    Return the `k` passages that fit the query best, or all where there are fewer; a hit's row is its place among them.
-    All are ranked, so that a query that shares no word with them still finds k; equal scores stay in the order given.
+    Return the best `k`, or all where there are fewer, also those that share no word; a hit's row is its place, and
+    equal scores stay in order.
     """
     settings = Bm25Settings()
     k1, b = settings.k1, settings.b

@@ -1,17 +1,9 @@
 """The exact k rows of largest inner product, independent of batch composition to the last bit.
 
-A matmul finds candidates (`scan`); their order is ours. Its scores' last bits depend on the batch, and tied rows at the
-k-th place are dropped as it happens. So more than k candidates are fetched, and all that may be among the first k are
-scored again one by one: the float64 inner product of the query and the stored row, rounded to float32, equal scores
-ordered by row. When the candidates cannot be proved to hold the answer, by the error bound of a float32 inner product,
-the whole matrix is looked through for that query. The result is therefore the exact top k whatever the batch, the
-number of threads and the matmul's choices.
-
-Rows stored in float16 are exact numbers too: they are widened block by block, and the same proof holds for them.
-
-Deliberately absent: encoders and passages; this file knows rows only. Not thread-safe.
-
-Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a block.
+A matmul finds more than k candidates (`scan`); all that may be among the first k are scored again one by one: the
+float64 inner product rounded to float32, equal scores ordered by row. Where the error bound of a float32 inner product
+does not prove that the candidates hold the answer, the whole matrix is searched. Rows in float16 are widened block by
+block. Not thread-safe. Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a block.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +16,7 @@ from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.faiss_library import faiss, faiss_installed
 from thresher.retrieval.indexes.vector_file import SLICE_BYTES, Array
 
-# Candidates fetched beyond k: enough that, but for real ties, looking through the whole matrix is rare (no
-# query of HotpotQA's 500 needs it), few enough to cost nothing beside the matmul.
+# Candidates fetched beyond k: but for real ties, no query of HotpotQA's 500 then needs the whole matrix.
 MARGIN = 8
 # Rows fetched at a time; and of these, rows scored at a time: what is made of them in float64 stays in a core's own
 # cache. Threads of Python would not help: torch's own wait on the other cores for the next product.
@@ -92,10 +83,8 @@ def _tiles(shape: tuple[int, ...], cells: int) -> list[tuple[slice, slice]]:
 
 
 class ExactRows(RowScores):
-    """`vectors_ND`, float32 or float16, in memory or mapped; `largest_norm` is the largest L2 norm of a row, looked for
-    (a pass over the matrix) unless given. `verify`, where the rows have hashes, is called with the first row
-    and the one behind the last before these are read. `full_scans` counts the queries whose candidates proved
-    nothing."""
+    """`vectors_ND`, float32 or float16, in memory or mapped, and the largest L2 norm of a row, computed unless given.
+    `verify` is called with (first, stop) before rows are read. `full_scans` counts searches of the whole matrix."""
 
     def __init__(
         self, vectors_ND: Array, largest_norm: float | None = None, verify: Callable[[int, int], None] | None = None
@@ -151,9 +140,8 @@ class ExactRows(RowScores):
             yield start, self.vectors_ND[start : start + step]
 
     def _error_bounds(self, query_QD: Vectors) -> npt.NDArray[np.float64]:
-        """Return how far a float32 inner product with each query, summed in any order, can be from ours: d * 2^-24 *
-        |q| * |p| (Higham 2002, section 3.1), twice, which leaves room for its higher-order terms and for our rounding
-        to float32."""
+        """Bound the error of a float32 inner product, summed in any order: d * 2^-24 * |q| * |p| (Higham 2002, section
+        3.1), twice, for its higher-order terms and our rounding to float32."""
         query64_QD = query_QD.astype(np.float64)
         norm_Q: npt.NDArray[np.float64] = np.sqrt(np.einsum("qd,qd->q", query64_QD, query64_QD))
         bound_Q: npt.NDArray[np.float64] = norm_Q * (2 * (query_QD.shape[1] + 1) * 2.0**-24 * self._largest_norm)
@@ -161,10 +149,9 @@ class ExactRows(RowScores):
 
 
 def rough_top(query_QD: Vectors, rows: int, blocks: Iterable[tuple[int, Array]], fetch: int) -> tuple[Vectors, Rows]:
-    """Return the `fetch` best of all `rows` for every query by float32's inner products, best first: scores and rows,
-    [Q, F], row -1 where a score is no number. `blocks` has all rows, float32 or float16: (the first one's number, [B,
-    D]). Equal scores are cut off as it happens. What takes about a millisecond is FAISS's, which needs no torch, where
-    it is installed."""
+    """Return scores and rows, [Q, F], of the `fetch` best rows by float32 inner products, row -1 where a score is NaN.
+    `blocks` yields all `rows`: (first row, [B, D] in float32 or float16). Ties at the end are cut arbitrarily. A small
+    search is FAISS's, where installed, which needs no torch."""
     if rows * query_QD.size > SMALL or not faiss_installed():
         top = _load_torch()(query_QD, fetch)
         for start, block_BD in blocks:
@@ -199,8 +186,7 @@ def best_first(score_F: Vectors, row_F: Rows, k: int) -> Found:
 
 
 def best_of(found: list[tuple[Vectors, Rows]], fetch: int) -> tuple[Vectors, Rows]:
-    """Return the `fetch` highest scores of every query out of several searches over different rows: scores and rows,
-    [Q, F], best first, equal scores by row."""
+    """Merge searches over different rows: the `fetch` highest scores and their rows, [Q, F], equal scores by row."""
     if len(found) == 1:
         return found[0]
     score_QF, row_QF = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))

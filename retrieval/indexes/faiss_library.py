@@ -1,9 +1,7 @@
-"""Imports FAISS at the first use of one of its names.
+"""Import FAISS at the first use of one of its names.
 
-The core of an installation has no FAISS: `faiss-cpu` and `faiss-gpu` both provide the module `faiss`, and only the user
-knows which one fits the machine. Flat and BM25 indexes, and their fusion, work without it.
-
-    from thresher.retrieval.indexes.faiss_library import faiss
+An installation may lack it: `faiss-cpu` and `faiss-gpu` both provide the module `faiss`, and only the user knows which
+one fits the machine. Flat and BM25 indexes, and their fusion, work without it.
 """
 
 import importlib

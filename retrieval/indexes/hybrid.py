@@ -1,13 +1,9 @@
 """Several retrievers of one corpus, searched together and joined by reciprocal rank fusion.
 
 A passage scores  sum over members of  1 / (60 + rank),  rank from 1, nothing from a member that does not list it
-(Cormack, Clarke and Buettcher 2009). Ranks, not scores: a BM25 sum and an inner product have no common scale. The
-sum is rounded once (`math.fsum`), so it does not depend on the members' order, and equal sums go by row.
-
-A member is asked for `depth` passages, or for k where that is more. A folder of this kind holds a manifest, as every
-index, and `hybrid.json`, which names the members' folders, relative and absolute as a manifest names its corpus, and
-the hash of each member's manifest: a member that was built anew is another index, and is refused. Deliberately absent:
-weights for the members (tuned on a question set, they hold for that set), and hybrids of hybrids.
+(Cormack, Clarke and Buettcher 2009). The sum is rounded once (`math.fsum`), so the members' order does not matter;
+equal sums go by row. `hybrid.json` names the members' folders, relative and absolute, and the hash of each member's
+manifest: a member that was built again is refused.
 """
 
 import hashlib
@@ -43,11 +39,8 @@ Load = Callable[[Path, Corpus | None], Retriever]
 
 
 class Hybrid(LocalRetriever):
-    """Two or more retrievers of the same corpus as one. Made by hand or by `load_hybrid`.
-
-    Members must hold their `corpus`, as an index does and a remote one does not. UserError for fewer than two members,
-    members of different corpora, and a depth below 1.
-    """
+    """Two or more retrievers of the same corpus as one; each is asked for `depth` passages, or k where that is more.
+    Members must have a `corpus`, which a remote one lacks."""
 
     def __init__(self, members: Sequence[Retriever], depth: int = DEPTH) -> None:
         super().__init__()
@@ -86,11 +79,8 @@ class Hybrid(LocalRetriever):
 
 
 def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, depth: int = DEPTH) -> Hybrid:
-    """Join the indexes in the folders `members` and write `folder`, which appears whole or not at all.
-
-    Every member is loaded by `load`, and so checked. UserError for a `folder` that exists, the same member twice, a
-    member that is a hybrid itself, and as `Hybrid` has it.
-    """
+    """Join the indexes in the folders `members`, loaded by `load`, and write `folder`, which appears whole or not at
+    all. UserError for a `folder` that exists, a member named twice, and a hybrid as a member."""
     folder = Path(folder)
     places = [Path(os.path.abspath(member)) for member in members]
     for place, member in zip(places, members, strict=True):
@@ -115,12 +105,7 @@ def build_hybrid(members: Sequence[str | Path], folder: str | Path, load: Load, 
 
 
 def load_hybrid(folder: str | Path, corpus: Corpus | None, load: Load, verify: bool = True) -> Hybrid:
-    """Read what `build_hybrid` wrote and load the members, which share one corpus: `corpus`, or the one that the
-    manifest names. `load` reads a member. `verify` as `load_index` has it.
-
-    UserError when `folder` is no hybrid index, a member is not to be found or was built anew since, and as the
-    members' own loading has it.
-    """
+    """Read what `build_hybrid` wrote; `load` reads a member. Arguments and errors as `load_index`."""
     folder = Path(folder)
     manifest, _ = open_folder(folder, verify, (KIND,))
     record = read_json_object(folder / FILE)

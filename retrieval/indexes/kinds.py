@@ -10,10 +10,9 @@ A kind is written as FAISS's factory writes it:
     [OPQ64,]IVF4096,PQ64    64 bytes a vector: product quantisation, with OPQ after a learned rotation
     PCA192,IVF4096,Flat     graphs, and lists but for PQ, over the vectors' 192 strongest directions
 
-An index keeps the vectors in a file of their own; an approximate one has, beside them, a structure of FAISS's that
-names candidates (`structures` builds and reads it, `approximate` searches it). What 8 bits, PQ or PCA let a search find
-is scored in full, from the kept vectors. docs/add/index.md walks through a new kind. Kinds without vectors, such as
-BM25, are not here.
+An approximate kind has, beside the file of vectors, a structure of FAISS's that names candidates (`structures` builds
+and reads it, `approximate` searches it); they are scored in full from the kept vectors. docs/add/index.md walks
+through a new kind. Kinds without vectors, such as BM25, are not here.
 """
 
 import math
@@ -66,8 +65,8 @@ OnStage = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Bytes an index needs: of RAM while it is searched and while it is built, on disk, and on GPUs in all (0: that
-    kind has no form for them). The passages' texts and a trained encoder are not in it."""
+    """Bytes of an index: RAM of searching and of building, on disk, on GPUs in all (0: no form for them), without the
+    passages' texts and a trained encoder."""
 
     ram_bytes: int
     disk_bytes: int
@@ -84,10 +83,9 @@ class Estimate:
 class Kind:
     """A kind, read by `parse_kind`.
 
-    links: of a graph, a vector; 0 for another kind. lists: of IVF; 0 for another kind. A kind with neither is exact.
-    codes: how the structure holds a vector: float32, float16, uint8 (between each coordinate's extremes) or pq, of
-    `pq` bytes, with `opq` behind a rotation. directions: on how many principal directions the structure sees the
-    vectors, 0 where it sees all of them.
+    links: of a graph, per vector. lists: of IVF. A kind with neither is exact. codes: how the structure holds a vector:
+    float32, float16, uint8 or pq, of `pq` bytes, with `opq` behind a rotation. directions: the principal directions
+    that the structure sees, 0 for the whole vectors.
     """
 
     links: int = 0
@@ -99,7 +97,7 @@ class Kind:
 
     @property
     def family(self) -> str:
-        """The manifest's name for the kind, whatever its numbers: one of FAMILIES."""
+        """The manifest's name for the kind: one of FAMILIES."""
         return "ivf" if self.lists else "hnsw" if self.links else "flat" if self.codes == "float32" else "flat16"
 
     @property
@@ -189,15 +187,14 @@ class Kind:
         )
 
     def note(self, parameters: dict[str, int]) -> str | None:
-        """Return what a user should know of the search parameters that the wanted recall took, if anything."""
+        """Return a warning about the search parameters that the wanted recall took, if any."""
         if not self.lists or parameters.get("nprobe") != self.lists or self.lists == 1:
             return None
         return "so much is found only by looking through every list; these vectors have no clusters: take hnsw or flat"
 
 
 def parse_kind(text: str, passages: int, dim: int) -> Kind:
-    """Read a kind for N x `dim` vectors. UserError for a spelling that is none, or that does not fit the vectors: more
-    lists than passages, a code that does not divide `dim`, fewer than 256 passages for PQ."""
+    """Read a kind for N x `dim` vectors. UserError for an unknown spelling, or one that does not fit the vectors."""
     if found := _PCA.fullmatch(text):
         kind, directions = parse_kind(found[2], passages, dim), int(found[1])
         if kind.exact or kind.codes == "pq" or kind.directions:
@@ -246,25 +243,19 @@ def _lists(
 
 
 def default_lists(passages: int) -> int:
-    """Return the power of two nearest to 4 * sqrt(N), with at least 39 passages a list: 256 for 5,000 passages would
-    leave 20, so 128; 4,096 for 10^6; 16,384 for 21,015,324."""
+    """Return the power of two nearest to 4 * sqrt(N), with at least 39 passages a list: 4,096 for 10^6."""
     usual = round(math.log2(4 * math.sqrt(passages)))
     most = math.floor(math.log2(max(1, passages / LEAST_PER_LIST)))
     return 1 << max(0, min(usual, most))
 
 
 def pq_sizes(dim: int) -> list[int]:
-    """Return the bytes of a code that are offered for `dim`, largest first: divisors of `dim` that put 4 to 32
-    dimensions into a byte."""
+    """Return the code sizes in bytes for `dim`, largest first: divisors that put 4 to 32 dimensions into a byte."""
     return [dim // width for width in (4, 6, 8, 12, 16, 24, 32) if dim % width == 0]
 
 
 def estimate(kind: Kind | str, passages: int, dim: int) -> Estimate:
-    """Return what an index of N = `passages` vectors of d = `dim` dimensions needs.
-
-    21,015,324 x 768: flat 64.6 GB, flat16 32.3 GB, HNSW32 70.4 GB, HNSW32_SQ8 21.9 GB, PCA192,HNSW32_SQ8 9.8 GB,
-    OPQ96,IVF16384,PQ96 2.2 GB (+ 200 MB of the process).
-    """
+    """Return what an index of `kind` over N x `dim` vectors needs."""
     return (parse_kind(kind, passages, dim) if isinstance(kind, str) else kind).estimate(passages, dim)
 
 
@@ -297,8 +288,8 @@ def choose_kind(passages: int, dim: int, memory_bytes: int) -> tuple[str, str]:
 
 
 def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
-    """Return the kinds that a plan shows where none is named: flat, graphs, lists, product codes, and in any case the
-    kind that `choose_kind` takes for `memory` bytes (of codes that one alone, for they take long to calibrate)."""
+    """Return the kinds that a plan shows where none is named: flat, graphs, lists, one with product codes, and the one
+    that `choose_kind` takes for `memory` bytes."""
     lists = f"IVF{default_lists(passages)}"
     pca = [f"PCA{dim // 4},HNSW{LINKS}_SQ8"] if dim >= LEAST_FOR_PCA else []
     kinds = ["flat", "flat16", f"HNSW{LINKS}", f"HNSW{LINKS}_SQ8", *pca, f"{lists},Flat", f"{lists},SQfp16"]
@@ -313,7 +304,7 @@ def usual_kinds(passages: int, dim: int, memory: int) -> list[str]:
 
 
 def parse_memory(text: str) -> int:
-    """Return the bytes of "16GB" (10^9), "512MiB" (2^20), "2T" or "1000000". UserError for anything else, and for 0."""
+    """Return the bytes of "16GB" (10^9), "512MiB" (2^20), "2T" or "1000000"."""
     found = _MEMORY.fullmatch(text.strip())
     size = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ") if found else 0
     if size < 1:

@@ -1,8 +1,7 @@
-"""Indexes of vectors, and the loading of any index folder by what its manifest says.
+"""Indexes of vectors, and the loading of any index folder by its manifest.
 
-An exact index maps its vectors from the folder's file: loading costs no RAM of its own, searching keeps in memory what
-the operating system finds room for. One with a structure searches that for candidates and scores them from the kept
-vectors (`approximate`). Folders without vectors are in the table `WITHOUT_VECTORS`. What is loaded is not thread-safe.
+An exact index maps its vectors from the folder's file. One with a structure searches that for candidates and scores
+them from the kept vectors (`approximate`). Folders without vectors are in the table `WITHOUT_VECTORS`.
 """
 
 import math
@@ -57,8 +56,7 @@ LOADERS: dict[str, Callable[[Path], Encoder]] = {LexicalEncoder.name: LexicalEnc
 
 
 class DenseIndex(LocalRetriever):
-    """A corpus of N passages, vectors of `dim` numbers that `encoder` made of them, and a `search` for the rows that
-    are nearest to a vector. Not thread-safe."""
+    """A corpus, its vectors of `dim` numbers by `encoder`, and a `search` for the nearest rows. Not thread-safe."""
 
     def __init__(
         self, corpus: Corpus, encoder: Encoder, embed: str, dim: int, search: ExactRows | ApproximateSearch
@@ -71,8 +69,7 @@ class DenseIndex(LocalRetriever):
         self._search = search
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Return hits as Retriever has it. All queries go to the encoder and to the search in one call. A query for
-        which the encoder returns a zero vector (no word that a passage holds) has no hits."""
+        """Return hits as Retriever has it; a query with a zero vector (no known word) has none."""
         query_QD = checked_vectors(self.encoder, self.encoder.encode_queries(queries), len(queries), self.dim)
         found = self._search.top(query_QD, k)
         self.stats.full_scans = self._search.full_scans
@@ -83,8 +80,8 @@ class DenseIndex(LocalRetriever):
 
 
 class Index(DenseIndex):
-    """An exact index of `vectors_ND`, float32 or float16 [N, D], one row per passage. Made by `build_index` or
-    `load_index`. `largest_norm` and `verify` are as ExactRows has them."""
+    """An exact index of `vectors_ND`, float32 or float16 [N, D]. Made by `build_index` or `load_index`; `largest_norm`
+    and `verify` as ExactRows has them."""
 
     def __init__(
         self,
@@ -105,7 +102,7 @@ class ApproximateIndex(DenseIndex):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """The search parameter, under FAISS's name for it, and the candidates that a search fetches per hit."""
+        """The search parameter by FAISS's name, and the candidates fetched per hit."""
         return {self._search.candidates.parameter: self._search.value, "candidates": self._search.factor}
 
 
@@ -120,8 +117,7 @@ def checked_vectors(encoder: Encoder, vectors_ND: Vectors, count: int, dim: int)
 
 
 def find_encoder(manifest: Manifest, folder: Path, encoder: Encoder | None) -> Encoder:
-    """Return the encoder that the index in `folder` was built with: `encoder`, or else loaded from the folder.
-    UserError when it is another one, or of a sort that does not exist."""
+    """Return the encoder of the index in `folder`: `encoder`, or else loaded from the folder. UserError for another."""
     check_embed(manifest.embed)
     if encoder is None:
         if manifest.encoder not in LOADERS:
@@ -144,10 +140,8 @@ def load_index(
 ) -> Index:
     """Read an exact index, of this format or of the first.
 
-    The corpus is read again from the path in the manifest unless given, the encoder is loaded from the folder
-    unless given. `verify`: what is read is held against the folder's hashes, where it has some; the vectors at the
-    first search. UserError when the folder is no finished index or one of another kind, its vectors are damaged or of
-    another shape, or corpus or encoder are not those it was built with.
+    Corpus and encoder are read from where the manifest has them unless given. `verify`: compare what is read with the
+    folder's hashes, if any. UserError for no finished exact index, damaged vectors, and another corpus or encoder.
     """
     folder = Path(folder)
     manifest, hashes = open_folder(folder, verify, tuple(MATRIX_DTYPES))
@@ -178,11 +172,8 @@ def _read_format_1(path: Path, manifest: Manifest) -> Vectors:
 def _read_search(
     manifest: Manifest, folder: Path, parameters: dict[str, int], gpu: bool, hashes: Hashes | None
 ) -> ApproximateSearch:
-    """Return the search of the structure in `folder`, or, on GPUs, of the matrix of an exact kind.
-
-    `hashes`, those of the folder: its other files have been verified, and the kept vectors are as they are read;
-    without them a structure's numbers are looked through.
-    """
+    """Return the search of the structure in `folder`, or, on GPUs, of the matrix of an exact kind. Without `hashes` of
+    the folder the structure's numbers are checked."""
     kind = parse_kind(manifest.factory, manifest.passages, manifest.dim)
     kept = None
     if manifest.dtype != NOT_KEPT:
@@ -233,11 +224,9 @@ def load_retriever(
 ) -> Loaded:
     """Read an index folder of any kind.
 
-    `parameters` replaces search parameters of an approximate index, one by one ({"nprobe": 64}); `gpu` lays lists, or
-    the matrix of an exact index, on all GPUs, sharded, in float16 (`retrieval/indexes/approximate.py` says what that
-    changes). `verify`: what is read is held against the folder's hashes (common/hashes.py), where it has some.
-    UserError as `load_index`, also for a damaged file, for a kind that does not exist, and for parameters or GPUs asked
-    of a kind that has none.
+    `parameters` replaces search parameters of an approximate index one by one ({"nprobe": 64}). `gpu` lays lists, or
+    the matrix of an exact index, on all GPUs, sharded, in float16 (see `approximate`). `verify` as `load_index`.
+    UserError as `load_index`, for an unknown kind, and for parameters or GPUs asked of a kind that has none.
     """
     folder = Path(folder)
     if verify and (folder / MANIFEST).is_file():

@@ -1,10 +1,8 @@
 """The manifest of an index folder, by which it refuses another corpus or encoder.
 
-The manifest is the last file written into a folder that appears whole or not at all, but for the hashes of them all: a
-folder without one is no index. The corpus is not copied into the index; its path is kept, relative (a run folder may
-be moved) and absolute (the index alone may be), and its hash decides.
-
-Format 1 knew the exact flat index only and held its vectors in FAISS's file; it is still read.
+It is written last but for the hashes: a folder without one is no index. The corpus is not copied; its path is kept,
+relative (a run folder may be moved) and absolute (the index alone may be), and its hash decides. Format 1 had the exact
+flat index only, its vectors in FAISS's file; it is still read.
 """
 
 import json
@@ -31,13 +29,10 @@ NOT_KEPT = "none"
 class Manifest:
     """The record in `manifest.json`.
 
-    kind is flat, flat16, ivf or hnsw, or that of an index without vectors; `factory` spells it with its numbers.
-    `vectors_bytes` is the size of the file of vectors (0 where they were discarded), `dtype` how they are kept there
-    ("none"), `largest_norm` the largest L2 norm among them, `index_bytes` the size of FAISS's structure beside it.
-    `corpus_paths` is where the corpus was, seen from the index folder and from the root (empty for a corpus that was
-    never a file). `parameters` holds what a search does by default, `recall` what that finds of the exact answer (by k,
-    with the number of sample queries and their searches a second), `reason` why this kind was taken where a memory
-    decided. `hashed`: a `hashes.json` was written with the folder.
+    `kind` is flat, flat16, ivf, hnsw or a kind without vectors; `factory` spells it with its numbers. `dtype` is that
+    of the kept vectors ("none" where they were discarded), `vectors_bytes` their file's size, `index_bytes` that of
+    FAISS's structure. `corpus_paths`: seen from the folder and from the root, empty for a corpus without a file.
+    `parameters` are a search's defaults, `recall` is what they find, `reason` why a memory led to this kind.
     """
 
     format: int
@@ -64,8 +59,7 @@ class Manifest:
     def without_vectors(
         cls, kind: str, corpus: Corpus, folder: Path, fingerprint: str, *, embed: str = "text", index_bytes: int = 0
     ) -> "Manifest":
-        """Return the manifest of an index of `corpus` without vectors that will lie at `folder`. `fingerprint` stands
-        for all that decides a score besides the corpus."""
+        """Return the manifest of an index of `corpus` without vectors at `folder`; `fingerprint` of its settings."""
         return cls(
             format=FORMAT,
             kind=kind,
@@ -90,17 +84,13 @@ class Manifest:
 
 
 def write_index_hashes(folder: Path) -> None:
-    """Write `hashes.json` over the files of a finished index folder, but for what a pass over the corpus left there,
-    which is made anew where the corpus changed."""
+    """Write `hashes.json` over the files of a finished index folder, but for the corpus's cache."""
     write_hashes(folder, leave_out=CACHE_FILES)
 
 
 def open_folder(folder: Path, verify: bool, kinds: tuple[str, ...] = ()) -> tuple[Manifest, Hashes | None]:
-    """Return the manifest of an index folder, and its hashes where it has some and is to be verified.
-
-    Every file is verified then but the kept vectors, which are as they are read. UserError as `read_manifest`, for a
-    damaged file, and for an index that is of none of `kinds`, where these are given.
-    """
+    """Return the manifest of an index folder, of one of `kinds` if given, and its hashes, if any and `verify`. All
+    files but the kept vectors are verified here."""
     hashes = None
     if verify and (folder / FILE).is_file() and (hashes := read_hashes(folder)) is not None:
         hashes.check_all(but=KEPT_FILES.values())
@@ -115,8 +105,7 @@ def open_folder(folder: Path, verify: bool, kinds: tuple[str, ...] = ()) -> tupl
 
 
 def kept_vectors(folder: Path, manifest: Manifest, hashes: Hashes | None) -> VectorFile:
-    """Return the file of the kept vectors of an index. UserError for a dtype that there is none for, and another
-    size."""
+    """Return the file of the kept vectors of an index."""
     if manifest.dtype not in KEPT_FILES:
         raise UserError(f'{folder}: "dtype" is {manifest.dtype!r}, which is no way to keep vectors; build it again')
     name = KEPT_FILES[manifest.dtype]
@@ -126,8 +115,7 @@ def kept_vectors(folder: Path, manifest: Manifest, hashes: Hashes | None) -> Vec
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `folder/manifest.json`. UserError when there is no such folder, no manifest in it, or one that lacks a key
-    or holds the wrong kind of value."""
+    """Read `folder/manifest.json`."""
     if not folder.is_dir():
         if folder.exists():
             raise UserError(f"{folder}: is a file; give the folder that thresher index build wrote")
@@ -179,8 +167,7 @@ def corpus_paths(corpus: Corpus, folder: Path) -> list[str]:
 
 
 def find_corpus(manifest: Manifest, folder: Path, corpus: Corpus | None, verify: bool = True) -> Corpus:
-    """Return the corpus the index in `folder` was built from: `corpus` itself, or read again from where it was,
-    `verify` as `open_corpus` has it. UserError when it is not to be found or not the same."""
+    """Return the corpus of the index in `folder`: `corpus`, or read from where it was. UserError for another."""
     if corpus is None:
         places = [folder / path for path in manifest.corpus_paths]
         place = next((place for place in places if place.is_file()), None)

@@ -1,12 +1,8 @@
 """The rows of largest inner product as float32 sums it: every row by one matmul after the other, with a running top.
 
-A block's scores lie in the caches while its best are looked for. They are found in two steps: rows are put into groups
-of GROUP, and the `fetch` groups with the highest maximum hold `fetch` rows that no others exceed. A query is looked at
-only where a block's maximum exceeds what it has already. So the matmul is nearly all there is, for 1 query as for 512;
-FAISS goes query by query below 20, and its blocks are small above. What the scores' last bits are depends on the batch;
-`exact` makes an answer of them that does not.
-
-Deliberately absent: equal scores in an order of their own, and rows of NaN, which are passed over.
+A block's best are found while its scores are in the caches: rows form groups of GROUP, and the `fetch` groups with the
+highest maximum hold `fetch` rows that no others exceed. A query is looked at only where a block's maximum exceeds its
+current best. The scores' last bits depend on the batch; `exact` makes an answer of them that does not. NaN is skipped.
 
 Shape letters: N rows, Q queries, D dimension, F fetched candidates, B rows of a block, M groups, G rows of a group, H
 queries that a block has something for, C candidates: those had, and the best groups' rows.

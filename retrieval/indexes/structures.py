@@ -1,19 +1,15 @@
 """FAISS's structures: built over the file of vectors so that a kill loses little, written, read and recognised.
 
-A structure may stand behind a rotation (OPQ's) or a projection (FAISS's IndexPreTransform). The projection is on the
-vectors' principal directions, found on a sample. They are those of the inner product itself: the mean is not taken
-away, for that would change the order.
-
-Lists are built in four steps:
+A structure may come behind a rotation (OPQ's) or a projection on the vectors' principal directions, found on a sample
+without removing the mean, which would change the order of inner products. Lists are built in four steps:
   train   centroids, and for PQ its rotation and codes, on a sample; kept in `trained.faiss`
   assign  every vector's list, a slice at a time; kept in `lists.npy`, resumed where it was
   fill    every list made exactly as long as it will be, then the vectors laid into it; starts anew after a kill, being
           no more than a copy (or, for PQ, an encoding)
   write   `index.faiss`
 
-A graph grows vector by vector. It is kept every 2^18 of them: over codes or directions with these, which no other file
-has, else without its vectors. FAISS's random numbers for the levels are set anew at each of these points, so that a
-graph that was resumed is the graph of one go. With FAISS before 1.15.1 that holds for one thread.
+A graph is written every 2^18 vectors. FAISS's random numbers for the levels are set anew at each of these points, so
+that a resumed graph is the graph of one go; with FAISS before 1.15.1 that holds for one thread.
 
 Shape letters: N vectors, S a sample, B a slice, D dimension, P directions.
 """
@@ -49,10 +45,7 @@ DIRECTIONS_CHUNK = 8192
 
 
 def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
-    """Return the structure of `kind` over `vectors`, of FAISS's classes, also written to `work/index.faiss`.
-
-    What `work` holds of an earlier go over the same vectors is used; the same bytes come of it.
-    """
+    """Build or resume FAISS's structure of `kind` over `vectors`, and write it to `work/index.faiss`."""
     path = work / INDEX_FILE
     if path.is_file():
         return read_structure(path, kind, vectors)
@@ -60,8 +53,8 @@ def grow(kind: Kind, vectors: VectorFile, work: Path, on_stage: OnStage) -> Any:
 
 
 def read_structure(path: Path, kind: Kind, vectors: VectorFile, trusted: bool = True) -> Any:
-    """Read `index.faiss`; a structure that borrows its vectors gets them from `vectors`, copied to RAM. UserError when
-    FAISS cannot, or it holds something else; unless `trusted`, also where a number in it points beside the vectors."""
+    """Read `index.faiss`; a structure that borrows its vectors gets a copy of `vectors`. UserError for another
+    structure and, unless `trusted`, for one whose numbers point beside the vectors."""
     try:
         with _bounded_reading(path, PQ_TABLES if kind.codes == "pq" else 0):
             index = faiss.read_index(os.fspath(path), _read_flags(kind))
@@ -252,9 +245,8 @@ def _reserve(vector: Any, elements: int) -> None:
 
 @contextmanager
 def _bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
-    """Limit FAISS while it reads `path`: no array may be larger than the file that should hold it and `beyond` bytes
-    that are computed, so that a damaged length ends in an error and not in the machine's memory. Older versions of
-    FAISS have no such bound."""
+    """Let FAISS read no array larger than the file and `beyond` computed bytes, so that a damaged length is an error
+    and does not fill the memory. Older versions of FAISS have no such bound."""
     if not hasattr(faiss, "set_deserialization_vector_byte_limit"):
         yield
         return
@@ -267,8 +259,7 @@ def _bounded_reading(path: Path, beyond: int = 0) -> Iterator[None]:
 
 
 def _in_range(index: Any) -> bool:
-    """Return whether links, levels and rows of `index` point at vectors that it has: what can be told of a structure
-    without hashes, of a graph by one pass over its links, of lists over their rows; of another structure nothing."""
+    """Return whether links, levels and rows of `index` point at vectors that it has."""
     structure = behind(index)
     if hasattr(structure, "hnsw"):
         return _graph_in_range(structure.hnsw, index.ntotal)

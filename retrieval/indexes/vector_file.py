@@ -1,14 +1,8 @@
-"""Vectors in a file: written batch by batch, resumed after a kill, read through the memory map.
+"""Vectors in a NumPy file: written batch by batch, resumed after a kill, read through the memory map.
 
-The file is NumPy's own (`.npy`), its header written first with the final shape, so that whatever reads arrays reads it
-too. Beside it, while it grows, `<name>.rows` says how many rows are on the disk: that file is renamed into place only
-after the rows were flushed, so neither a kill nor a power cut leaves a row counted that is not there.
-
-Building reads it a slice at a time, each slice mapped and unmapped again: a process's memory then holds a slice, not
-the file. An exact search maps all of it, and the operating system keeps in memory what is used, once for all processes;
-an approximate one reads the rows it wants.
-
-Deliberately absent: rows that change, and files that grow past the shape they were made for.
+The header is written first, with the final shape. While the file grows, `<name>.rows` says how many rows are on the
+disk; it is renamed into place after the rows were flushed. Building maps a slice at a time, so that a process holds a
+slice and not the file; an exact search maps all of it.
 """
 
 import os
@@ -34,8 +28,8 @@ READERS, READ_FEWEST = 4, 128
 
 
 class VectorFile:
-    """`rows` x `dim` numbers of `dtype` in the file `path`, which need not exist yet. `blocks`: the file's hashes; what
-    is read is verified by them when it is first read, but for `open`, whose reader asks for that (`verify`)."""
+    """`rows` x `dim` numbers of `dtype` in the file `path`, which need not exist yet. `blocks`: the file's hashes, by
+    which rows are verified when first read; a reader of `open` calls `verify` itself."""
 
     def __init__(self, path: Path, rows: int, dim: int, dtype: str = "float32", blocks: Blocks | None = None) -> None:
         self._blocks = blocks
@@ -101,9 +95,8 @@ class VectorFile:
         return taken_SD
 
     def take(self, row_S: npt.NDArray[np.int64]) -> Array:
-        """Return the rows `row_S`, in any order, each read on its own: [len(row_S), dim]. A map would draw 64 kB into
-        the process with every touch; this costs no memory but the rows'. Many are read by several threads, for a read
-        waits: for the disk, or for memory that no cache holds."""
+        """Return the rows `row_S`, in any order, [len(row_S), dim]: each by a read, for a map would take 64 kB of
+        memory with every touch; many by several threads, for a read waits."""
         self._verify_rows(row_S)
         taken_SD = np.empty((len(row_S), self.dim), self.dtype)
         read = partial(self._read_into, self._descriptor)
@@ -116,7 +109,7 @@ class VectorFile:
         return taken_SD
 
     def verify(self, first: int, stop: int) -> None:
-        """Hold the rows first .. stop - 1 against the file's hashes, where it has some. Damaged where they differ."""
+        """Compare the rows first .. stop - 1 with the file's hashes, if any. Damaged where they differ."""
         if self._blocks is not None and first < stop:
             offset = self._header_bytes()
             self._blocks.touch(offset + first * self._row_bytes, offset + stop * self._row_bytes)
@@ -146,8 +139,7 @@ class VectorFile:
         return descriptor
 
     def open(self) -> Array:
-        """Return all of it, mapped: [rows, dim]. UserError when the file is absent or of another size, shape or dtype.
-        Nothing is verified yet: a reader of rows calls `verify` before."""
+        """Map all of it, not verified yet: [rows, dim]. UserError for another size, shape or dtype."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size != self.size:
             raise UserError(f"{self.path}: expected {self.size} bytes, found {size}; build the index again")
