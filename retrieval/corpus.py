@@ -1,14 +1,9 @@
 """Passages by row, in memory or left in their file.
 
-A passage has an id (what users and other programs call it) and sits at a row (its place in the corpus, in the
-index and in every tie); the two are kept apart. The text is stored untouched: whatever it holds, control tags
-included, is escaped where it is rendered for a model, not here. What files may look like stands in `passages`.
-
-`read_corpus` reads a file into memory. `open_corpus` leaves it on the disk: one pass checks every record, hashes the
-content and notes at which byte each passage begins; from then on a passage is read when asked for. The 21,015,324
-passages of wiki-18 so need 168 MB of offsets, on disk, mapped; during the pass, and only then, as much RAM for a
-64-bit hash of every id, which finds the ids that occur twice. A file whose records cannot be reached by a byte offset
-(gzip, a JSON list or object), or that is to be cut into chunks, is copied into plain JSONL beside the offsets.
+A passage has an id (its name) and a row (its place in corpus and index). The text is stored untouched; control tags are
+escaped where it is rendered for a model. `read_corpus` reads a file into memory. `open_corpus` leaves it on the disk:
+one pass checks every record, hashes the content and stores the byte at which each passage begins. A file without byte
+offsets (gzip, a JSON list or object), or one that is cut into chunks, is copied into plain JSONL beside the offsets.
 """
 
 import hashlib
@@ -52,12 +47,8 @@ LEDGER_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """The record of a cache folder, in `corpus.ledger.json`. It is written last and removed first, so that
-    the offsets beside a ledger are always its own.
-
-    source_bytes, source_mtime_ns: of the file the pass was over. stored_bytes: of the file that the offsets are into,
-    which is the copy if `copied`. The rest as in Corpus and `open_corpus`.
-    """
+    """The record of a cache folder, `corpus.ledger.json`, written last and removed first. source_bytes,
+    source_mtime_ns: of the original. stored_bytes: of the file that the offsets are of, the copy if `copied`."""
 
     format: int
     source_bytes: int
@@ -86,7 +77,7 @@ class Ledger:
 
 
 def read_ledger(cache: Path) -> Ledger | None:
-    """Return the ledger in `cache`, None where there is none that this version wrote: a cache can be made again."""
+    """Return the ledger in `cache`, None where this version wrote none."""
     try:
         record = json.loads((cache / LEDGER_FILE).read_bytes())
     except (OSError, ValueError):
@@ -99,7 +90,7 @@ def read_ledger(cache: Path) -> Ledger | None:
 
 
 def stamp(stat: os.stat_result) -> tuple[int, int]:
-    """Return size and time of change, which tell a file from another of its name."""
+    """Return size and time of change."""
     return stat.st_size, stat.st_mtime_ns
 
 
@@ -111,13 +102,8 @@ MOST_SUSPECTS = 1 << 16
 
 
 class Corpus(Sequence[Passage]):
-    """Passages by row, at least one, with ids that differ.
-
-    path: the file they came from, if any. records: how many records that file holds. skipped: those among them that
-    were left out for being empty.
-
-    UserError for no passages and for an id that occurs twice.
-    """
+    """Passages by row, at least one, with ids that differ. path: their file, if any. records: in that file. skipped:
+    the empty ones among these, left out."""
 
     path: Path | None
     records: int
@@ -159,10 +145,7 @@ class Corpus(Sequence[Passage]):
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of ids, titles and texts in row order, in hexadecimal: what an index is bound to.
-
-        It is over the content, not over the file, so the same passages in JSONL, JSON, TSV or gzip are one corpus.
-        """
+        """Hash of ids, titles and texts in row order, in hexadecimal, whatever the file's format."""
         digest = hashlib.sha256()
         for passage in self:
             digest.update(_hashed(passage))
@@ -172,10 +155,8 @@ class Corpus(Sequence[Passage]):
 def read_corpus(path: str | Path, *, chunk_words: int = 0, skip_empty: bool = False) -> Corpus:
     """Read a corpus, in any format of `passages`, into memory.
 
-    A missing id is the row number; a numeric one is spelled out. `chunk_words`, unless 0, cuts every text into
-    passages of that many words, ids `ID#0` and on. `skip_empty` leaves out, and counts, records without text.
-    UserError, naming file and line, for a malformed record, a missing or non-string field, a passage without text and
-    an id seen before; naming the file, for an unknown format and for an empty corpus.
+    A missing id is the row number. `chunk_words`, unless 0, cuts every text into passages of that many words, ids
+    `ID#0` and on. `skip_empty` leaves out, and counts, records without text. UserError names file and line.
     """
     scan = _Scan(Path(path), detect_format(path), chunk_words, skip_empty)
     passages: list[Passage] = []
@@ -196,18 +177,15 @@ def open_corpus(
     skip_empty: bool | None = None,
     verify: bool = True,
 ) -> Corpus:
-    """Open a corpus without reading it into memory; `read_corpus` otherwise, in content, hash, order and errors.
+    """Open a corpus without reading it into memory; content, hash, order and errors as `read_corpus`.
 
-    `cache` is a folder (made if absent) for what one pass over the file finds out: `corpus.offsets`,
-    `corpus.ledger.json`, and for gzip, JSON lists and objects, and chunks a `corpus.copy.jsonl` that is read in the
-    file's stead. It is used again, without a pass, while the file's size and time of change are the same and the
-    options are; else made anew. An option that is None is what the cache was made with, and 0 or False in a new one.
+    `cache` is a folder for the results of the pass: offsets, hashes, ledger, and a copy where there are no byte
+    offsets. It is used again while the file's size and time of change and the options are the same. An option that is
+    None is the cache's own, and 0 or False in a new one. A killed pass leaves all of a cache or none.
 
-    RAM: 8 bytes a passage during the pass (168 MB for 21 M passages), next to none after it; a JSON list or object is
-    parsed whole in the pass. Disk: 8 bytes a passage, and the copy. The original is never written to. Whatever kills
-    the pass, the next call finds all of a cache or none. Several threads may read the same corpus. `verify`: offsets
-    are held against their hashes (`corpus.hashes.json`) when they are opened, passages when they are first read.
-    UserError also for a cache that cannot be written, and, when a passage is read, for a file that has changed since.
+    RAM: 8 bytes a passage during the pass, next to none after it (a JSON list or object is parsed whole). Disk: 8 bytes
+    a passage, and the copy. Several threads may read the same corpus. `verify`: offsets are compared with their hashes
+    here, passages when first read. UserError when a passage is read from a file that has changed.
     """
     path, cache = Path(path), Path(cache)
     if path.name in CACHE_FILES and path.resolve().parent == cache.resolve():
@@ -233,8 +211,7 @@ def open_corpus(
 
 
 def embedded_text(passage: Passage, embed: str) -> str:
-    """Return what an encoder is given of `passage`: its text, or its title, a line feed and its text. `embed` is one of
-    EMBEDS; UserError otherwise."""
+    """Return the text, or title, line feed and text, of `passage`. `embed` is one of EMBEDS."""
     check_embed(embed)
     return passage.text if embed == "text" or not passage.title else f"{passage.title}\n{passage.text}"
 
@@ -246,8 +223,7 @@ def check_embed(embed: str) -> None:
 
 
 class _Scan:
-    """One pass over a file, and any number of them: iterating yields (where, byte at which the record starts, passage)
-    and counts."""
+    """Passes over a file: iterating yields (where, byte at which the record starts, passage), and counts."""
 
     def __init__(self, path: Path, fmt: CorpusFormat, chunk_words: int, skip_empty: bool) -> None:
         if chunk_words < 0:
@@ -321,8 +297,7 @@ def _write_cache(scan: _Scan, cache: Path) -> Ledger:
 
 
 def _check_ids(id_hashes: "array[int]", scan: _Scan) -> None:
-    """Raise UserError, naming both places, if an id occurs twice. Hashes that do are a suspicion (21 M ids give one by
-    chance in a hundred thousand corpora), which a second pass over the file confirms or clears."""
+    """Raise UserError, naming both places, if an id occurs twice: a second pass decides where equal hashes occur."""
     hashes = np.frombuffer(id_hashes, np.int64)
     hashes.sort()
     suspects = set(hashes[1:][hashes[1:] == hashes[:-1]][:MOST_SUSPECTS].tolist())

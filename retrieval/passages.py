@@ -9,11 +9,7 @@ characters do, and `.gz` may follow any name:
     titles   one JSON object, title -> list of sentences (or one string), as HotpotQA's contexts are pooled
     tsv      DPR's table: a header with id, text and title, separated by tabs, quoted as CSV is
 
-Whatever the format, a record is turned into the same few keys and meets the same checks. A text is kept as it stands;
-`chunks` cuts it, if asked, into passages of so many words, as DPR and wiki-18 were cut.
-
-Deliberately absent: CSV with commas, parquet, other compressions; reading a JSON list or object in pieces (both are
-parsed whole, so a corpus of millions belongs in lines); sentence boundaries in chunks.
+Lists and objects are parsed whole, so a corpus of millions belongs in lines.
 """
 
 import csv
@@ -58,8 +54,8 @@ class EmptyPassage(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFormat:
-    """The layout of records in a file. kind: lines, list, titles or tsv. seekable: one record can be read without those
-    before it. columns: of a TSV, in the file's order."""
+    """The layout of records in a file. kind: lines, list, titles or tsv. seekable: a record can be read by itself.
+    columns: of a TSV."""
 
     kind: str
     seekable: bool
@@ -70,7 +66,7 @@ LINES = CorpusFormat(kind="lines", seekable=True)
 
 
 def detect_format(path: str | Path) -> CorpusFormat:
-    """Return the format of the file `path`. UserError when it is absent, unreadable, or in none that is understood."""
+    """Return the format of the file `path`. UserError for an unknown one."""
     path = Path(path)
     head = read_head(path).removeprefix(BOM).lstrip()
     first = head.partition(b"\n")[0].rstrip()
@@ -95,8 +91,8 @@ def detect_format(path: str | Path) -> CorpusFormat:
 
 
 def iter_located(path: str | Path, fmt: CorpusFormat) -> Iterator[tuple[str, int, Record]]:
-    """Yield (where, start, record) for every record of `path`. `where` is what an error message should start with;
-    `start` the byte at which the record begins, of use if the format is seekable. UserError for a malformed one."""
+    """Yield (where, start, record) for every record of `path`: the beginning of an error message, the byte at which the
+    record begins (if seekable), and the record."""
     path = Path(path)
     if fmt.kind == "lines":
         yield from _iter_jsonl(path)
@@ -109,8 +105,7 @@ def iter_located(path: str | Path, fmt: CorpusFormat) -> Iterator[tuple[str, int
 
 
 def record_at(data: bytes, fmt: CorpusFormat, where: str) -> Record:
-    """Return the first record in `data`, bytes that begin where a record of a seekable format does. UserError as
-    `iter_located`."""
+    """Return the first record in `data`, bytes that begin where a record of a seekable format does."""
     if fmt.kind == "lines":
         return as_object(parse_json(data.partition(b"\n")[0].rstrip(), where), where)
     text = io.StringIO(_decode(data, where), newline="\n")
@@ -121,8 +116,8 @@ def record_at(data: bytes, fmt: CorpusFormat, where: str) -> Record:
 
 
 def to_passage(record: Record, row: int, where: str) -> Passage:
-    """Return the passage that `record` describes; `row`, spelled out, is its id where it has none. UserError, starting
-    with `where`, for an absent or unusable field; EmptyPassage for a blank text."""
+    """Return the passage of `record`, with the id `row` where it has none. EmptyPassage for a blank text; UserErrors
+    begin with `where`."""
     if "contents" in record:
         title, text = _split_contents(string_field(record, "contents", where, may_be_empty=True))
         empty = '"contents" is a title without text' if title else '"contents" is empty'
@@ -140,8 +135,7 @@ def to_passage(record: Record, row: int, where: str) -> Passage:
 
 
 def chunks(passage: Passage, words: int) -> Iterator[Passage]:
-    """Cut the text at white space into passages of `words` words, the last of them shorter, with ids `ID#0`, `ID#1` and
-    on, and the title on each. Nothing is lost but the white space at the cuts."""
+    """Cut the text at white space into passages of `words` words, with ids `ID#0`, `ID#1` and on, and the title."""
     for number, match in enumerate(_chunk_pattern(words).finditer(passage.text)):
         yield Passage(f"{passage.id}#{number}", passage.title, match[0])
 
@@ -196,11 +190,8 @@ def _iter_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, int, 
 
 
 def iter_table(path: Path, delimiter: str, malformed: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield (where, start, cells) for every row of a table that is not blank, the header among them.
-
-    `where` is what an error message should start with, `start` the byte at which the row begins. UserError for text
-    that is not UTF-8, and for a row that is not quoted as CSV is: `malformed`, with the reason in it.
-    """
+    """Yield (where, start, cells) for every row of a table that is not blank, with the header. `malformed` is the error
+    for a wrongly quoted row, with {} for the reason."""
     number = end = 0  # of the last line that the reader took
 
     def decoded() -> Iterator[str]:
@@ -262,7 +253,7 @@ def _decode(data: bytes, where: str) -> str:
 
 
 def _is_passage(line: bytes) -> bool:
-    """Return whether `line` is a whole JSON object with a passage's text in it: JSON lines under another name."""
+    """Return whether `line` is a whole JSON object with a passage's text: JSON lines under another name."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -271,11 +262,10 @@ def _is_passage(line: bytes) -> bool:
 
 
 def _split_contents(contents: str) -> tuple[str, str]:
-    """Return title and text of wiki-18's `contents`. The first line is the title, with or without its quotes; a single
-    line is all text, as files without titles have it."""
-    head, line_feed, text = contents.partition("\n")
+    """Return title and text of wiki-18's `contents`: the first line is the title, with or without quotes; a single line
+    is all text."""
+    title, line_feed, text = contents.partition("\n")
     if not line_feed:
         return "", contents
-    if len(head) >= 2 and head.startswith('"') and head.endswith('"'):
-        head = head[1:-1]
-    return head, text
+    quoted = len(title) >= 2 and title[0] == title[-1] == '"'
+    return title[1:-1] if quoted else title, text

@@ -3,12 +3,9 @@
     {"id", "question", "golden_answers": [..],
      "passages": [{"id", "title", "text"}, ..], "gold_indices": [..], "metadata": {..}}
 
-one object a line. Only the question and an answer must be there. FlashRAG writes "golden_answers", HotpotQA and NQ-open
-"answer" (a string or a list), DPR "answers"; all become `golds`. In the place of "gold_indices", which count from 1, a
-passage may carry "gold": true. Everything else a record holds (type, level, gold_titles, FlashRAG's "metadata") is kept
-in `metadata`.
-
-Deliberately absent: CSV, parquet and the nested originals, which `datasets` turns into these records.
+one object a line, of which the question and an answer are required; "answer" and "answers" are read as well. In place
+of "gold_indices", which count from 1, a passage may have "gold": true. All other keys are kept in `metadata`.
+`datasets` turns published files into these records.
 """
 
 from collections.abc import Iterator
@@ -34,11 +31,8 @@ OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and the answers that count as right, at least one.
-
-    `passages` are those given with it, in their order; `gold_indices` name the ones that hold a supporting fact, from
-    1, None where that is unknown.
-    """
+    """A question, its right answers, and the passages given with it; `gold_indices` are those that have a supporting
+    fact, from 1, None if unknown."""
 
     id: str
     question: str
@@ -50,8 +44,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question to search with. `gold_titles` are the titles that should be found, empty where the file
-    names none."""
+    """A question to search with, and the titles that should be found, if known."""
 
     id: str
     question: str
@@ -61,24 +54,21 @@ class Query:
 def read_questions(path: str | Path, *, golds_needed: bool = True) -> list[Question]:
     """Read questions from JSONL (or a JSON list, `.json`), gzipped or not.
 
-    The id defaults to the row number, from 0; that of a passage to its place among its question's, from 1. UserError,
-    naming file and line, for a malformed record, an empty question, an id seen before, a record without gold answers
-    (where `golds_needed`; else `golds` is empty), a passage without text, gold indices out of range, and a record of a
-    published set whose passages stand under a key of its own; naming the file, when it holds no questions.
+    The id defaults to the row number, from 0; that of a passage to its place, from 1. `golds` may be empty unless
+    `golds_needed`. UserError names file and line, also for a published set that has to be converted first.
     """
     return list(iter_questions(path, golds_needed=golds_needed))
 
 
 def iter_questions(path: str | Path, *, golds_needed: bool = True) -> Iterator[Question]:
-    """Yield the questions of `read_questions`; a malformed line is refused when it is reached."""
+    """Yield the questions of `read_questions`."""
     for where, id_, record in _records(path):
         _refuse_original(record, where)
         yield to_question(record, id_, where, golds_needed=golds_needed)
 
 
 def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = True) -> Question:
-    """Return the question that a record of our own format describes. UserError, starting with `where`, as
-    `read_questions`."""
+    """Return the question of a record of our own format."""
     metadata = record.get("metadata")
     extra = {
         key: value
@@ -97,8 +87,7 @@ def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = Tr
 
 
 def question_record(question: Question) -> Record:
-    """Return the record of our own format that `read_questions` turns into this very question; what is unknown or empty
-    is left out of it."""
+    """Return the record that `read_questions` turns into this question."""
     record: Record = {"id": question.id, "question": question.question, "golden_answers": list(question.golds)}
     if question.passages:
         record["passages"] = [passage_record(passage) for passage in question.passages]
@@ -110,13 +99,13 @@ def question_record(question: Question) -> Record:
 
 
 def passage_record(passage: Passage) -> Record:
-    """Return one line of a corpus, and one item of a question's "passages"."""
+    """Return a line of a corpus, or an item of a question's "passages"."""
     return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def read_queries(path: str | Path) -> list[Query]:
-    """Read {"id", "question"} with optional "gold_titles" (a list of strings, also found under "metadata"); without
-    them, the titles of the gold passages. Gold answers are not needed. Files and errors as `read_questions`."""
+    """Read {"id", "question"} with optional "gold_titles" (also under "metadata"), by default the titles of the gold
+    passages. Files and errors as `read_questions`."""
     return [
         Query(id=id_, question=string_field(record, "question", where), gold_titles=_gold_titles(record, where))
         for where, id_, record in _records(path)

@@ -1,10 +1,7 @@
 """Searches, answered by an index in this process, by several of them, or by a server.
 
-Everything that can be searched is a `Retriever`: one call for all queries that wait, hits best first, no query changing
-another's result. This class remembers what was asked before and asks for equal queries once; what remains is `_find`.
-
-Deliberately absent: threads. A call returns when all of its queries are answered; who calls at which step of a rollout
-decides nothing about the hits.
+A `Retriever` answers one call for all waiting queries, hits best first, no query changing another's result. It caches
+answers and asks for equal queries once; `_find` searches for the others.
 """
 
 from abc import ABC, abstractmethod
@@ -22,8 +19,7 @@ CACHE_CHARACTERS = 1_000
 
 
 class Unanswered(UserError):
-    """Searches that a server does not answer now, or not with what can be used, and may once it is seen to: whoever
-    waits for them should keep what it has, to go on from there."""
+    """Searches that a server does not answer now, or not usably, and may later: a caller should save its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +33,8 @@ class Hit:
 
 @dataclass(slots=True)
 class SearchStats:
-    """Counts since the retriever was made: calls of `search`, queries in them, those answered from the cache or by a
-    twin in the same call, and those for which an exact index had to look through its whole matrix."""
+    """Counts since the beginning: calls of `search`, queries, those answered from the cache or by an equal one, and
+    those for which an exact index searched its whole matrix."""
 
     calls: int = 0
     queries: int = 0
@@ -47,8 +43,8 @@ class SearchStats:
 
 
 class Retriever(ABC):
-    """Answers searches. Not thread-safe. identity: which index a server has, where there is one that says. elsewhere:
-    whether somebody else does the work, so that the caller may do its own meanwhile."""
+    """Answers searches. Not thread-safe. identity: a server's index, if it says. elsewhere: another process does the
+    work, so that the caller may do its own meanwhile."""
 
     elsewhere: ClassVar[bool] = False
 
@@ -59,15 +55,14 @@ class Retriever(ABC):
 
     @abstractmethod
     def check_k(self, k: int) -> None:
-        """Raise UserError unless `k` passages can be found; to be called when a run is configured, before it starts."""
+        """Raise UserError unless `k` passages can be found."""
 
     @abstractmethod
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
         """Return what `search` returns, for queries that are not blank and differ from each other."""
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Return the `k` passages of highest score for each query, best first; fewer where fewer match, none for a
-        blank query. UserError as `check_k`."""
+        """Return the `k` best passages for each query, best first; fewer where fewer match, none for a blank query."""
         self.check_k(k)
         found: dict[str, list[Hit]] = {query: self._cache[query, k] for query in queries if (query, k) in self._cache}
         fresh = [query for query in dict.fromkeys(queries) if query not in found]

@@ -1,10 +1,7 @@
 """Records out of files of any make: JSON lines, one JSON list, TriviaQA's object with its "Data", CSV, TSV, parquet.
 
-What the file is made of says nothing of what its records mean, so any question set may come in any of these. All are
-read in pieces: a JSON list of 500 MB needs the memory of its longest item, parquet that of a batch. `.gz` may follow
+All are read in pieces: a JSON list needs the memory of its longest item, parquet that of a batch. `.gz` may follow
 every name but parquet's.
-
-Deliberately absent: other compressions, and SQuAD's nested paragraphs.
 """
 
 import codecs
@@ -37,11 +34,8 @@ TEXT_SPACE = re.compile(r"\s*")
 
 
 def iter_rows(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Yield (where, record) for every record of `path`; `where` is what an error message should start with.
-
-    A name in `.jsonl`, `.csv`, `.tsv` or `.parquet` decides; elsewhere the first characters do. UserError when the file
-    is absent, unreadable or malformed.
-    """
+    """Yield (where, record) for every record of `path`; error messages begin with `where`. A name in `.jsonl`, `.csv`,
+    `.tsv` or `.parquet` decides on the reader, else the first characters do."""
     path = Path(path)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     head = read_head(path).removeprefix(BOM).lstrip()
@@ -62,8 +56,7 @@ def iter_rows(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 
 def plain(value: object) -> Any:
-    """Return `value` as JSON can hold it: NaN and infinities become null, and what is no kind of JSON's (a date, bytes)
-    is spelled out."""
+    """Return `value` as JSON can hold it: NaN and infinities become null, dates and bytes strings."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -76,8 +69,7 @@ def plain(value: object) -> Any:
 
 
 def _is_object(line: bytes) -> bool:
-    """Return whether a whole object stands on the line; one that is cut off where the head ends
-    counts as one."""
+    """Return whether the line is a whole object, or one cut off where the head ends."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -213,7 +205,7 @@ def _iter_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def parsed(value: object, where: str) -> object:
-    """Return what a cell holds: JSON that was written into a string (as tables must), or the value itself."""
+    """Return `value`, or the JSON that it is as a string."""
     if not isinstance(value, str):
         return value
     try:

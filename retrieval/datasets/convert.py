@@ -1,14 +1,8 @@
 """From published files to one file of our own records: read, skip and count, sample, mix, pool the passages, write.
 
-A source is one question set: a name, its files (read one after the other) and how many of its questions are wanted.
-Without a seed the first ones are taken, in the files' order, and reading stops there; with one, each source is sampled
-(every subset of that size as likely as another, by a seed of its own, so that adding a source moves no other's choice)
-and the whole is shuffled. Where several sources are mixed, an id becomes `name/id` and the metadata gets "dataset".
-
-Every record that is left out is counted under its reason. A record that is malformed ends the whole, naming its line.
-
-Deliberately absent: splitting into train and dev, for the sets are published in splits, and the removal of questions
-that two of them share, which `thresher data check` counts.
+A source is one question set: a name, its files, and how many of its questions are wanted. Without a seed the first ones
+are taken; with one, each source is sampled by a seed of its own and the whole is shuffled. Where several sources are
+mixed, an id becomes `name/id` and the metadata gets "dataset". Records that are left out are counted by reason.
 """
 
 import json
@@ -40,7 +34,7 @@ OnRecord = Callable[[str, int], None]  # name of the source, records read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixSource:
-    """One question set. name: None where it is the only one. count: how many questions of it, None for all."""
+    """One question set. name: None if it is the only one. count: of its questions, None for all."""
 
     paths: tuple[Path, ...]
     name: str | None = None
@@ -91,12 +85,10 @@ def convert(
     passages: int | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
-    """Write questions to `out`, if asked pooled passages to `corpus`, what was left out to `skipped`; return figures.
+    """Write questions to `out`, pooled passages to `corpus`, skipped records to `skipped`; return figures.
 
-    passages: how many of its passages a question keeps, the first ones; None for all, which the corpus has anyway.
-    fmt: a name of `formats`, or auto, which looks at every file. aliases: 2Wiki's second file. UserError for a
-    file in another format, a malformed record, no question left, two sources of one name, a disk without room for the
-    questions or the corpus, and a path to write that is also read or is named `.json`, since all three are JSON lines.
+    passages: how many of its passages, the first ones, a question keeps; None for all. fmt: a name of `formats`, or
+    auto, which looks at every file. aliases: 2Wiki's second file.
     """
     named = None if fmt == AUTO else find_format(fmt)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
@@ -149,8 +141,8 @@ def read_source(
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> Iterator[Question]:
-    """Yield every question of a source, in order, ids differing; what is left out goes into `tally`. `fmt`: None to
-    look at each file. UserError for a record in another format, or malformed."""
+    """Yield every question of a source, in order, ids differing; what is left out goes into `tally`. fmt: None to look
+    at each file."""
     seen: set[str] = set()
     for path in source.paths:
         reader = fmt or detect(path)
@@ -178,8 +170,8 @@ def planned_bytes(
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     passages: int | None = None,
 ) -> float:
-    """Return the bytes that the questions of a source will have as JSON lines, by the first records of every file; too
-    few where a file is compressed. UserError as `read_source`."""
+    """Estimate the bytes of a source's questions as JSON lines from the first records of every file; too few where a
+    file is compressed."""
     questions = written = 0.0
     most = math.inf if source.count is None else source.count
     for path in source.paths:
@@ -209,8 +201,7 @@ def _written(path: str | Path, size: float) -> int:
 
 
 def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> Iterable[Question]:
-    """Return the first `count`; with a seed, `count` of them at random, in random order, in the memory that those take.
-    None stands for all."""
+    """Return the first `count` (None: all); with a seed `count` of them at random, in random order."""
     if seed is None:
         return questions if count is None else islice(questions, count)
     random = Random(seed)
@@ -225,15 +216,14 @@ def draw(questions: Iterable[Question], count: int | None, seed: str | None) -> 
 
 
 def first_passages(question: Question, count: int) -> Question:
-    """Return the question with its first `count` passages, and which of these are gold where it was known; with 0 a
-    question alone."""
+    """Return the question with its first `count` passages and their gold indices, if known."""
     gold = question.gold_indices
     kept = None if gold is None or count == 0 else tuple(number for number in gold if number <= count)
     return replace(question, passages=question.passages[:count], gold_indices=kept)
 
 
 class Pool:
-    """Passages by id, each content once under one id. `renamed` counts those whose id stood for another passage."""
+    """Passages by id. `renamed` counts those that got another id because theirs belonged to another passage."""
 
     def __init__(self) -> None:
         self.passages: dict[str, Passage] = {}
@@ -253,8 +243,7 @@ class Pool:
 
 
 def read_aliases(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """Read 2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one a line or in a list. UserError,
-    naming the line, for another."""
+    """Read 2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one a line or in a list."""
     first = next(iter_rows(path), None)
     if first is None or "Q_id" not in first[1]:
         raise UserError(f'{path}: expected 2Wiki\'s aliases, records with "Q_id" and "aliases"; give id_aliases.json')

@@ -17,23 +17,13 @@
     NQ-open     {"question", "answer": [..]}
     plain       {"question", "answer" or "answers": a string or a list}, whatever else there is
 
-A reader ends in a `Question`, in `Skipped` (the record is well formed, but no question can be made of it: it is counted
-under its reason), or in a UserError (the record is malformed, and the file should be fixed).
-
-A paragraph is gold if it holds a supporting fact: if the facts name its title, or MuSiQue marks it. Which sentence of
-it was meant is left in the metadata, as pairs for both shapes. A title that the facts name and no paragraph has
-(HotpotQA's full-wiki setting) is counted; the question stays. DPR's has_answer says that a string of the answer occurs
-in a passage, by whatever way; it is not an annotated supporting fact, so it goes, with the scores, into the metadata,
-as a list along the passages. "isgold", which some files add for the passage the annotator read, does make gold indices.
-
-verl's ground truth is a string, a list, or {"target": either}; a string may hold alternatives joined by
-<|answer_split|>. The question is the record's "question" if it has one, else that of "extra_info", else what the last
-user message says, which is the question alone only where the set was written without instructions. TriviaQA's golds are
-the value first, then its aliases and the answers of people; normalised forms, web pages and articles are left out.
-
-A file named as one format whose records are another's is refused with the name of that other: read anyway, HotpotQA's
-context, say, would end up in the metadata. To add a format: write a function Row -> Question, and give it a row in
-FORMATS.
+A reader returns a `Question`, or raises `Skipped` (a well-formed record without a question, counted by reason) or
+UserError (malformed). A paragraph is gold if the supporting facts name its title or MuSiQue marks it; the sentences
+meant are kept in the metadata as pairs. A title of the facts that no paragraph has (HotpotQA's full-wiki setting) is
+counted. DPR's has_answer, which is no annotated fact, goes into the metadata with the scores; "isgold" makes gold
+indices. verl's ground truth is a string, a list, or {"target": either}; a string may hold alternatives joined by
+<|answer_split|>; its question is "question", else that of "extra_info", else the last user message. To add a format:
+write a function Row -> Question, and give it a row in FORMATS.
 """
 
 import hashlib
@@ -68,13 +58,12 @@ TEXT_KEYS = ("text", "contents")
 
 
 class Skipped(Exception):
-    """No question can be made of this record. The message is the reason, the same words for the same reason."""
+    """A record without a question. The message is the reason, in the same words for the same reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paragraph:
-    """One given with a question. gold: whether it holds a supporting fact, None where that is unknown. id: None where
-    the source has none."""
+    """One given with a question. gold: it has a supporting fact, None if unknown. id: None if the source has none."""
 
     title: str
     text: str
@@ -84,8 +73,8 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record. number: its place in the source, from 0. aliases: other names of an answer, by its id (2Wiki).
-    notes: counts of what was left out of records that were kept."""
+    """One record. number: its place in the source, from 0. aliases: other names of an answer, by its id (2Wiki). notes:
+    counts of omissions."""
 
     fields: Record
     where: str
@@ -106,8 +95,7 @@ class Row:
         return checked_string(value, f'{self.where}: "{key}"').strip()
 
     def golds(self, *values: object) -> tuple[str, ...]:
-        """Return gold answers from strings, numbers, lists of them and nulls: without white space around them, without
-        blank ones, each once, in the order given."""
+        """Return the gold answers in strings, numbers, lists of them and nulls: stripped, not blank, each once."""
         golds: dict[str, None] = {}
         for value in values:
             for item in value if isinstance(value, list | tuple) else [value]:
@@ -126,8 +114,8 @@ class Row:
         return tuple(golds)
 
     def given(self, paragraphs: Iterable[Paragraph]) -> tuple[tuple[Passage, ...], tuple[int, ...] | None]:
-        """Return passages and the numbers of the gold ones, None where no paragraph says. A paragraph without text is
-        left out and counted in `notes`."""
+        """Return passages and the numbers of the gold ones, None if unknown; blank paragraphs are counted in
+        `notes`."""
         passages, gold, known = [], [], False
         for paragraph in paragraphs:
             known = known or paragraph.gold is not None
@@ -141,8 +129,7 @@ class Row:
         return tuple(passages), tuple(gold) if known else None
 
     def rest(self, *used: str) -> dict[str, Any]:
-        """Return everything but the keys `used`, as metadata, without nulls and what is empty. What lies under
-        "metadata" is taken out of it."""
+        """Return everything but the keys `used` and empty values, as metadata; "metadata" itself is flattened."""
         left = {key: value for key, value in self.fields.items() if key not in used}
         inner = left.get("metadata")
         if isinstance(inner, dict):
@@ -159,8 +146,7 @@ class Row:
         question: str = "question",
         more: Mapping[str, Any] | None = None,
     ) -> Question:
-        """Return the question of this record. Its metadata is what lies under other keys than `ids`, `question` and
-        `used`, and `more`."""
+        """Return the question of this record. Its metadata is `rest` of all keys used, and `more`."""
         passages, gold_indices = self.given(paragraphs)
         return Question(
             id=self.id(*ids),
@@ -173,8 +159,7 @@ class Row:
 
 
 def content_id(title: str, text: str) -> str:
-    """Return the id of a passage whose source gives none: 16 hexadecimal digits of a hash of what it says, so that a
-    paragraph shared by two questions is one passage."""
+    """Return an id for a passage: 16 hexadecimal digits of a hash of its content."""
     content = f"{len(title)} {title} {text}".encode("utf-8", "surrogatepass")
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -186,8 +171,7 @@ def read_native(row: Row) -> Question:
 
 
 def read_hotpotqa(row: Row) -> Question:
-    """Read HotpotQA and 2Wiki in either shape. The golds are the answer and, where a file of aliases was given, the
-    other names of 2Wiki's "answer_id"."""
+    """Read HotpotQA and 2Wiki in either shape. The golds are the answer and the aliases of 2Wiki's "answer_id"."""
     fields = row.fields
     aliases = row.aliases.get(str(fields.get("answer_id")), ()) if "evidences" in fields else ()
     golds = row.golds(fields.get("answer"), aliases)
@@ -296,8 +280,8 @@ def read_plain(row: Row) -> Question:
 
 
 def given_paragraphs(row: Row, context: object, facts: object) -> tuple[list[Paragraph], list[list[object]] | None]:
-    """Return paragraphs of a context in either shape, and the supporting facts as pairs [title, sentence from 0], None
-    where there are none to know (test sets)."""
+    """Return paragraphs of a context in either shape, and the supporting facts as [title, sentence from 0], None if
+    there are none (test sets)."""
     pairs = None if facts is None else _pairs(facts, ("sent_id",), f'{row.where}: "supporting_facts"')
     gold_titles = None if not pairs else {title for title, _ in pairs}
     paragraphs = []
@@ -314,8 +298,7 @@ def given_paragraphs(row: Row, context: object, facts: object) -> tuple[list[Par
 
 
 def _pairs(value: object, others: Sequence[str], where: str) -> list[tuple[str, object]]:
-    """Return (title, other) from [[title, other], ..], from {"title": [..], other: [..]}, or from either as JSON in a
-    string. UserError, starting with `where`."""
+    """Return (title, other) from [[title, other], ..] or {"title": [..], other: [..]}, or either as JSON."""
     found = parsed(value, where)
     if isinstance(found, dict):
         other = next((key for key in others if key in found), others[0])
@@ -370,8 +353,8 @@ def _verl_question(row: Row, extra: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QuestionFormat:
-    """One way in which questions are published. title: its name in a sentence. fits: whether `read` can take a record.
-    looks: whether a record that fits is more likely this format than one further down the table; None for always."""
+    """One way in which questions are published. title: its name in a sentence. fits: `read` can take a record. looks:
+    a record that fits is more likely this format than one further down the table; None for always."""
 
     name: str
     title: str
@@ -494,8 +477,7 @@ def find_format(name: str) -> QuestionFormat:
 
 
 def detect(path: str | Path) -> QuestionFormat:
-    """Return the format that the first record of `path` looks like. UserError when it looks like none, and when the
-    file is absent, malformed or empty."""
+    """Return the format that the first record of `path` looks like. UserError when it looks like none."""
     where, record = next(iter_rows(path), (None, None))
     if where is None or record is None:
         raise UserError(f"{path}: holds no questions; expected at least one")

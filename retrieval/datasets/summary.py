@@ -1,10 +1,4 @@
-"""Counts of a file of questions, and single questions laid out for a person.
-
-`summarize` reads our own records, FlashRAG's or plain ones, as training does, so a line that would stop a run stops it
-here. `excerpt` shows one question, whatever file it came from.
-
-Deliberately absent: lengths in tokens, which depend on a model, and repairs.
-"""
+"""Counts of a file of questions, read as training reads it, and single questions laid out for a person."""
 
 import json
 import re
@@ -30,14 +24,10 @@ LONG_GOLD = 20  # words; no policy is asked to write that much, so such golds ar
 
 
 def summarize(path: str | Path, on_question: Callable[[int], None] = lambda questions: None) -> dict[str, Any]:
-    """Return figures of a file of questions, read as training reads it. Lengths are words. `on_question` hears how many
-    were read.
+    """Return figures of a file of questions, read as training reads it. Lengths are words.
 
-    "passages as ranked": Recall@5 and NDCG@5 of the passages that came with the questions, in their order, where one
-    that holds a gold string is relevant; means over questions with passages. "kinds": the same for each value of hops,
-    type and level that the questions name (MuSiQue's hops are in its ids).
-
-    UserError for a malformed line, and for a file in a format that has to be converted first.
+    "passages as ranked": Recall@5 and NDCG@5 of the questions' passages in their order, those with a gold string being
+    relevant; means over questions with passages. "kinds": the same for each value of hops, type and level.
     """
     fmt = detect(path)
     if fmt.name not in READABLE:
@@ -111,9 +101,8 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
 
 
 def excerpt(question: Question, *, whole: bool = False) -> str:
-    """Return a question laid out in lines: golds, metadata, and its passages, the gold ones marked with a star. Unless
-    `whole`, passages and metadata are cut short. Line breaks and tabs are made spaces. Control characters stay: whoever
-    prints the lines makes them visible."""
+    """Return a question laid out in lines: golds, metadata, and its passages, gold ones with a star; shortened unless
+    `whole`. Line breaks and tabs become spaces; other control characters stay."""
     lines = [f"id        {question.id}", f"question  {question.question}"]
     golds = question.golds if whole else question.golds[:SHOWN_GOLDS]
     lines += [f"{'' if number else 'golds':<9} {gold if whole else _cut(gold)}" for number, gold in enumerate(golds)]

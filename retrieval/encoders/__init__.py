@@ -1,8 +1,6 @@
 """Texts to vectors, and pairs of texts to classes: hashed words, models of the BERT family, their tokenizers.
 
-May come in: policy, rewards; no other room of retrieval. Whether vectors come from hashed words (`lexical`) or from a
-trained network (`learned`), an index asks its encoder for the two kinds of vector and for a fingerprint; prefixes,
-pooling and normalisation are the encoder's business. Scores are inner products.
+Imports policy and rewards, and no other folder of retrieval. Scores are inner products.
 """
 
 from pathlib import Path
@@ -15,8 +13,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Turns n strings into float32 [n, dim]. The vector of a string must not depend on the strings beside
-    it."""
+    """Turns strings into vectors, none of which may depend on the strings beside it."""
 
     @property
     def name(self) -> str:
@@ -28,14 +25,13 @@ class Encoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies all that shapes the vectors (weights, vocabulary, settings); equal fingerprints give
-        equal vectors."""
+        """A hash of weights, vocabulary and settings: equal fingerprints give equal vectors."""
 
     def encode_queries(self, queries: list[str]) -> Vectors:
-        """Return float32 [len(queries), dim]. A zero vector says that there is nothing to search for."""
+        """Return float32 [len(queries), dim]; a zero vector finds nothing."""
 
     def encode_passages(self, passages: list[str]) -> Vectors:
         """Return float32 [len(passages), dim]."""
 
     def save(self, folder: Path) -> None:
-        """Write into the existing `folder` what the loader of this kind needs to give the encoder back."""
+        """Write the files that the loader of this kind reads into the existing `folder`."""

@@ -3,16 +3,10 @@
     logits   = W f(V h + b) + c,     h = the encoder's state of the first token of  [CLS] premise [SEP] hypothesis [SEP]
     p(token) = softmax(W h + b)[1],  h = the encoder's state of that token in  [CLS] text [SEP]
 
-Classifier does the first, such as natural language inference. f is tanh for BERT (its pooler; MiniLM's cross-encoders
-are BERTs), ReLU for DistilBERT, GELU for DeBERTa 2 and 3. What each output stands for is read from config.json:
-checkpoints differ in the order, and a wrong guess would reward contradiction. TokenClassifier does the second, such as
-LLMLingua-2 (Pan et al. 2024, arXiv:2403.12968, section 3.2), which keeps or drops each token. A word is what stands
-between white space, and its probability is the mean over its tokens. A text longer than the encoder's positions is read
-in stretches, each ending where a word does if one does.
-
-Inputs are sorted by length and batched by it. A result does not depend on the inputs beside it: to the last bit for a
-BERT or DistilBERT on a CPU, as `learned` has it for vectors; but for rounding for a DeBERTa, and on CUDA, where the
-encoder computes in bfloat16. The heads are float32 everywhere.
+Classifier computes the first: f is tanh for BERT, ReLU for DistilBERT, GELU for DeBERTa 2 and 3. TokenClassifier
+computes the second, as LLMLingua-2 does (Pan et al. 2024, arXiv:2403.12968, section 3.2); a word's probability is the
+mean over its tokens. A result does not depend on the inputs beside it: to the last bit for a BERT or DistilBERT on a
+CPU, but for rounding for a DeBERTa and on CUDA (bfloat16). Heads are float32.
 
 Axes: B inputs of a batch or a call, T padded length, H hidden, O outputs (docs/notation.md).
 """
@@ -56,11 +50,8 @@ Stretch = tuple[list[int], list[int]]  # ids, and of each the word that it is pa
 
 
 class Classifier:
-    """Pairs to logits, see the top of this file. Made by `load_classifier`.
-
-    labels: what the outputs stand for, in their order. cut: pairs so far whose premise lost its end to `max_tokens`.
-    Not thread-safe.
-    """
+    """Pairs to logits. Made by `load_classifier`. labels: of the outputs, in order. cut: the pairs so far whose premise
+    was cut to `max_tokens`. Not thread-safe."""
 
     def __init__(
         self,
@@ -94,11 +85,7 @@ class Classifier:
 
     @torch.inference_mode()
     def logits(self, pairs: Sequence[tuple[str, str]], on_done: Callable[[int], None] = lambda pairs: None) -> Tensor:
-        """Return float32 [B, O] on the CPU, for (premise, hypothesis) pairs; `on_done` hears how many are done.
-
-        UserError for a hypothesis that leaves no room for a premise, and when the weights make numbers that are not
-        finite.
-        """
+        """Return float32 [B, O] on the CPU for (premise, hypothesis) pairs; `on_done` gets the number done."""
         inputs, cut = self._tokenizer.encode(pairs)
         self.cut += cut
         logits_BO = torch.empty(len(pairs), len(self.labels))
@@ -139,10 +126,8 @@ def load_classifier(
     """Read the classifier in `folder`: config.json, safetensors and tokenizer of a BERT, DistilBERT or DeBERTa-v2 with
     the head of transformers' ...ForSequenceClassification.
 
-    labels: of the outputs, in their order; None: as config.json has them. max_tokens: of premise and hypothesis
-    together; None: as many as the model has positions. batch_tokens: padded tokens of one forward; None for a size that
-    suits the device. device: where the encoder runs, in float32 on a CPU and in bfloat16 on CUDA. UserError for a
-    folder that is damaged, has no such head, or another number of labels.
+    labels: of the outputs, in order; None: config.json's. max_tokens: of premise and hypothesis together; None: the
+    model's positions. batch_tokens: padded tokens of one forward. device: float32 on a CPU, bfloat16 on CUDA.
     """
     refuse_hub_id(folder)
     folder = Path(folder)
@@ -192,8 +177,7 @@ def _labels(record: Mapping[str, Any], path: Path, count: int, given: Sequence[s
 
 
 class TokenClassifier:
-    """Texts to the words that they are made of, each with the probability that it is kept. Made by
-    `load_token_classifier`. Not thread-safe."""
+    """Texts to their words and the probability that each is kept. Made by `load_token_classifier`. Not thread-safe."""
 
     def __init__(
         self, folder: Path, bert: Bert, head: Sequence[Tensor], tokenizer: tokenizers.Tokenizer, batch_tokens: int
@@ -209,10 +193,7 @@ class TokenClassifier:
 
     @torch.inference_mode()
     def words(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
-        """Return each text's words in order, with the mean probability of their tokens.
-
-        A word of which the tokenizer makes no token has 0. UserError when the weights make numbers that are not finite.
-        """
+        """Return each text's words in order, with the mean probability of their tokens (0 for a word without any)."""
         words: list[list[str]] = []
         stretches: list[Stretch] = []
         owners: list[int] = []
@@ -242,7 +223,7 @@ class TokenClassifier:
         return kept
 
     def _stretches(self, texts: Sequence[str]) -> list[tuple[list[str], list[Stretch]]]:
-        """Return of each text its words, and its tokens in as many stretches as the positions ask for."""
+        """Return each text's words, and its tokens in stretches that fit the positions, cut between words."""
         whole = [text.encode("utf-8", "replace").decode() for text in texts]
         room = self._bert.config.max_positions - len(self._around)
         begin, end = self._around
@@ -265,8 +246,7 @@ class TokenClassifier:
 
 
 def _stop(owner: Sequence[int], start: int, room: int) -> int:
-    """Return the end of a stretch from `start`: before the word that does not fit any more, within one that is longer
-    than the room."""
+    """Return the end of a stretch from `start`: before the first word that does not fit, within one too long."""
     limit = stop = min(start + room, len(owner))
     while stop < len(owner) and stop > start and owner[stop] == owner[stop - 1]:
         stop -= 1
@@ -277,11 +257,8 @@ def load_token_classifier(
     folder: str | Path, *, device: torch.device | str = "cpu", batch_tokens: int | None = None
 ) -> TokenClassifier:
     """Read the token classifier in `folder`: config.json, safetensors and tokenizer of a BERT, DistilBERT, RoBERTa or
-    XLM-R with the head of transformers' ...ForTokenClassification, of two outputs, of which the second keeps.
-
-    device: where the encoder runs, in float32 on a CPU and in bfloat16 on CUDA. batch_tokens: padded tokens of one
-    forward; None for a size that suits the device. UserError for a folder that is damaged or has no such head.
-    """
+    XLM-R with the head of transformers' ...ForTokenClassification, of two outputs, of which the second keeps. device,
+    batch_tokens: as `load_classifier`."""
     refuse_hub_id(folder)
     folder = Path(folder)
     device = pick_device(device)
@@ -304,11 +281,8 @@ def load_token_classifier(
 def _read_head(
     folder: Path, layers: Sequence[str], device: torch.device, head: str, advice: str, outputs: int | None = None
 ) -> list[Tensor]:
-    """Return weight and bias, float32, of each linear layer, by the end of its name.
-
-    The last layer is the output's, of `outputs` rows where that is given; the others are square. UserError for a layer
-    that is missing: `head` says of what, and `advice` what to use.
-    """
+    """Return weight and bias, float32, of each linear layer, by the end of its name: square ones, and the last of
+    `outputs` rows. `head` and `advice` go into the error for a missing layer."""
     found = tensor_shapes(folder)
     shapes: dict[str, torch.Size] = {}
     for layer in layers:

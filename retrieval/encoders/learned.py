@@ -2,25 +2,14 @@
 
     vector = [v / |v|],  v = mean over tokens, or the first token, of bert(prefix + text)
 
-A prefix or a pooling that is guessed wrong costs points of recall and no error, so each setting comes with its origin
-(`EncoderSettings.why`), for the printout, and one that neither a file nor the user gives is refused, never assumed:
-  given by the caller             wins over every file
-  sentence-transformers' layout   modules.json, 1_Pooling, sentence_bert_config.json, prompts
-  E5, BGE, DPR, Contriever        by model_type (DPR) or the name that folder, config.json or README.md carry;
-                                  their published ways are in `_FAMILIES` (Wang et al. 2022, Xiao et al. 2023,
-                                  Karpukhin et al. 2020, Izacard et al. 2022)
-A sentence-transformers folder that names no prefix and no family is used without prefixes, and `why` says that.
+A wrong prefix or pooling costs recall and is no error, so each setting has its origin (`EncoderSettings.why`), and one
+that neither a file nor the user gives is refused. In order: what the caller gives; sentence-transformers' layout; the
+published ways of E5, BGE, DPR, Contriever (`_FAMILIES`: Wang et al. 2022, Xiao et al. 2023, Karpukhin et al. 2020,
+Izacard et al. 2022), by model_type or the name in folder, config.json or README.md.
 
-A vector does not depend on the texts beside it: in float32 on a CPU not in its last bit, where the BLAS is batch-
-invariant, since texts of one batch are padded to the same multiple of 16 tokens by their own length alone; on CUDA,
-where a batch is padded to its longest text and the transformer computes in bfloat16, but for rounding. Pooling and norm
-are float32 everywhere.
-
-The model itself is not copied into an index: encoder.json keeps where it lies, the settings and a fingerprint over
-weights, tokenizer and settings, which must still be the same when the index is opened. Device and dtype are not part
-of it: an index made on a GPU can be searched from a CPU.
-
-Axes: B texts of a batch, T padded length, H hidden width and length of a vector.
+A vector does not depend on the texts beside it: in float32 on a CPU to the last bit, where the BLAS is batch-invariant;
+on CUDA, in bfloat16, but for rounding. The model is not copied into an index: encoder.json keeps its place, the
+settings and a fingerprint without device and dtype. Axes: B texts of a batch, T padded length, H hidden width.
 """
 
 import hashlib
@@ -62,10 +51,7 @@ _NO_PREFIX = "no file names one (an E5 or BGE model under another name needs its
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings:
-    """Settings of the steps before and after the transformer.
-
-    `why` maps each field to where it comes from; it takes no part in comparisons.
-    """
+    """Settings of the steps before and after the transformer; `why` maps each field to its origin."""
 
     pooling: str
     normalize: bool
@@ -113,12 +99,8 @@ _README_NAME = re.compile(r"^model-index:\s*\n\s*-\s*name:\s*(\S+)", re.MULTILIN
 
 
 def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -> tuple[EncoderSettings, ModelFolders]:
-    """Return the settings of the encoder in `folder`, those in `given` (field -> value, None for not given) before all
-    others.
-
-    UserError naming the file, or what has to be given, for a folder that does not say enough or says what is not
-    supported.
-    """
+    """Return the settings of the encoder in `folder`, those of `given` (field -> value or None) first, and its folders.
+    UserError for a setting that no file has, or that is not supported."""
     refuse_hub_id(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the folder of an encoder (config.json and its weights)")
@@ -143,8 +125,7 @@ def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -
 
 
 def write_settings(folder: Path, settings: EncoderSettings, width: int) -> None:
-    """Write sentence-transformers' layout around a transformer in `folder` whose vectors have `width` numbers, for
-    `read_settings` to find the same settings again."""
+    """Write sentence-transformers' layout around a transformer in `folder` whose vectors have `width` numbers."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling"} | ({"Normalize": "2_Normalize"} if settings.normalize else {})
     modules = [
         {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -337,11 +318,8 @@ class Tower:
 
 
 class LearnedEncoder:
-    """Texts to pooled vectors, see the top of this file. Made by `load_encoder` or `load`.
-
-    `queries_cut` and `passages_cut` count the texts so far that were longer than `settings.max_length` tokens and lost
-    their end. Not thread-safe.
-    """
+    """Texts to pooled vectors. Made by `load_encoder` or `load`. `queries_cut` and `passages_cut` count the texts that
+    were longer than `settings.max_length` tokens and lost their end. Not thread-safe."""
 
     name = "learned"
 
@@ -360,8 +338,7 @@ class LearnedEncoder:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> "LearnedEncoder":
-        """Return the encoder of the index in `folder`. UserError when encoder.json is absent or damaged, or the model
-        is no longer where it was, or is another one."""
+        """Return the encoder of the index in `folder`. UserError where its model is gone or another one."""
         path = folder / FILE
         record = read_json_object(path)
         places, settings = record.get("model"), record.get("settings")
@@ -412,8 +389,7 @@ class LearnedEncoder:
         return vectors
 
     def query_vectors(self, queries: Sequence[str]) -> Tensor:
-        """Return `encode_queries` as one batch, a float32 tensor on the transformer's device, with gradients where its
-        parameters have them."""
+        """Return `encode_queries` as one batch: a float32 tensor on the transformer's device, with its gradients."""
         return self._vectors(self._query, self.settings.query_prefix, queries)
 
     def passage_vectors(self, passages: Sequence[str]) -> Tensor:
@@ -455,12 +431,9 @@ class LearnedEncoder:
 
 
 def batches(lengths: Sequence[int], batch_tokens: int, *, mixed: bool) -> Iterator[tuple[list[int], int]]:
-    """Return (rows, padded length) of each batch, longest first, so that memory is asked for once.
-
-    A batch holds at most `batch_tokens` padded tokens, but at least one row. Lengths are padded to a multiple of
-    LENGTH_STEP; unless `mixed`, a batch holds rows of one padded length only, by which a CPU in float32 keeps equal
-    bits.
-    """
+    """Yield (rows, padded length) of each batch, longest first, of at most `batch_tokens` padded tokens or one row.
+    Lengths are multiples of LENGTH_STEP; unless `mixed`, all rows of a batch have one, which keeps a CPU's bits
+    equal."""
     batch: list[int] = []
     widest = 0
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -487,11 +460,9 @@ def load_encoder(
 ) -> LearnedEncoder:
     """Read the encoder in `folder`: a sentence-transformers folder, a plain one of a known family, or DPR's pair.
 
-    device: where the transformer runs, in float32 on a CPU and in bfloat16 on CUDA.
-    pooling: "mean" or "cls". query_prefix, passage_prefix: put before every text. max_length: tokens, [CLS] and [SEP]
-    included. normalize: to norm 1. None for any of these: as the folder's files have it.
-    batch_tokens: padded tokens of one forward; None for a size that suits the device. It changes no vector on a CPU.
-    UserError for a folder that is damaged, unsupported, or does not say what was not given.
+    device: float32 on a CPU, bfloat16 on CUDA. pooling: "mean" or "cls". max_length: tokens, [CLS] and [SEP] included.
+    normalize: to norm 1. None for any setting: as the folder's files have it. batch_tokens: padded tokens of one
+    forward, None for a size that suits the device; it changes no vector on a CPU.
     """
     given = {
         "pooling": pooling,
@@ -570,8 +541,7 @@ _COPIED = ("config.json", "tokenizer.json", "vocab.txt", "tokenizer_config.json"
 
 
 def save_encoder(encoder: LearnedEncoder, folder: Path) -> None:
-    """Write weights, config, tokenizer and settings into the existing, empty `folder`. UserError for a pair of
-    transformers, for weights that are not finite, and where the disk is full."""
+    """Write weights, config, tokenizer and settings into the existing, empty `folder`. UserError for a pair."""
     tower = encoder.tower
     for name in _COPIED:
         if (tower.folder / name).is_file():

@@ -1,18 +1,11 @@
-"""The lexical encoder: hashed, idf-weighted, normalised words.
+"""The lexical encoder: hashed, idf-weighted, normalised words, without weights.
 
 A text's vector is the sum over its distinct words w of  tf'(w) * idf(w) * h(w), divided by its L2 norm.
   words  lower-cased runs of letters and digits of any script
   tf'    tf * (K + 1) / (tf + K), K = 1.2: BM25's saturation, and 1 for a word that occurs once
-  idf    log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, as in BM25
-         a word in no passage is left out: it matches nothing, and hashed it would only add noise
-  h(w)   the word's direction: +1 or -1 at four of the dim places, one in each quarter, out of one BLAKE2b
-The signs make collisions cancel on average instead of always adding; four places instead of one thin them
-out further (the block construction of Kane and Nelson 2014, Sparser Johnson-Lindenstrauss transforms).
-BM25's length normalisation is left to the L2 norm: having both was not better.
-
-Nothing is learned but how rare words are. It needs no weights, repeats bit for bit, and is what a first run
-without a model searches with. Deliberately absent: stemming, stop words, word segmentation (an unspaced
-script is one long word), meaning.
+  idf    log(1 + (N - n + .5) / (n + .5)) for a word in n of the N passages, as in BM25; other words are left out
+  h(w)   +1 or -1 at four of the dim places, one in each quarter, out of one BLAKE2b: signs make collisions cancel on
+         average (the block construction of Kane and Nelson 2014, Sparser Johnson-Lindenstrauss transforms)
 """
 
 import hashlib
@@ -40,7 +33,7 @@ SATURATION = 1.2
 # Rows encoded at a time: bounds the float64 scratch to 256 * dim * 8 bytes (4 MiB at 2048).
 CHUNK = 256
 
-# The stage of a build in which every passage's words are counted, and how many passages lie between two reports of it.
+# The name of the stage of a build that counts words, and the passages between two reports of it.
 COUNTING = "counting words"
 PROGRESS_STEP = 1024
 
@@ -56,11 +49,7 @@ def words(text: str) -> list[str]:
 
 
 class LexicalEncoder:
-    """Hashed idf-weighted words, see the top of this file. Made by `fit` or `load`.
-
-    `passages` is the number of passages the counts come from, `counts` maps a word to how many of them hold
-    it. UserError for a dim below 16.
-    """
+    """Hashed idf-weighted words, made by `fit` or `load`: `counts` maps a word to how many of `passages` hold it."""
 
     name = "lexical"
 
@@ -85,7 +74,7 @@ class LexicalEncoder:
 
     @classmethod
     def load(cls, folder: Path) -> "LexicalEncoder":
-        """Read what `save` wrote. UserError when it is absent or damaged."""
+        """Read what `save` wrote."""
         path = folder / FILE
         record = read_json_object(path)
         dim, passages, counts = (record.get(key) for key in ("dim", "passages", "counts"))
@@ -129,8 +118,7 @@ class LexicalEncoder:
         places: list[tuple[int, ...]] = []
         values: list[tuple[float, ...]] = []
         for row, text in enumerate(texts):
-            # Sorted, so that texts with the same words have the same sums to the last bit, whatever the word
-            # order.
+            # Sorted, so that texts with the same words in another order have the same bits.
             for word, frequency in sorted(Counter(words(text)).items()):
                 if word not in self._counts:
                     continue

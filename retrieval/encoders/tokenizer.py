@@ -1,9 +1,9 @@
 """Text to token ids for an encoder, and two texts to those of one input: [CLS] premise [SEP] hypothesis [SEP].
 
-A tokenizer is a tokenizer.json, or a vocab.txt with BERT's rules. Truncation and padding that stand in a tokenizer.json
-are switched off (all-MiniLM-L6-v2's pads everything to 128). A text too long keeps its first tokens and the one that
-ends every text, as `transformers` cuts it. Of a pair too long, the premise loses its end and the hypothesis nothing:
-half a claim is another claim. Tokenizers for generation, which owe exact bytes, are `policy.tokenizer`'s."""
+A tokenizer is a tokenizer.json, whose truncation and padding are switched off, or a vocab.txt with BERT's rules. A text
+too long keeps its first tokens and the last one, as `transformers` cuts it. Of a pair too long the premise is cut and
+the hypothesis is not: half a claim is another claim.
+"""
 
 import os
 from collections.abc import Sequence
@@ -27,10 +27,7 @@ _SPECIAL = ("[UNK]", "[SEP]", "[CLS]", "[PAD]", "[MASK]")
 
 
 class WordPiece:
-    """A tokenizer whose every text begins and ends with one token of its own. Made by `load_wordpiece`.
-
-    `files` are what it was read from.
-    """
+    """A tokenizer that puts one token before and one after a text; `files` it was read from. See `load_wordpiece`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_length: int, files: tuple[Path, ...]) -> None:
         self._tokenizer = tokenizer
@@ -38,10 +35,8 @@ class WordPiece:
         self.files = files
 
     def encode(self, texts: list[str]) -> tuple[list[list[int]], int]:
-        """Return the ids of each text, at most `max_length` of them, and how many texts were cut to that.
-
-        Half a UTF-16 pair, which JSON's escapes can put into a string, is read as a question mark.
-        """
+        """Return the ids of each text, at most `max_length`, and how many texts were cut. Half a UTF-16 pair is read as
+        a question mark."""
         limit = CHARACTERS_PER_TOKEN * self.max_length
         kept: list[list[int]] = []
         cut = 0
@@ -74,11 +69,7 @@ def _encode_bare(tokenizer: tokenizers.Tokenizer, texts: list[str], where: str) 
 
 
 def load_wordpiece(folder: Path, vocab_size: int, max_length: int) -> WordPiece:
-    """Read the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.
-
-    UserError when there is none, it cannot be read, it puts no token before and after a text, or its vocabulary is not
-    the model's.
-    """
+    """Read the tokenizer of a model folder for a model with `vocab_size` rows of embeddings."""
     tokenizer, files = read_framed_tokenizer(folder, vocab_size)
     return WordPiece(tokenizer, max_length, files)
 
@@ -95,10 +86,8 @@ def read_framed_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tok
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
-    """Return the tokenizer of a model folder, which neither cuts nor pads, and the files that it was read from.
-
-    UserError when there is none, it cannot be read, or its vocabulary is not that of a model with `vocab_size` rows.
-    """
+    """Return the tokenizer of a model folder, which neither cuts nor pads, and its files. UserError where its
+    vocabulary is not that of a model with `vocab_size` rows."""
     tokenizer, files = _read(folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -165,12 +154,9 @@ class PairTokenizer:
         self.max_tokens = max_tokens
 
     def encode(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """Return (ids, types) of each (premise, hypothesis), at most `max_tokens` of each, and how many premises were
-        cut.
-
-        A type is 0 or 1, the text that a token belongs to. Half a UTF-16 pair is read as a question mark. UserError for
-        a hypothesis that leaves no room for a premise.
-        """
+        """Return (ids, types) of each (premise, hypothesis), at most `max_tokens`, and how many premises were cut. A
+        type is 0 for the premise, 1 for the hypothesis. UserError for a hypothesis that leaves no room for a
+        premise."""
         limit = CHARACTERS_PER_TOKEN * self.max_tokens
         found: list[tuple[list[int], list[int]]] = []
         cut = 0
@@ -195,11 +181,7 @@ class PairTokenizer:
 
 
 def load_pair_tokenizer(folder: Path, vocab_size: int, max_tokens: int) -> PairTokenizer:
-    """Read the tokenizer of a model folder for a model with `vocab_size` rows of embeddings.
-
-    UserError when there is none, it cannot be read, its vocabulary is not the model's, or it puts nothing between two
-    texts.
-    """
+    """Read the tokenizer of pairs of a model folder, as `load_wordpiece`."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")) and any(folder.glob("sp*.model")):
         raise UserError(
             f"{folder}: its tokenizer is a sentencepiece file, which is not read; convert it once: "

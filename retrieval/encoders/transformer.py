@@ -10,16 +10,11 @@ DeBERTa (He et al. 2020, 2021) has, in the place of q k^T / sqrt(D),
     d(i, j)     = S + bucket(i - j), within [0, 2S)                                   rows of a table r of 2S positions
     r^K, r^Q    = the table through the projections of content, or through its own
 
-bucket keeps distances up to S/2 and puts longer ones in bins that widen with the logarithm. Both sums look up the same
-row d(i, j), for bucket is odd. Version 2 adds, once, after the first layer, a convolution over the embeddings.
-
-BERT, MiniLM, E5, BGE and DPR's two halves differ in sizes and in the prefix of their tensors' names; DistilBERT (Sanh
-et al. 2019) has other names and no types; RoBERTa and XLM-R (Liu et al. 2019, Conneau et al. 2020) count positions from
-the one behind their padding token's.
-
-Padding changes a row's result by rounding at most: keys are masked, and the convolution reads zeros there. On a CPU in
-float32 BERT's result is independent of batch composition, to the bit, as long as T is the same multiple of
-`LENGTH_STEP` and the BLAS is batch-invariant (docs/design.md, "Rollout").
+bucket keeps distances up to S/2 and puts longer ones in bins that widen with the logarithm; it is odd, so both sums
+look up the same row. Version 2 adds, after the first layer, a convolution over the embeddings. DistilBERT (Sanh et al.
+2019) has other names and no types; RoBERTa and XLM-R (Liu et al. 2019, Conneau et al. 2020) count positions from the
+one behind their padding token's. Padding changes a result by rounding at most; on a CPU in float32 BERT's is
+independent of batch composition to the bit, for T the same multiple of `LENGTH_STEP` and a batch-invariant BLAS.
 
 Axes: B texts, T padded length, H hidden, N heads, D head dimension, I intermediate, W rows of a table
 (docs/notation.md).
@@ -148,11 +143,8 @@ _OLD_ENDS = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".Layer
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Sizes and constants of one encoder; UserError when they do not fit each other.
-
-    `max_positions` is the length of the longest text. `types` is 0 where there are no token types (DistilBERT).
-    `architecture` is the class that config.json names, empty if none: it tells DPR's halves apart.
-    """
+    """Sizes and constants of one encoder. `max_positions`: tokens of the longest text. `types`: 0 without token types
+    (DistilBERT). `architecture`: config.json's class, which tells DPR's halves apart."""
 
     model_type: str
     architecture: str
@@ -168,7 +160,7 @@ class BertConfig:
 
     @property
     def first_position(self) -> int:
-        """The row of the table of positions that a text's first token gets."""
+        """The row of positions of a text's first token."""
         return _ROBERTA_PADDING + 1 if self.model_type in ROBERTAS else 0
 
     def __post_init__(self) -> None:
@@ -183,12 +175,8 @@ class BertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DebertaConfig(BertConfig):
-    """The same of a DeBERTa, and its switches.
-
-    span: S above. farthest: the distance in the last bin, buckets being in use; 0 where every distance up to the span
-    has a row of its own. shared: r goes through content's projections. positions: embeddings hold absolute ones too.
-    convolution: kernel size and groups, None without.
-    """
+    """A DeBERTa's. span: S above. farthest: the distance in the last bin, 0 without bins. shared: r goes through
+    content's projections. positions: embeddings have absolute ones too. convolution: kernel size and groups."""
 
     span: int
     farthest: int
@@ -200,11 +188,7 @@ class DebertaConfig(BertConfig):
 
 
 def read_bert_config(folder: str | Path) -> BertConfig:
-    """Read config.json of a model folder.
-
-    UserError naming file and key: absent, malformed, a missing size, or a kind of model, activation or position that is
-    not the BERT family's.
-    """
+    """Read config.json of a model folder of the BERT family."""
     path = Path(folder) / "config.json"
     record = read_json_object(path)
     model_type = record.get("model_type")
@@ -230,8 +214,8 @@ def read_bert_config(folder: str | Path) -> BertConfig:
     key = "activation" if model_type == "distilbert" else "hidden_act"
     return _made(
         BertConfig,
+        record,
         path,
-        **_common(record),
         epsilon=_DISTILBERT_EPSILON if model_type == "distilbert" else _epsilon(record.get("layer_norm_eps"), path),
         activation=_one_of(ACTIVATIONS, record.get(key), key, path),
         **sizes,
@@ -239,7 +223,7 @@ def read_bert_config(folder: str | Path) -> BertConfig:
 
 
 def read_deberta_config(folder: str | Path) -> DebertaConfig:
-    """Read config.json of a DeBERTa's folder. UserError as `read_bert_config`."""
+    """Read config.json of a DeBERTa's folder."""
     path = Path(folder) / "config.json"
     record = read_json_object(path)
     if record.get("model_type") != DEBERTA:
@@ -268,8 +252,8 @@ def read_deberta_config(folder: str | Path) -> DebertaConfig:
     bins, kernel = whole("position_buckets", -1, -1), whole("conv_kernel_size", 0, 0)
     return _made(
         DebertaConfig,
+        record,
         path,
-        **_common(record),
         types=whole("type_vocab_size", 0, 0),
         epsilon=_epsilon(record.get("layer_norm_eps", 1e-7), path),
         activation=_one_of(ACTIVATIONS, record.get("hidden_act", "gelu"), "hidden_act", path),
@@ -284,15 +268,11 @@ def read_deberta_config(folder: str | Path) -> DebertaConfig:
     )
 
 
-def _common(record: Mapping[str, Any]) -> dict[str, str]:
+def _made(kind: type[C], record: Mapping[str, Any], path: Path, **fields: Any) -> C:
     named = record.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
-    return {"model_type": record["model_type"], "architecture": architecture}
-
-
-def _made(kind: type[C], path: Path, **fields: Any) -> C:
     try:
-        return kind(**fields)
+        return kind(model_type=record["model_type"], architecture=architecture, **fields)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -353,11 +333,8 @@ class EncoderLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden, config.epsilon)
 
     def forward(self, x_BTH: Tensor, mask_B11T: Tensor, relative: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Return x_BTH behind the layer, in its shape.
-
-        mask_B11T: bool, false for keys that no token attends to. relative: of a DeBERTa, the table of relative
-        positions [W, H], and the row of it for a query's and a key's place, int64 [T, T].
-        """
+        """Return the layer's output [B, T, H]. mask_B11T: bool, false for keys that no token attends to. relative: a
+        DeBERTa's table [W, H], and its row for a query's and a key's place, int64 [T, T]."""
         if relative is None:
             q_BNTD, k_BNTD, v_BNTD = self.qkv(x_BTH).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
             o_BNTD = F.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, attn_mask=mask_B11T)
@@ -417,11 +394,10 @@ class Bert(nn.Module):
         return self.words_VH.device
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
-        """Return the hidden states of the last layer, [B, T, H] in the weights' dtype.
+        """Return the hidden states of the last layer, [B, T, H] in the weights' dtype, undefined at padded places.
 
-        ids_BT: int64, padding may be any token. mask_BT: bool, true for tokens, of which every row has one, padding on
-        the right. types_BT: int64, the segment of each token, 0 everywhere if None; of no effect for DistilBERT.
-        Values at padded places mean nothing. T may exceed `max_positions` by padding alone.
+        ids_BT: int64. mask_BT: bool, true for tokens, at least one a row, padding on the right. types_BT: int64, the
+        segment of each token, None for 0. T may exceed `max_positions` by padding alone.
         """
         place_T = torch.arange(ids_BT.shape[1], device=self.device)
         x_BTH: Tensor = F.embedding(ids_BT, self.words_VH)
@@ -460,11 +436,8 @@ class Bert(nn.Module):
 
 
 def buckets(distance_TT: Tensor, span: int, farthest: int) -> Tensor:
-    """Return the table's row for each distance i - j: S + bucket, within [0, 2S); int64 [..] -> int64 [..].
-
-    farthest: as in DebertaConfig. The logarithm is taken in float32, as those who publish such models take it: in
-    float64 a distance on a bin's edge may fall into its neighbour.
-    """
+    """Return the table's row for each distance i - j: S + bucket, within [0, 2S); int64 [..] -> int64 [..]. The
+    logarithm is in float32, as published: in float64 a distance on a bin's edge may fall into its neighbour."""
     bucket_TT = distance_TT
     if farthest:
         middle = span // 2
@@ -476,11 +449,7 @@ def buckets(distance_TT: Tensor, span: int, farthest: int) -> Tensor:
 
 
 def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Bert:
-    """Read an encoder from a folder of config.json and safetensors, without gradients.
-
-    Tensors may stand under `bert.`, `distilbert.`, `roberta.`, DPR's prefixes or none; pooler and heads are left.
-    UserError naming file and tensor for one that is missing, of another shape, or not part of such a model.
-    """
+    """Read an encoder from a folder of config.json and safetensors, without gradients, pooler and heads."""
     return _load(Path(folder), read_bert_config(folder), dtype, device)
 
 

@@ -9,11 +9,9 @@
     GET /health         {"status", "passages", "kind", "corpus_sha256", ..}; 503 while a search hangs
     GET /metrics        counters and latencies for Prometheus
 
-`contents` is wiki-18's: the title in double quotes, a line feed, the text. A wrong request gets 400 or 413 with a
-reason that names the key: other keys than these too, since a misspelt `topk` would otherwise pass for the default. 503
-with Retry-After is for a request that may be repeated, 500 for a search that failed (its trace goes to the server's
-log, never to the wire), 403 for a Host header that names another server (common/hosts.py). Every answer names the index
-in a header, so that a client notices another one. All runs in the server's one event loop, so nothing is locked.
+`contents` is wiki-18's: the title in double quotes, a line feed, the text. 400 and 413 name the wrong key, also one
+that is not known; 503 with Retry-After may be repeated; 500 is a failed search, whose trace goes to the log; 403 is for
+a Host header that names another server (common/hosts.py). Every answer names the index in a header.
 """
 
 import asyncio
@@ -41,7 +39,7 @@ IDENTITY_HEADER = "thresher-index"
 
 
 class Refused(Exception):
-    """A request that is not served: the HTTP status, the reason that is sent back, and headers to go with it."""
+    """A request that is not served: HTTP status, the reason that is sent back, and headers."""
 
     def __init__(self, status: int, reason: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(reason)
@@ -50,7 +48,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The keys of a request, whether it holds many queries, and how many passages it gets that does not say."""
+    """The keys of a request, whether it has many queries, and its default k."""
 
     queries: str
     k: str
@@ -86,8 +84,8 @@ class Request:
 
 
 def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) -> Request:
-    """Return the request in `body`. Refused, with status 400, for what is not JSON, lacks a key or has another, or is
-    out of bounds. One query may be blank among others (models do write such) and finds nothing, but not all of them."""
+    """Return the request in `body`. Refused with 400 for what is not JSON, has a wrong key, or is out of bounds. A
+    blank query among others finds nothing."""
     record = _read_object(body)
     for key in record:
         if key not in (dialect.queries, dialect.k, dialect.scores):
@@ -111,8 +109,7 @@ def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) 
 
 
 def render_answer(found: Sequence[Sequence[Hit]], dialect: Dialect, scores: bool) -> bytes:
-    """Return the answer to a request of this dialect, as ASCII JSON: what Unicode cannot encode survives as an
-    escape."""
+    """Return the answer to a request of this dialect as ASCII JSON, half surrogates as escapes."""
     documents = [[{"id": hit.passage.id, "contents": contents(hit.passage)} for hit in hits] for hits in found]
     values = [[hit.score for hit in hits] for hits in found]
     answer: Any
@@ -272,19 +269,17 @@ _Batch = list[tuple[_Queued, list[str]]]  # requests, and which of their queries
 class Batcher:
     """The thread that searches for all connections. `batches` and `seconds` count what it has done, for the metrics.
 
-    A retriever is not thread-safe and answers many queries in little more time than one. So one thread owns it:
-    requests queue up, and whenever the thread is free it takes up to `max_batch` queries with the same k, of a long
-    request as many as fit. When there are fewer it gives others `max_wait` seconds after the first to join, but only if
-    the last batch was shared: a lone client, as a training run is, never waits.
+    One thread owns the retriever, which is not thread-safe. Whenever it is free it takes up to `max_batch` queries with
+    the same k, of a long request as many as fit. If there are fewer it gives others `max_wait` seconds after the first
+    to join, but only if the last batch was shared: a lone client, as a training run is, never waits.
 
     The order is fair queueing, a client being a connection (self-clocked: Golestani 1994). A request starts where its
-    client's last one ends, or now, if that is later, now being the start of what was served last; it ends one later for
-    every query. The first is the one whose next batch ends first. So a client that asks little is in the next batch
-    whatever others ask, and one that asks much gets what the others leave. A request that is next to nothing beside the
-    one that would join it is searched without it.
+    client's last one ends, or at the start of what was served last, if that is later; it ends one later for every
+    query. The request whose next batch ends first comes first. So a client that asks little is in the next batch, and
+    one that asks much gets the rest. A request that is next to nothing beside the next one is searched without it.
 
-    A full queue makes room for a short request by refusing the longest one that has not begun. After a search that
-    failed, each request of its batch is searched again alone, so that only the one at fault fails.
+    A full queue refuses the longest request that has not begun to make room for a shorter one. After a search that
+    failed, each request of its batch is searched alone, so that only the one at fault fails.
     """
 
     def __init__(self, search: Search, *, max_batch: int, max_wait: float, max_waiting: int) -> None:
@@ -304,8 +299,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, queries: list[str], k: int, client: Hashable) -> "Future[Found]":
-        """Return the future of the hits of all `queries`; cancel it to give up. Full, at once or from the future, where
-        too many wait."""
+        """Return the future of the hits of all `queries`; Full, at once or from it, where too many wait."""
         with self._changed:
             if self._closed or not self._make_room(len(queries)):
                 raise Full
@@ -332,7 +326,7 @@ class Batcher:
         self._thread.join(timeout)
 
     def _make_room(self, queries: int) -> bool:
-        """Return whether so many more may wait, once longer requests that have not begun are refused."""
+        """Return whether `queries` more may wait; refuses longer requests that have not begun."""
         while self.waiting + queries > self.max_waiting:
             longest = max((one for one in self._requests if not one.taken), key=lambda one: one.left, default=None)
             if longest is None or longest.left <= queries:
@@ -375,7 +369,7 @@ class Batcher:
             return [(request, self._begin(request, count)) for request, count in batch]
 
     def _first(self, most: int) -> list[tuple[_Queued, int]]:
-        """Return requests with one k, and how many queries of each come next, together at most so many."""
+        """Return requests with one k, and how many queries of each come next, together at most `most`."""
         order = sorted(self._requests, key=lambda one: (one.start + min(one.left, most), one.arrived))
         batch: list[tuple[_Queued, int]] = []
         size = 0
@@ -463,8 +457,7 @@ class Served:
 
     @classmethod
     def by(cls, manifest: Manifest, parameters: dict[str, int] | None = None) -> "Served":
-        """Return the record of an index by its manifest, and what replaces its parameters: two that are encoded and
-        searched the same way are the same index."""
+        """Return the record of an index: two that are encoded and searched the same way are the same."""
         built = (manifest.corpus_sha256, manifest.embed, manifest.encoder_fingerprint, manifest.kind, manifest.factory)
         searched = sorted((manifest.parameters | (parameters or {})).items())
         return cls(
@@ -503,8 +496,7 @@ class App:
     async def answer(
         self, method: str, path: str, hosts: Sequence[str], read_body: ReadBody, client: Hashable
     ) -> Reply:
-        """Return the answer to a request of a `client` with these Host headers, whose body `read_body` waits for, or
-        raises Refused."""
+        """Return the answer to a request of `client`, whose body `read_body` awaits or refuses."""
         try:
             if not host_allowed(hosts, self._names):
                 raise _other_host(hosts)

@@ -1,15 +1,8 @@
-"""Searches answered by a server: our own, Search-R1's, or whatever else speaks its `/retrieve` (app.py).
+"""Searches answered by a server: our own, Search-R1's, or another that speaks its `/retrieve` (app.py).
 
-All queries of a call go out in one request, or in a few when there are very many, over a connection that is kept. A
-server that refuses the connection, breaks it, takes too long or says that it is overloaded is asked again, after pauses
-that double, for `patience` seconds; so one that is killed and started again costs a run the time in between and nothing
-else. When patience ends, or for an answer that cannot be used, `Unanswered` is raised, and a training run ends with a
-checkpoint.
-
-An answer is believed only when it has the shape that was asked for. Our own servers name their index with every answer:
-if it changes while we ask, that is refused, for half of a run would have read other passages than the rest.
-
-Deliberately absent: asking several servers at once, and answering from what was asked before while a server is away.
+All queries of a call go out in one request, or a few, over a kept connection. A server that refuses or breaks the
+connection, takes too long or is overloaded is asked again after doubling pauses, for `patience` seconds; then, or for
+an answer of another shape or from another index (a header), `Unanswered` is raised.
 """
 
 import json
@@ -37,8 +30,8 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 class RemoteRetriever(Retriever):
     """Asks the server at `url`: its root, or the address of its /retrieve.
 
-    timeout: seconds that one answer may take. patience: seconds that the server may stay away. say: is called with
-    a sentence when the waiting begins and when it ends. UserError for a `url` that is none.
+    timeout: seconds of one answer. patience: seconds that the server may be away. say: called with a sentence when the
+    waiting begins and ends.
     """
 
     elsewhere = True
@@ -81,8 +74,7 @@ class RemoteRetriever(Retriever):
         return found
 
     def _read_health(self) -> int | None:
-        """Return how many passages the server has, None if it does not say: /health is ours, and other servers lack
-        it."""
+        """Return how many passages the server has, None if it does not say: other servers lack /health."""
         response = self._ask("GET", self.url.removesuffix(PATH) + "/health", None)
         report = json_of(response) if response.status == 200 else None
         self._check_identity(response)
@@ -90,8 +82,7 @@ class RemoteRetriever(Retriever):
         return passages if type(passages) is int and passages > 0 else None
 
     def _ask(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
-        """Return a response with a status that is not a passing failure, however many attempts it takes. Unanswered
-        when patience ends."""
+        """Ask until the status is not a passing failure. Unanswered when patience ends."""
         deadline, pause = None, FIRST_PAUSE
         while True:
             headers = {"content-type": "application/json"} if body is not None else {}

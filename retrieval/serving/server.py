@@ -1,19 +1,10 @@
-"""`thresher serve-retriever`: an index behind a URL, in the two dialects that training code already speaks (app.py).
+"""`thresher serve-retriever`: an index behind a URL, in the dialects of app.py.
 
-One event loop reads and writes (aiohttp's low-level server), answers what needs no search (app.py), and hands the rest
-to one thread that searches (`Batcher`). Everything is bounded: connections, the size of a head and a body, the time to
-send either, queries in a request, queries waiting, the time of a search, and the time that an answer may take to be
-read. TLS, passwords and several processes are left to a proxy in front; hence the loopback address by default.
-
-aiohttp reads and writes HTTP: heads of bounded size, chunks, connections that are kept, and, where a request was
-refused before all of it had come, the rest of it, so that its sender sees the refusal. What is no HTTP gets aiohttp's
-own 400. `Connections` adds these limits:
-
-- A connection that is waited for, because no whole request has come or the last answer is not read, is ended after
-  IDLE_SECONDS, and a body has `Settings.timeout` to arrive.
-- Waiting connections have no limit for each client. When there are as many connections as the process may have
-  descriptors, or unfinished bodies hold BODIES times the largest one, those that have waited longest are ended.
-- The search of a client that has gone is cancelled.
+One event loop reads and writes (aiohttp's low-level server); a thread searches (`Batcher`). There is no TLS and no
+password, hence the loopback address by default. Beside aiohttp's limits, `Connections` ends a connection that is
+waited for (no whole request, or an answer that is not read) after IDLE_SECONDS, gives a body `Settings.timeout`, and
+ends those that have waited longest when there are as many as the process may have descriptors, or when unfinished
+bodies have BODIES times the largest size. The search of a client that has gone is cancelled.
 """
 
 import asyncio
@@ -312,11 +303,8 @@ def serve_folder(
     gpu: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Load an index folder and serve it at `address`, a host and a port, until a signal ends it.
-
-    `say` is called with where, and what is served; `parameters`, `gpu` and `verify` as `load_retriever` has them.
-    Returns the same as figures, with the number of queries that were searched. UserError as that, and as Server.
-    """
+    """Load an index folder and serve it at `address`, (host, port), until a signal ends it; return figures.
+    `parameters`, `gpu` and `verify` as `load_retriever` has them."""
     from thresher.retrieval.indexes.load import load_retriever  # FAISS: not needed to serve what is loaded already
 
     served = Served.by(read_manifest(Path(folder)), parameters)
