@@ -1,9 +1,4 @@
-"""Common parts of several commands' fields: numbers with bounds, and flags that mean the same everywhere.
-
-A number's converter ends with status 2 and a sentence behind the flag's name, also for what is no number at all.
-
-Deliberately absent: flags and bounds that only one command has; each is in its command's file.
-"""
+"""Fields that several commands share: numbers with bounds, and flags that mean the same everywhere."""
 
 import math
 from argparse import ArgumentTypeError
@@ -26,7 +21,7 @@ T = TypeVar("T")
 
 
 def checked(kind: Callable[[str], Number], expected: str, fits: Callable[[Number], bool]) -> Callable[[str], Number]:
-    """Return a converter: `kind` reads the text, `fits` bounds what it read, `expected` is what to say otherwise."""
+    """Return a converter: `kind` reads the text, `fits` bounds the value, `expected` describes what is allowed."""
 
     def convert(text: str) -> Number:
         try:
@@ -79,14 +74,19 @@ AllowKey = Annotated[Texts, REPEATED, key_at, "VARIABLE@HOST[:PORT]", ALLOW_KEY]
 
 
 def overrides(set: Texts, device: str | None) -> Texts:
-    """Return the assignments of `--set`, and of `--device` behind them."""
+    """Return the assignments of `--set`, then that of `--device`."""
     return [*set, *([] if device is None else [f"model.device={device}"])]
 
 
 def fill(kind: type[T], command: Command, **more: Any) -> T:
-    """Return a dataclass of `kind`, whose fields are the command's flags of the same name, or stand in `more`."""
+    """Return a dataclass of `kind`, with the command's flags of the same names, and `more`."""
     names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in vars(command).items() if name in names} | more)
+
+
+def pick(command: Command, names: str) -> dict[str, Any]:
+    """Return the values of these flags by name, for keyword arguments."""
+    return {name: getattr(command, name) for name in names.split()}
 
 
 def say(text: str) -> None:
@@ -109,11 +109,12 @@ class OfRecipe(Command):
 
 @contextmanager
 def resumable(resume: bool, from_step: int | None, folder: Path) -> Iterator[None]:
-    """An interrupt inside says up to which step the run in `folder` is saved, and the command that goes on. UserError
-    for --resume-from without --resume.
+    """Have an interrupt say which step is saved, and the command that goes on. UserError for --resume-from without
+    --resume.
 
-    Once the run has gone back to the step of --resume-from, that command has no --resume-from, or it would lose what
-    was learned since."""
+    Once the run has gone back to that step, the command leaves --resume-from out, or it would lose what was learned
+    since.
+    """
     from thresher.common import signals
     from thresher.engine.store.run_folder import count_starts, saved_so_far
 

@@ -1,13 +1,9 @@
-"""The command line. Every command says what it is about to do, shows progress, ends with one table and writes JSON.
+"""The command line. Every command announces its work, shows progress, ends with one table and can print JSON.
 
-Exit status: 0 done; 2 the user's mistake, explained in one sentence; 1 ours, with a trace, or in a sentence where a
-command checks our own work (`bench loss`, `bench compile`); 130 interrupted by Ctrl-C, 143 by SIGTERM, with a sentence
-that says what is kept and the command that goes on (common/signals.py); 141 nobody reads the output any more.
-
-With `--json` stdout is one object: what the command found, or {"error": sentence}, with the same status. Everything
-else goes to stderr.
-
-Deliberately absent: the commands themselves. Every class of a file in cli/commands that is one is found there.
+Exit status: 0 done; 2 the user's mistake, in one sentence; 1 ours, with a trace, or in a sentence of `bench loss` and
+the like; 130 interrupted by Ctrl-C, 143 by SIGTERM, with what is kept and the command that goes on; 141 the output was
+closed. With `--json` stdout is one object: the findings, or {"error": sentence}; everything else goes to stderr. The
+commands are the classes in cli/commands.
 """
 
 import argparse
@@ -29,7 +25,7 @@ from thresher.common.files import remedy
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `thresher`; leaves as `leave` does. It prepares the process before torch is loaded."""
+    """Entry point of `thresher`. It prepares the process before torch is loaded."""
     prepare_process()
     try:
         status = run(arguments)
@@ -64,7 +60,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ended(words: Sequence[str]) -> tuple[int, str | None]:
-    """The exit status of a command, and what is to be said of it."""
+    """Run a command; return its exit status and an error's sentence."""
     from thresher.common.signals import Interrupted, handling
 
     try:
@@ -99,7 +95,7 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """UserError for a word that is not UTF-8: it may be a file's name, and could stand in no recipe and no record."""
+    """Raise UserError for a word that is not UTF-8, which no recipe and no record can hold."""
     for word in words:
         try:
             word.encode("utf-8")
@@ -114,8 +110,8 @@ def _print_trace() -> None:
 
 
 def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: str = "") -> str:
-    """Return the message for an interrupted command: what it keeps, and what to type. The other arguments are
-    `Interrupted`'s fields."""
+    """Return the message for an interrupted command: what is kept, and what to type. kept, flag, spent: `Interrupted`'s
+    fields."""
     from thresher.common import signals
 
     again = list(words)
@@ -144,7 +140,7 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_within(arguments: Sequence[str]) -> None:
-    """A command of a chain, which has it as `options.run_command`: what it shows is not the chain's answer."""
+    """Run a command of a chain; its output is not the chain's answer."""
     from thresher.common import console
 
     with console.answering():
@@ -152,8 +148,7 @@ def _run_within(arguments: Sequence[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. What it parses has the command's function as `handler`, and the functions that
-    `Command` names."""
+    """Return the parser of all commands. Its result has the command's function as `handler`."""
     about = "Train small open models to answer from retrieved text, with GRPO."
     parser = Parser(prog="thresher", description=about, epilog=example("thresher demo --out runs/demo"))
     parser.set_defaults(run_command=_run_within, build_parser=build_parser)

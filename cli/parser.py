@@ -34,14 +34,14 @@ ANY_NUMBER: dict[str, Any] = {"nargs": "*"}  # a list that may be empty
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """Note of fields of which at most one is given; if `required`, one has to be."""
+    """Note of fields of which at most one is given; if `required`, exactly one."""
 
     required: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """Commands that have a word before theirs, as `index build` has. place, example: as those of a command."""
+    """Commands behind a common word, as in `index build`. place, example: as those of a command."""
 
     word: str
     help: str
@@ -51,10 +51,10 @@ class Group:
 
 
 class Command:
-    """Base of all commands. An instance has the values of its flags and of those that every command has.
+    """Base of all commands. An instance has the values of its flags.
 
-    help: the command's line in `--help`. place: orders these lines, smallest first. example: a command as it is typed.
-    A subclass without `help` is no command; it shares fields and methods.
+    help: the command's line in `--help`. place: its order there. example: a command as it is typed. A subclass without
+    `help` is no command; it shares fields and methods.
     """
 
     word = help = example = ""
@@ -89,7 +89,7 @@ def commands_in(module: Any) -> list[type[Command]]:
 def add_commands(
     parser: argparse.ArgumentParser, commands: Sequence[type[Command]], metavar: str, group: Group | None = None
 ) -> None:
-    """Give `parser` the commands of `group`; those of none, and the groups, where it is None."""
+    """Add the commands of `group` to `parser`; where it is None, those of none, and the groups."""
     below = parser.add_subparsers(required=True, metavar=metavar)
     groups = {command.group for command in commands if command.group is not None} if group is None else set()
     inside = [command for command in commands if command.group == group]
@@ -105,7 +105,7 @@ def add_commands(
 
 
 def add_flags(parser: argparse.ArgumentParser, command: type[Command]) -> None:
-    """Give `parser` an argument for each field of `command`, those of its base classes first."""
+    """Add an argument for each field of `command`, those of its base classes first."""
     bases = [base for base in reversed(command.__mro__) if base not in (Command, object)]
     names = dict.fromkeys(name for base in bases for name in vars(base).get("__annotations__", ()))
     hints = get_type_hints(command, include_extras=True)
@@ -151,7 +151,7 @@ def add_flags(parser: argparse.ArgumentParser, command: type[Command]) -> None:
 
 
 def _parts(hint: Any) -> tuple[Any, list[Any]]:
-    """Return the type inside `Annotated` and `| None`, and the notes on the way to it, the outermost last."""
+    """Return the type inside `Annotated` and `| None`, and the notes, the outermost last."""
     notes: list[Any] = []
     while True:
         if get_origin(hint) is Annotated:
@@ -185,10 +185,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.HelpFormatter):
-    """Help that says every default, and leaves an example's line as it is."""
+    """Help that says every default, and leaves an example's line unchanged."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        """Return the help text; argparse asks here for it."""
         text = action.help or ""
         takes_value = action.option_strings and action.nargs != 0 and not action.required
         if not takes_value or "default" in text:
@@ -200,7 +199,6 @@ class Help(argparse.HelpFormatter):
 
 
 def _typed(default: Any) -> str:
-    """Return a default as it would be typed."""
     if default is None or default == [] or default == float("inf"):
         return "none"
     return " ".join(map(str, default)) if isinstance(default, list | tuple) else repr(default).strip("'")
@@ -246,7 +244,7 @@ def _version(package: str) -> str | None:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return name -> parser of what a parser has below it; empty for a command's own."""
+    """Return name -> parser of the commands below a parser; empty for a command's own."""
     groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return next((dict(group.choices) for group in groups), {})
 
@@ -257,8 +255,7 @@ def command_of(parser: argparse.ArgumentParser) -> str:
 
 
 def unknown_flag(parser: argparse.ArgumentParser, words: Iterable[str]) -> str | None:
-    """Say what is wrong with the first flag that the parser does not know; argparse would first miss the flag that was
-    meant."""
+    """Describe the first flag that the parser does not know; argparse would first miss a required one."""
     for word in words:
         if word == "--" or (commands_of(parser) and not word.startswith("-")):
             return None
@@ -270,13 +267,13 @@ def unknown_flag(parser: argparse.ArgumentParser, words: Iterable[str]) -> str |
 
 
 def meant(word: str, known: Collection[str]) -> str:
-    """Say what a mistyped word may have been, or all that it could be."""
+    """Suggest what a mistyped word may mean, or list all that it may be."""
     near = get_close_matches(word, known, n=1)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
 
 
 def sentence(parser: argparse.ArgumentParser, message: str) -> str:
-    """Return argparse's message as a sentence that says what to do."""
+    """Rewrite argparse's message as a sentence that says what to do."""
     command = command_of(parser)
     if found := re.fullmatch(r"argument (.+?): invalid choice: (.+?) \(choose from .*\)", message, re.S):
         return _no_choice(parser, found[1], found[2].strip("'\""))

@@ -1,21 +1,12 @@
-"""Settings of a process before torch is loaded (how threads wait, what becomes of freed memory), and its end.
+"""Settings of a process before torch is loaded, and its end. Other programs may call `prepare_process` too.
 
-    OMP_WAIT_POLICY=passive      threads of torch and of FAISS, each with an OpenMP of its own, sleep while they wait
-    OPENBLAS_THREAD_TIMEOUT=4    so do NumPy's, after 2^4 cycles
-    mallopt                      glibc keeps up to `KEPT` bytes of freed memory at the end of its heap, and gives no
-                                 tensor below that a mapping of its own
+    OMP_WAIT_POLICY=passive      OpenMP threads of torch and FAISS sleep while they wait
+    OPENBLAS_THREAD_TIMEOUT=4    NumPy's do, after 2^4 cycles
+    mallopt                      glibc keeps up to `KEPT` bytes of freed memory, and maps no smaller tensor anew
 
-A thread that waits busily holds the core on which the one that it waits for should run: beside a busy process a step
-takes tens of times as long. And a tensor over 32 MiB is otherwise mapped anew each time, its pages cleared one fault
-after the other. What keeping it costs is memory: a process stays as large as it once was, until it ends.
-
-Whoever set one of the variables, GLIBC_TUNABLES or MALLOC_*, meant it, and is left alone. `thresher` calls this first.
-Other programs may too, before they import torch:
-
-    from thresher.cli.process import prepare_process
-    prepare_process()
-
-Deliberately absent: the number of threads, which is a recipe's (engine/threads.py), and allocators to be preloaded.
+A thread that waits busily holds the core that the awaited one needs: beside a busy process a step takes tens of times
+as long. A tensor over 32 MiB would be mapped anew each time, page fault by page fault. Variables that are set already
+(GLIBC_TUNABLES and MALLOC_* too) are left alone.
 """
 
 import ctypes
@@ -36,11 +27,8 @@ def prepare_process() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit with `status`; of several ranks, without Python's teardown.
-
-    torch's caches of DTensor keep a process group, and with it gloo's threads, beyond `destroy_process_group`. A thread
-    that releases its last tensor while Python finalises is ended inside a destructor, which aborts the process.
-    """
+    """Exit with `status`; of several ranks, without Python's teardown: torch's caches of DTensor keep gloo's threads,
+    and one that releases a tensor while Python finalises aborts the process."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(status)
     sys.stdout.flush()
@@ -49,7 +37,7 @@ def leave(status: int) -> NoReturn:
 
 
 def waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add, so that threads sleep while they wait."""
+    """Return the variables to add, so that threads sleep while they wait."""
     added = {} if any(name in environment for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
     if "OPENBLAS_THREAD_TIMEOUT" not in environment:
         added["OPENBLAS_THREAD_TIMEOUT"] = "4"
@@ -57,8 +45,7 @@ def waiting(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_memory(environment: Mapping[str, str]) -> bool:
-    """Have glibc keep freed memory; whether it does now. Not where the environment has settings for it, nor where the C
-    library is another."""
+    """Have glibc keep freed memory, unless the environment has settings for it; return whether it does."""
     chosen = any(name.startswith("MALLOC_") for name in environment)
     if chosen or "malloc" in environment.get("GLIBC_TUNABLES", "") or not sys.platform.startswith("linux"):
         return False

@@ -1,8 +1,5 @@
-"""Commands that have a model write: `generate`, `rollout`, `eval`, `extract`; `compare` and `score` of what it wrote.
-
-What a flag of `eval` or `rollout` says wins over the recipe's file, `--set` over both, and the preset of the system
-fills what is left open.
-"""
+"""Commands that have a model write: `generate`, `rollout`, `eval`, `extract`; `compare` and `score` their output. Flags
+of `eval` and `rollout` win over the recipe's file, `--set` over both; a system's preset fills the rest."""
 
 import argparse
 import json
@@ -64,8 +61,8 @@ class Generate(
     place=32,
     example='thresher generate --model models/warm --prompt "Who is the mayor?" --chat',
 ):
-    """One sample is shown while it is drawn; several, or the JSON of any number, when all have ended. On a terminal the
-    text's control characters are shown as signs; a file, a pipe and the JSON get the text as it is."""
+    """One sample is shown while it is drawn, several when all have ended. On a terminal control characters are shown as
+    signs."""
 
     model: Annotated[str, "model folder"]
     prompt: Annotated[str | None, _TEXT, "TEXT", "plain text: no control token can come of it"] = None
@@ -137,7 +134,7 @@ class Generate(
 
 
 def prompt_ids(text: str, tokenizer: "Tokenizer", chat: bool, model: str) -> list[int]:
-    """Encode a text as a prompt, raw or, with `chat`, in the chat template of the model in the folder `model`."""
+    """Encode a text as a prompt, raw or, with `chat`, in the model's chat template."""
     if not chat:
         return [*tokenizer.begin_ids, *tokenizer.encode(text)]
     if tokenizer.chat_template is None:
@@ -161,15 +158,9 @@ def _show_stream(generator: "Generator", request: "GenerateRequest") -> None:
 
 
 def _record(sample: "GenerateResult") -> dict[str, object]:
-    return {
-        "token_ids": sample.token_ids,
-        "logprobs": sample.logprobs,
-        "text": sample.text,
-        "finish": sample.finish,
-        "stop": sample.stop,
-        "trailing": sample.trailing.decode("utf-8", "replace"),
-        "prefill_tokens_computed": sample.prefill_tokens_computed,
-    }
+    values = {name: getattr(sample, name) for name in ("token_ids", "logprobs", "text", "finish", "stop")}
+    trailing = sample.trailing.decode("utf-8", "replace")
+    return {**values, "trailing": trailing, "prefill_tokens_computed": sample.prefill_tokens_computed}
 
 
 # Flag of `rollout` or `eval` -> the recipe's key.
@@ -279,7 +270,6 @@ class Eval(
             console.answer(run_evaluation(recipe, asked, out))
 
     def _answered_by(self) -> "AnsweredBy | None":
-        """Return the endpoint. UserError for a part of one without the others."""
         from thresher.engine.evaluation.api_rollout import AnsweredBy
 
         if (self.answer_url is None) != (self.answer_model is None):
@@ -295,8 +285,7 @@ class Eval(
         )
 
     def run_recipe(self) -> tuple[Recipe, Best | None]:
-        """Return the recipe of the evaluation, and the checkpoint that --best-of chose. UserError where model or system
-        is open."""
+        """Return the recipe of the evaluation, and the checkpoint of --best-of."""
         if self.answer_url is not None and (self.model or self.best_of):
             raise UserError("eval: with --answer-url its model answers; leave out --model and --best-of")
         best = best_checkpoint(self.best_of) if self.best_of else None
@@ -309,8 +298,8 @@ class Eval(
 def flagged_recipe(
     command: Eval | Rollout, file: str | Path | None, no_model: str, no_system: str, best: Best | None = None
 ) -> Recipe:
-    """Return the recipe that the flags of KEYS, --system and --baseline make, with a file or without one. A flag that a
-    command does not have counts as not given. UserError with one of the two sentences where model or system is open."""
+    """Return the recipe of the flags in KEYS, --system and --baseline, with a file or without. UserError with one of
+    the two sentences where model or system is open."""
     tables = read_tables(file) if file else {}
     baseline = getattr(command, "baseline", None)
 
@@ -343,8 +332,8 @@ def flagged_recipe(
 
 
 def _preset(name: str, tables: Tables, command: Eval | Rollout, bare: bool) -> Tables:
-    """Return what is left open: the system's preset; below a baseline's that of the system it stands in for; and,
-    without a file to say it, a context no longer than the model's."""
+    """Return the values that fill the rest: the system's preset; below a baseline's, that of the system it replaces;
+    and, without a file, a context no longer than the model's."""
     from thresher.engine.baselines import load_baseline
     from thresher.engine.systems import load_system
     from thresher.policy.config import read_config

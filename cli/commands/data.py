@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from thresher.cli import flags
 from thresher.cli.flags import Count, Device, Integer, Natural, Texts, checked
 from thresher.cli.parser import POSITIONAL, REPEATED, Command, Group, OneOf
 from thresher.common import console
@@ -60,19 +61,14 @@ class Convert(
                 sources,
                 self.out,
                 fmt=self.format,
-                seed=self.seed,
-                aliases=self.aliases,
-                corpus=self.corpus,
-                skipped=self.skipped,
-                passages=self.passages,
                 on_record=lambda name, records: counter(records, f"of {name}"),
+                **flags.pick(self, "seed aliases corpus skipped passages"),
             )
         _print_conversion(self.out, figures)
         console.answer(figures)
 
 
 def _print_conversion(out: str, figures: dict[str, Any]) -> None:
-    """Print what was read, what became of it, and every reason for which something was left out."""
     rows = [
         (source["source"], source["format"], source["records"], sum(source["skipped"].values()), source["kept"])
         for source in figures["sources"]
@@ -213,7 +209,7 @@ class Sft(
         say_unused(unused, total, listed)
 
     def _of_questions(self, template: str | None) -> tuple[list[dict[str, Any]], list[Unused], str]:
-        """Return records, what gave none, and who wrote the analyses."""
+        """Return records, the questions that gave none, and the author of the analyses."""
         from thresher.engine.training.sft_data import TEMPLATED, make_records, why_unusable
         from thresher.retrieval.questions import read_questions
 
@@ -233,7 +229,6 @@ class Sft(
         return *make_records(questions, kind, self.answer, template, analyses, author, evidence), author
 
     def _contrasts(self) -> tuple[list[dict[str, Any]], list[Unused]]:
-        """Return records of an encoder, and what gave none."""
         from thresher.engine.compressors.training_data import MARGIN, make_contrasts
         from thresher.engine.training.sft_data import why_unusable
         from thresher.retrieval.questions import read_questions
@@ -248,7 +243,7 @@ class Sft(
         return [contrast.to_dict() for contrast in found.values()], unused
 
     def _check(self) -> None:
-        """UserError where flags contradict each other, before anything is read."""
+        """Raise UserError where flags contradict each other, before anything is read."""
         kind, tagged, model = self.kind, self.answer == "tagged", self.model
         if Path(self.out).exists():
             raise UserError(f"{self.out}: exists already; choose another file for the records")

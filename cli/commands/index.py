@@ -34,8 +34,6 @@ class Plan(
     place=10,
     example="thresher index plan --passages 21015324 --dim 768 --memory 16GB",
 ):
-    """Measures this machine for less than a minute, then prints what each kind would need and take."""
-
     passages: Annotated[Count, "N", "how many there will be"]
     dim: Annotated[Count | None, "D", "of a vector; default: the encoder's, else 768"] = None
     kind: Annotated[
@@ -86,23 +84,14 @@ class Plan(
         advised = advice(self.passages, dim, memory)
         if not words:
             console.console.print(advised[0].upper() + advised[1:] + ".", soft_wrap=True)
-        record = {
-            "passages": self.passages,
-            "dim": dim,
-            "memory_bytes": memory,
-            "threads": threads,
-            "sample": sample,
-            "disk_bytes_per_second": written,
-            "encoded_per_second": encoded,
-            "plans": [asdict(row) for row in plans],
-            "advice": advised,
-        }
+        record = {"passages": self.passages, "dim": dim, "memory_bytes": memory, "threads": threads, "sample": sample}
+        record |= {"disk_bytes_per_second": written, "encoded_per_second": encoded}
+        record |= {"plans": [asdict(row) for row in plans], "advice": advised}
         console.answer(record)
         if self.out is not None:
             atomic_write_text(self.out, json.dumps(record, indent=2) + "\n")
 
     def _check(self, words: bool) -> None:
-        """UserError for a flag that would do nothing."""
         if self.device is not None and self.encoder is None:
             raise UserError("--device is of --encoder, and none is given; add --encoder DIR, or leave it out")
         for flag in ("dim", "encoder", "sample") if words else ():
@@ -123,8 +112,7 @@ class Plan(
         return LexicalEncoder.fit([PASSAGE], self.dim or DEFAULT_DIM)
 
     def _encoding_note(self, encoded: float | None, words: bool, plans: "Sequence[IndexPlan]") -> str:
-        """Say what of the work before the build the table leaves out, and how long both take; `encoded` are passages a
-        second."""
+        """Describe the encoding, which the table leaves out. encoded: passages a second."""
         from thresher.retrieval.building.plan import WORDS, show_seconds
 
         if words:
@@ -204,14 +192,9 @@ class Build(
                 self.encoder,
                 self.embed,
                 DEFAULT_DIM if self.dim is None else self.dim,
-                kind=self.kind,
-                memory=self.memory,
-                recall=self.recall,
-                keep=self.keep,
                 encoder_options={name: getattr(self, name) for name in names if getattr(self, name) is not None},
-                chunk_words=self.chunk_words,
-                skip_empty=self.skip_empty,
                 on_stage=on_stage,
+                **flags.pick(self, "kind memory recall keep chunk_words skip_empty"),
             )
         console.figures(f"index in {self.out}", figures)
 
@@ -329,7 +312,7 @@ class ServeRetriever(
     place=90,
     example="thresher serve-retriever --index indexes/wiki --port 8000",
 ):
-    """What a limit is for stands at retrieval/serving/app.py."""
+    """retrieval/serving/app.py explains the limits."""
 
     index: Annotated[str, "folder that `thresher index build` wrote"]
     set: SearchParameters = []
@@ -355,7 +338,6 @@ class ServeRetriever(
     timeout: Annotated[Limit, "SECONDS", "for a body to arrive, and for a search; default: 60.0"] = 60.0
 
     def __call__(self) -> None:
-        """Serve until a signal ends it."""
         from thresher.retrieval.serving.app import Bounds, Settings
         from thresher.retrieval.serving.server import serve_folder
 

@@ -64,11 +64,8 @@ class Init(
             self.out,
             tokenizer_path=self.tokenizer,
             train_on=self.train_tokenizer,
-            vocab_size=self.vocab_size,
             overrides=self.set,
-            seed=self.seed,
-            embedding_std=self.embedding_std,
-            zero_outputs=self.zero_outputs,
+            **flags.pick(self, "vocab_size seed embedding_std zero_outputs"),
         )
         console.figures(f"model with random weights in {self.out}", figures)
 
@@ -99,7 +96,7 @@ class Sft(
 
 
 def run_sft(recipe: "RunRecipe", out: Path, resume: bool = False, from_step: int | None = None) -> None:
-    """Fine-tune `model.path`, all of it or adapters; `out` becomes a model folder with its measurements beside."""
+    """Fine-tune `model.path`, all of it or adapters, into the model folder `out`."""
     from thresher.engine.config.sections import SftSection
     from thresher.engine.training.sft_data import say_unused
     from thresher.engine.training.sft_run import check_out, load_fine_tuning
@@ -188,16 +185,7 @@ class TrainEncoder(
     def __call__(self) -> None:
         from thresher.engine.compressors.recomp_train import train_recomp
 
-        figures = train_recomp(
-            self.records,
-            self.model,
-            self.out,
-            steps=self.steps,
-            lr=self.lr,
-            batch=self.batch,
-            seed=self.seed,
-            device=self.device,
-        )
+        figures = train_recomp(self.records, self.model, self.out, **flags.pick(self, "steps lr batch seed device"))
         console.figures(f"an encoder in {self.out}", figures)
 
 
@@ -271,7 +259,7 @@ class Plan(
 
 
 def _config(model: str) -> "ModelConfig":
-    """Read the configuration of a model folder, or a config.json. No weights are looked at."""
+    """Read the configuration of a model folder, or a config.json."""
     from thresher.common.files import read_json_object
     from thresher.policy.config import config_from_dict, read_config
 
@@ -303,7 +291,7 @@ def _print_plan(found: "MemoryPlan") -> None:
 
 
 def _lines(found: "MemoryPlan") -> list[str]:
-    """Return what there is to say below the table."""
+    """Return the text below the table."""
     from thresher.engine.planning.plan import GB
 
     assert found.memory_bytes is not None
@@ -383,7 +371,6 @@ class Recipe(
 
 
 def _copy(name: str, out: Path) -> None:
-    """Write the recipe `name` to a new file."""
     from thresher.common.files import atomic_write_text
     from thresher.engine.config.recipe import shipped_recipe
 
