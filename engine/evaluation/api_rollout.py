@@ -1,23 +1,17 @@
-"""Trajectories whose turns a server writes: the same episodes, prompts and limits, played in text.
-
-Trajectories hold ids as well, of the texts by a tokenizer, so that rewards, measures and checks are the very same; they
-are not what the server sampled, and have no log-probs. Without a tokenizer a byte is a token and 4 of them count as one
-of a limit. All samples go forward together: a step is one call of the endpoint, with judge.concurrency requests at a
-time. Everything that came back is in the file of replies before it is used.
+"""Trajectories whose turns a server writes: the same episodes, prompts and limits as a policy's, played in text.
 
     chat          .../v1/chat/completions    the context as messages: prompts and passages the user's, turns the
-                                             assistant's; where it ends in a turn, that is what is to be continued
+                                             assistant's; a context that ends in a turn is to be continued
     completion    .../v1/completions         the context as one text: exactly what a policy of ours would read
 
-Servers leave the stop tag out of what they return, and most do not say which it was. So it is put back: the one that
-the server names (vLLM's stop_reason, SGLang's matched_stop), else that of the span that was left open last. A text that
-ends of itself inside such a span looks the same, and is closed too. A server that ignores `stop` writes on, and is cut.
-
-Deliberately absent: token ids and log-probs, which such a server need not tell, a reasoner's hidden thoughts, and
-latency apart from the server's.
+A trajectory's ids are those of its texts by a tokenizer, without log-probs, and not what the server sampled. Without a
+tokenizer a byte is a token, and 4 of them count as one of a limit. A step is one call of the endpoint for all samples;
+replies are in its file before they are used. A stop tag that a server left out is put back: the one that it names
+(vLLM's stop_reason, SGLang's matched_stop), else that of the span that was opened last.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,9 +27,10 @@ from thresher.engine.assemble import PromptContext, make_prompt_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
 from thresher.engine.decoding.scheduler import SharedPrompt
-from thresher.engine.episode import BranchPrompt, Retrieved, System, Turn
+from thresher.engine.episode import BranchPrompt, EpisodeConfig, Retrieved, System, Turn
+from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import EpisodeRunner, Job, RolloutClock, Sample, Written, context_ids
+from thresher.engine.rollout.rollout import EpisodeRunner, Job, Limits, RolloutClock, Sample, Written, context_ids
 from thresher.engine.scoring.endpoint import PATH, Endpoint, Messages, Unusable, read_key, shown
 from thresher.policy.tokenizer import load_tokenizer, train_bpe
 from thresher.retrieval.retriever import Retriever
@@ -54,22 +49,26 @@ def speaks_chat(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """One text that came back, and whether the limit on its tokens ended it."""
+    """A reply as a turn. full: the limit on its tokens ended it."""
 
     turn: Turn
     full: bool
 
 
+class Continues(Protocol):
+    def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
+        """Return the text that follows each context, up to its stop tags, with at most so many tokens. UserError as
+        `Endpoint.complete`."""
+
+
 class ContinuingEndpoint(Endpoint):
-    """As Endpoint, asked for the continuations of contexts; `chat` says by which of the two protocols."""
+    """An Endpoint that continues contexts, by the chat protocol (`chat`) or as completions."""
 
     def __init__(self, url: str, model: str, **settings: Any) -> None:
         self.chat = speaks_chat(url)
         super().__init__(url, model, path=PATH if self.chat else COMPLETIONS, **settings)
 
     def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
-        """Return the text that follows each context, up to its stop tags, with at most so many tokens. UserError as
-        `complete`."""
         bodies = [self._body(context, stop, most, temperature) for context, stop, most in asked]
         return [
             _continued(json.loads(reply), context, stop)
@@ -125,18 +124,10 @@ def cut(reply: str, stop: Sequence[str]) -> Turn:
     return Turn(reply[:end].encode("utf-8", "surrogatepass"), tag)
 
 
-class Continues(Protocol):
-    """Continues contexts: a ContinuingEndpoint, or another that has been given a model."""
-
-    def continued(
-        self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float
-    ) -> list["Continued"]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredBy:
-    """The model that answers: `model` of the server at `url`. key_env: the environment variable that holds its key.
-    tokenizer: a folder, of the model's or a like one."""
+    """The model that answers: `model` of the server at `url`. key_env: environment variable with its key. tokenizer:
+    folder of the model's or a similar one."""
 
     url: str
     model: str
@@ -144,16 +135,21 @@ class AnsweredBy:
     tokenizer: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the part of it that decides trajectories; servers move."""
+        """Return what decides trajectories; the URL does not."""
         return {"answered by": [self.model, "chat" if speaks_chat(self.url) else "completion", self.tokenizer]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiRunContext(PromptContext):
-    """As RunContext, with an endpoint in the policy's place."""
+    """A RunContext with an endpoint in the policy's place."""
 
     endpoint: ContinuingEndpoint
     answered_by: AnsweredBy
+
+    @property
+    def unit(self) -> int:
+        """Return how many tokens of the tokenizer count as one of a limit."""
+        return 1 if self.answered_by.tokenizer else BYTES_A_TOKEN
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
@@ -172,11 +168,11 @@ class ApiRunContext(PromptContext):
             self.renderer,
             self.limits,
             (self.recipe.retrieval or RetrievalSection()).shuffle,
-            1 if self.answered_by.tokenizer else BYTES_A_TOKEN,
+            self.unit,
         )
 
     def facts(self, seconds: float) -> dict[str, Any]:
-        """Return the table's facts about the model that answered; seconds: for each question."""
+        """Return facts for the table; seconds: of a question."""
         by, endpoint, concurrency = self.answered_by, self.endpoint, self.recipe.judge.concurrency
         kind = "chat" if endpoint.chat else "completion"
         return {
@@ -191,8 +187,8 @@ class ApiRunContext(PromptContext):
 
 
 def load_api_context(recipe: Recipe, system: System | None, by: AnsweredBy, answers: Path) -> ApiRunContext:
-    """Return the parts of an evaluation that an endpoint answers; what it says is kept in the file `answers`. UserError
-    as Endpoint, for a key that is not set, and for a prompt that cannot be made."""
+    """Return the context of an evaluation that an endpoint answers. Its replies are kept in the file `answers`.
+    UserError as Endpoint, for a key that is not set, and for a chat prompt without a template."""
     endpoint = ContinuingEndpoint(
         by.url,
         by.model,
@@ -210,23 +206,22 @@ def load_api_context(recipe: Recipe, system: System | None, by: AnsweredBy, answ
             "eval: a completion endpoint gets the prompt as it is; for --prompt chat give --tokenizer, a folder with "
             "the model's chat template, or the address of its chat completions"
         )
-    frame = make_prompt_context(recipe, tokenizer, system)
-    limits, unit = frame.limits, 1 if by.tokenizer else BYTES_A_TOKEN
+    context = make_prompt_context(recipe, tokenizer, system)
+    known = {one.name: getattr(context, one.name) for one in fields(context)}
+    found = ApiRunContext(endpoint=endpoint, answered_by=by, **known)
+    limits, renderer = found.limits, found.renderer
     limits = replace(
         limits,
-        max_turn_tokens=limits.max_turn_tokens * unit,
-        max_policy_tokens=limits.max_policy_tokens * unit,
-        max_context=limits.max_context * unit,
+        max_turn_tokens=limits.max_turn_tokens * found.unit,
+        max_policy_tokens=limits.max_policy_tokens * found.unit,
+        max_context=limits.max_context * found.unit,
     )
-    renderer = replace(frame.renderer, chat=wrapped, max_passage_tokens=frame.renderer.max_passage_tokens * unit)
-    known = {one.name: getattr(frame, one.name) for one in fields(frame)} | {"limits": limits, "renderer": renderer}
-    return ApiRunContext(endpoint=endpoint, answered_by=by, **known)
+    renderer = replace(renderer, chat=wrapped, max_passage_tokens=renderer.max_passage_tokens * found.unit)
+    return replace(found, limits=limits, renderer=renderer)
 
 
 class ApiRollout(EpisodeRunner):
-    """Makes trajectories of turns that an endpoint writes; `prompt`, `run` and `clock` are as Rollout's.
-
-    setting: as an EpisodeRunner's."""
+    """Makes trajectories of turns that an endpoint writes. setting: arguments of EpisodeRunner."""
 
     def __init__(self, endpoint: Continues, *setting: Any) -> None:
         super().__init__(*setting)
@@ -237,9 +232,9 @@ class ApiRollout(EpisodeRunner):
         jobs: Sequence[Job],
         temperature: float,
         on_progress: Callable[[int], None] | None = None,
-        recall: bool = False,  # of drafts, which are none of ours here
+        recall: bool = False,  # for drafts, which an endpoint has none of
     ) -> list[Trajectory]:
-        """Draw as EpisodeRunner does. UserError as the endpoint's."""
+        """Return the trajectories of `jobs`. UserError as the endpoint's."""
         self.clock = RolloutClock()
         started = time.perf_counter()
         trajectories = self.collect(jobs, ApiWriter(self, temperature), on_progress)
@@ -247,14 +242,13 @@ class ApiRollout(EpisodeRunner):
         return trajectories
 
     def stream(self, jobs: Sequence[Job], temperature: float) -> Iterator[Trajectory]:
-        """Yield every job's trajectory, as soon as it has ended: what is known by the time the endpoint fails has been
-        handed out. Branches are still to come."""
+        """Yield every job's trajectory as soon as it has ended, without its branches."""
         for ended in self.play(jobs, ApiWriter(self, temperature)):
             yield from (sample.trajectory for sample in ended)
 
 
 class ApiWriter:
-    """Writes turns by an endpoint: a step is one call of it, for all turns that are due. contexts: as messages."""
+    """The TurnWriter of an endpoint: a step is one call for all turns that are due."""
 
     def __init__(self, rollout: ApiRollout, temperature: float) -> None:
         self.rollout, self.temperature, self.unit = rollout, temperature, rollout.unit
@@ -266,8 +260,7 @@ class ApiWriter:
         return not self.due
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        """Begin a context: the prompt is the user's; what of a branch stands in the policy's place is the
-        assistant's."""
+        """Begin a context: the prompt is the user's; what a branch puts in the policy's place is the assistant's."""
         tokenizer, renderer, ids = self.rollout.tokenizer, self.rollout.renderer, prompt.ids
         sample.trajectory.from_api = True
         written = 0
@@ -291,9 +284,9 @@ class ApiWriter:
         due, self.due = self.due, []
         asked = [(self.contexts[sample], stop, max(sample.room // self.unit, 1)) for sample, stop in due]
         found = self.rollout.endpoint.continued(asked, self.temperature)
-        return [(sample, self._written(sample, one)) for (sample, _), one in zip(due, found, strict=True)]
+        return [(sample, self._append_turn(sample, one)) for (sample, _), one in zip(due, found, strict=True)]
 
-    def _written(self, sample: Sample, continued: Continued) -> Written:
+    def _append_turn(self, sample: Sample, continued: Continued) -> Written:
         ids = self.rollout.tokenizer.encode(continued.turn.text.decode())
         room = self.rollout.limits.max_context - sample.length
         too_long = len(ids) > room  # the server's tokens may be fewer
@@ -303,10 +296,55 @@ class ApiWriter:
         return Written(ids, stop=None if too_long else continued.turn.stop, full=too_long or continued.full)
 
     def release(self, sample: Sample, keep: bool) -> None:
-        """Do nothing: only the context is held, for turns to come."""
+        """Do nothing: there is no cache to free."""
 
     def _say(self, sample: Sample, role: str, text: str) -> None:
         context = self.contexts[sample]
         if context[-1]["role"] != role:
             context.append({"role": role, "content": ""})
         context[-1]["content"] += text
+
+
+# --- A chat model that is told no stop tags
+
+
+class WholeReplies:
+    """A chat model's replies as turns. It is told no stop tag, so a reply is cut behind the first of its tags. chat: an
+    Endpoint, or anything with its `complete`."""
+
+    def __init__(self, chat: Any) -> None:
+        self._chat = chat
+
+    def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
+        replies = self._chat.complete(
+            [messages for messages, _, _ in asked], temperature=temperature, max_tokens=asked[0][2]
+        )
+        return [
+            Continued(cut(reply.encode("utf-8", "replace").decode(), stop), full=False)
+            for reply, (_, stop, _) in zip(replies, asked, strict=True)
+        ]
+
+
+def chat_rollout(
+    chat: Any,
+    system: System,
+    tools: EpisodeConfig,
+    retriever: Retriever | None,
+    k: int,
+    passage_format: str,
+    max_tokens: int,
+) -> ApiRollout:
+    """Return a chat model under `system`, without any limit but `max_tokens` of a reply."""
+    tokenizer = train_bpe((), 256)  # a byte is a token
+    renderer = Renderer(
+        tokenizer=tokenizer,
+        tags=system.tags,
+        k=k,
+        chat=False,
+        max_passage_tokens=sys.maxsize,
+        passage_format=passage_format,
+    )
+    limits = Limits(
+        max_turn_tokens=max_tokens, max_policy_tokens=sys.maxsize, max_context=sys.maxsize, max_num_seqs=sys.maxsize
+    )
+    return ApiRollout(WholeReplies(chat), tokenizer, retriever, system, tools, renderer, limits)

@@ -1,28 +1,29 @@
-"""One model as extractor: question and passages go in, rationale and evidence come out, and no answer is asked for.
+"""Extractors: question and passages go in, rationale and evidence come out; alone, or inside an agent's search loop.
 
     evidence     rationale    of
     <extract>    <reason>     eviomni, lear
     <extract>                 extract_only
     <think>                   cot, with passages: what it thinks is what it found
 
-Its system's prompt, and of its episode the first turn, which ends where the evidence does. Decoding is greedy.
+In the loop an agent searches as Search-R1 does, and reads evidence in place of passages (`ReadingRetriever`).
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
 from thresher.engine.compressors.options import Compressor
-from thresher.engine.episode import Episode, EpisodeConfig, Generate, System
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Search, System, Turn
 from thresher.engine.protocol.prompts import truncate_passages
 from thresher.engine.rollout.rollout import Job
-from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
-from thresher.retrieval.questions import Question
+from thresher.retrieval.questions import Question, passage_record
+from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.measures import compression_ratio
-from thresher.rewards.reward import TextSegment
 from thresher.rewards.tags import blocks
 
 SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and of rationale; a system's are the first it has
@@ -30,25 +31,21 @@ SPANS = (("extract", "reason"), ("think", None))  # tags of evidence and of rati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
-    """The evidence taken from some passages. Texts are stripped, and empty where their span is missing or was not
-    closed.
+    """The evidence taken from some passages. Texts are stripped, and empty where their span is missing or not closed.
 
-    rationale: None where none is asked for.
-    passages: as it was shown them, cut_passages of them cut to fit.
-    passage_tokens: length of the passages' texts, evidence_tokens, rationale_tokens: of those, in the extractor's
-    tokens.
-    reason: "extracted", or the limit that ended it ("turn_tokens", "context", ..), or "ended"; "refined" where nothing
-    was written.
+    rationale: None where none is asked for. passages: as shown, `cut_passages` of them cut to fit. passage_tokens:
+    length of the passages' texts in the extractor's tokens. reason: "extracted", the limit that ended it
+    ("turn_tokens", "context", ..), "ended", or "refined" where nothing was written.
     """
 
-    rationale: str | None
-    evidence: str
-    passages: tuple[Passage, ...]
-    cut_passages: int
-    passage_tokens: int
-    evidence_tokens: int
-    rationale_tokens: int
-    reason: str
+    rationale: str | None = None
+    evidence: str = ""
+    passages: tuple[Passage, ...] = ()
+    cut_passages: int = 0
+    passage_tokens: int = 0
+    evidence_tokens: int = 0
+    rationale_tokens: int = 0
+    reason: str = "ended"
 
     @property
     def compression_ratio(self) -> float | None:
@@ -57,11 +54,13 @@ class Extraction:
 
 
 class Extractor:
-    """One model as extractor; `context` as `load_run_context` gives them for a system of SPANS that is given passages,
-    else UserError. evidence_tokens: evidence that is longer is cut to so many; None: none is."""
+    """A policy as extractor, greedy. It plays the first turn of its system's episode, up to the end of the evidence.
+
+    context: of a system of SPANS that is given passages, else UserError. evidence_tokens: longer evidence is cut.
+    """
 
     def __init__(self, context: RunContext, evidence_tokens: int | None = None) -> None:
-        self.tokenizer: Tokenizer = context.tokenizer
+        self.tokenizer = context.tokenizer
         self.evidence_tokens = evidence_tokens
         self.evidence_tag, self.rationale_tag = spans_of(context.system)
         self._rollout = replace(context, system=first_turn(context.system, self.evidence_tag)).rollout(None)
@@ -71,25 +70,28 @@ class Extractor:
         self._rollout.check_prompts(questions)
 
     def extract(self, questions: Sequence[Question]) -> list[Extraction]:
-        """Extract from each question's own passages, cut where they must be. UserError where prompt and passages do not
-        fit into the context."""
+        """Extract from each question's own passages, cut to what fits. UserError where the prompt does not fit."""
         run = self._rollout
-        given = [question.passages for question in questions]
+        whole = [question.passages for question in questions]
         questions = truncate_passages(questions, run.system, run.tools, run.renderer).questions
         jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
         with console.polling(run.stage):
             trajectories = run.run(jobs, 0.0)
         extractions = []
-        for whole, question, trajectory in zip(given, questions, trajectories, strict=True):
-            pieces = trajectory.pieces(self.tokenizer)
-            evidence = self._cut(_first(pieces, self.evidence_tag))
-            rationale = None if self.rationale_tag is None else _first(pieces, self.rationale_tag)
+        for passages, question, trajectory in zip(whole, questions, trajectories, strict=True):
+            found = {
+                tag: next((span.text for span in blocks(trajectory.pieces(self.tokenizer), tag)), "")
+                for tag in (self.evidence_tag, self.rationale_tag)
+                if tag is not None
+            }
+            evidence = self._cut(found[self.evidence_tag])
+            rationale = found[self.rationale_tag] if self.rationale_tag is not None else None
             extractions.append(
                 Extraction(
                     rationale=rationale,
                     evidence=evidence,
                     passages=question.passages,
-                    cut_passages=sum(a is not b for a, b in zip(whole, question.passages, strict=True)),
+                    cut_passages=sum(a is not b for a, b in zip(passages, question.passages, strict=True)),
                     passage_tokens=sum(len(self.tokenizer.encode(passage.text)) for passage in question.passages),
                     evidence_tokens=len(self.tokenizer.encode(evidence)),
                     rationale_tokens=len(self.tokenizer.encode(rationale or "")),
@@ -106,27 +108,23 @@ class Extractor:
 
 
 class CompressorExtractor:
-    """A compressor in an extractor's place: what it keeps of the passages is the evidence, and there is no rationale.
-    Passages are read whole, however long."""
+    """A compressor as extractor: the part that it keeps of whole passages is the evidence."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
 
     def check(self, questions: Sequence[Question]) -> None:
-        """Do nothing: nothing has to fit anywhere."""
+        """Do nothing: there is no context to fit into."""
 
     def extract(self, questions: Sequence[Question]) -> list[Extraction]:
         evidence = self._compressor.compress(questions)
         lengths = iter(self._compressor.count_tokens([p.text for question in questions for p in question.passages]))
         return [
             Extraction(
-                rationale=None,
                 evidence=kept,
                 passages=question.passages,
-                cut_passages=0,
                 passage_tokens=sum(next(lengths) for _ in question.passages),
                 evidence_tokens=length,
-                rationale_tokens=0,
                 reason="refined",
             )
             for question, kept, length in zip(questions, evidence, self._compressor.count_tokens(evidence), strict=True)
@@ -134,7 +132,7 @@ class CompressorExtractor:
 
 
 def spans_of(system: System) -> tuple[str, str | None]:
-    """Return the tags of what is evidence and of what is rationale in a system's first turn."""
+    """Return the tags of evidence and of rationale in a system's first turn."""
     found = next(((tag, before) for tag, before in SPANS if f"<{tag}>" in system.tags), None)
     if found is None or not system.given_passages:
         raise UserError(
@@ -146,8 +144,7 @@ def spans_of(system: System) -> tuple[str, str | None]:
 
 
 def first_turn(system: System, tag: str) -> System:
-    """Return the system with everything behind the first turn of its episode left out, which ends where `tag` is
-    closed."""
+    """Return the system with an episode that ends after its first turn, in which `tag` is closed."""
 
     def episode(question: Question, tools: EpisodeConfig) -> Episode:
         whole = system.episode(question, tools)
@@ -161,6 +158,107 @@ def first_turn(system: System, tag: str) -> System:
     return replace(system, episode=episode)
 
 
-def _first(pieces: Sequence[TextSegment], tag: str) -> str:
-    """Return the text of the policy's first closed span of `tag`; "" without one."""
-    return next((span.text for span in blocks(pieces, tag)), "")
+# --- Inside an agent's search loop
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSearch:
+    """A search with the question and the agent's thinking in that turn."""
+
+    question: str
+    thinking: str
+    query: str
+
+    def packed(self) -> str:
+        """Return one line that `unpack` reads, for retrievers whose queries are strings."""
+        return json.dumps([self.question, self.thinking, self.query])
+
+    @staticmethod
+    def unpack(text: str) -> "AgentSearch":
+        return AgentSearch(*json.loads(text))
+
+    def wanted(self) -> str:
+        """Return the text in the place of the extractor's question."""
+        thinking = f"\nThinking: {self.thinking}" if self.thinking else ""
+        return f"{self.question}{thinking}\nSearch: {self.query}"
+
+
+class ReadingRetriever(Retriever):
+    """Finds passages for packed agent searches, and returns the evidence that the extractor takes from them as the one
+    hit; none where the evidence is empty. readings: what was extracted, by the packed search."""
+
+    def __init__(self, retriever: Retriever, extractor: Extractor | CompressorExtractor) -> None:
+        super().__init__()
+        self.readings: dict[str, Extraction] = {}
+        self._retriever, self._extractor = retriever, extractor
+
+    def check_k(self, k: int) -> None:
+        self._retriever.check_k(k)
+
+    def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
+        searches = [AgentSearch.unpack(query) for query in queries]
+        found = self._retriever.search([search.query for search in searches], k)
+        passages = [tuple(hit.passage for hit in hits) for hits in found]
+        questions = [
+            Question(f"search {number}", search.wanted(), (), passages=given)
+            for number, (search, given) in enumerate(zip(searches, passages, strict=True))
+        ]
+        extracted = iter(self._extractor.extract([question for question in questions if question.passages]))
+        extractions = [next(extracted) if given else Extraction(rationale="") for given in passages]
+        self.readings.update(zip(queries, extractions, strict=True))
+        return [
+            [Hit(-1, Passage("evidence", "", extraction.evidence), 0.0)] if extraction.evidence else []
+            for extraction in extractions
+        ]
+
+
+def with_packed_searches(system: System) -> System:
+    """Return the system with packed searches: each has the question and the thinking of its turn."""
+
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
+        loop = system.episode(question, tools)
+        answer, turn = None, Turn(b"", None)
+        while True:
+            try:
+                request = loop.send(answer)
+            except StopIteration as stop:
+                return str(stop.value)
+            if isinstance(request, Search):
+                request = Search(AgentSearch(question.question, thinking(turn), request.query).packed())
+            answer = yield request
+            if isinstance(request, Generate):
+                turn = answer
+
+    return replace(system, episode=episode)
+
+
+def thinking(turn: Turn) -> str:
+    """Return what a turn says before it searches: in <think> if the agent keeps to the tags, else everything."""
+    return turn.inside("think") or turn.text.partition(b"<search>")[0].decode("utf-8", "replace").strip()
+
+
+def reading_record(packed: str, reading: Extraction) -> dict[str, Any]:
+    """Return the record of one search of the agent."""
+    search = AgentSearch.unpack(packed)
+    return {
+        "thinking": search.thinking,
+        "query": search.query,
+        "passages": [passage_record(passage) for passage in reading.passages],
+        **({} if reading.rationale is None else {"rationale": reading.rationale}),
+        "evidence": reading.evidence,
+        "compression_ratio": reading.compression_ratio,
+        "ended": reading.reason,
+    }
+
+
+def reading_figures(readings: list[Extraction]) -> dict[str, Any]:
+    """Return the figures of one question. compression_ratio: of the passages behind its evidence; None without any."""
+    useful = [reading for reading in readings if reading.evidence]
+    passages = sum(extraction.passage_tokens for extraction in useful)
+    evidence = sum(extraction.evidence_tokens for extraction in useful)
+    return {
+        "searches": len(readings),
+        "empty": len(readings) - len(useful),
+        "compression_ratio": compression_ratio(passages, evidence),
+        "cut_passages": sum(reading.cut_passages for reading in readings),
+    }

@@ -1,29 +1,20 @@
-"""`thresher extract`: EviOmni in use, evidence before the answer, in a traditional and in an agentic loop; and other
-compressors in its place (engine/compressors/options.py), as rows that it is compared with.
+"""`thresher extract`: evidence before the answer, in a traditional and in an agentic loop.
 
     traditional   passages P of q, given or retrieved, and noise  ->  extractor(q, P) = r, e
                   ->  a generator, if any: answer(q, e)
     agentic       an agent searches, the extractor reads what is found, and only e comes back
-    (engine/extraction/agentic.py)
 
-
-Questions are taken in batches, and what a batch brings is on disk before the next begins (engine/store/journal.py).
-What a chat model replied is kept beside it, so that nothing is paid for twice.
-
-Deliberately absent: sampling. All is greedy, as in evaluation.
+The extractor is a policy, or a compressor (engine/compressors/options.py). All decoding is greedy. Questions are taken
+in batches; a batch is on disk (records.py) before the next begins, and so are replies of a chat model.
 """
 
-import json
-import math
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from statistics import stdev
-from typing import Any, Protocol
+from typing import Any
 
 from thresher.common import console
 from thresher.common.errors import UserError
@@ -34,37 +25,43 @@ from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.reading import answers_from
 from thresher.engine.compressors.compressors import load_compressor
 from thresher.engine.compressors.options import FILCO_TEMPLATE, CompressorOptions
-from thresher.engine.config.recipe import Recipe, make_recipe, read_tables
+from thresher.engine.config.recipe import COMPUTING_KEYS, Recipe, make_recipe, read_tables
 from thresher.engine.config.sections import RetrievalSection, SystemSection
 from thresher.engine.episode import EpisodeConfig, System, read_template
-from thresher.engine.evaluation.api_rollout import ApiRollout, Continued, cut
-from thresher.engine.extraction.agentic import ReadingRetriever, reading_figures, reading_record, with_packed_searches
-from thresher.engine.extraction.extractor import CompressorExtractor, Extraction, Extractor
-from thresher.engine.protocol.prompts import Renderer, noise_pool, with_noise, with_passages
-from thresher.engine.rollout.rollout import Job, Limits, Rollout
-from thresher.engine.scoring.endpoint import Endpoint, Messages, read_key
+from thresher.engine.evaluation.api_rollout import ApiRollout, chat_rollout
+from thresher.engine.extraction.extractor import (
+    CompressorExtractor,
+    Extractor,
+    ReadingRetriever,
+    reading_figures,
+    reading_record,
+    with_packed_searches,
+)
+from thresher.engine.extraction.records import (
+    Journal,
+    answer_record,
+    extraction_record,
+    question_head,
+    summarise,
+)
+from thresher.engine.protocol.prompts import noise_pool, with_noise, with_passages
+from thresher.engine.rollout.rollout import Job, Rollout
+from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.scoring.score import Scored, check_all, score
-from thresher.engine.store.journal import Journal
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
-from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.passages import Passage
-from thresher.retrieval.questions import Question, passage_record, question_record, read_questions
+from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
-from thresher.rewards.measures import answer_recalled
 
-LENGTHS = ("evidence_tokens", "rationale_tokens", "passage_tokens", "compression_ratio")
-STORED = ("em", "f1", "answered", "searches", *LENGTHS, "extract_seconds")
-_COMPUTING = ("max_num_seqs", "kv_block_size", "kv_tokens", "attention", "num_draft_tokens")
 SECTIONS = ("model", "rollout", "retrieval", "system")  # of a recipe, that --set may change
-FREE = ("model.device", *(f"rollout.{key}" for key in _COMPUTING))  # keys that decide no record
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """The model that answers, or acts as agent: a model's folder, or the name of a chat model at a URL. template: a
-    prompt file in the place of the built-in one."""
+    prompt file in place of the built-in one."""
 
     model: str | None = None
     url: str | None = None
@@ -74,15 +71,15 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionPlan:
-    """One run of `thresher extract`. generator is of the traditional loop, agent makes it an agentic one. model: of the
-    refiner, a policy's folder or an encoder's.
+    """One run of `thresher extract`.
 
-    system, or baseline in its place: whose protocol the extractor follows. run: the folder of the run that `model` is
-    a checkpoint of, whose prompt, passages and limits are taken. evidence_tokens: of evidence, at most. noise:
+    model: the extractor's folder, of a policy or of an encoder. refining: the compressor in the extractor's place.
+    system, or baseline in its place: whose protocol the extractor follows. run: folder of the run that `model` is a
+    checkpoint of, whose prompt, passages and limits are taken. evidence_tokens: at most so many of evidence. noise:
     irrelevant passages added to each question's, drawn by `seed`. prompt: "chat" puts the prompts of local models into
-    their chat templates. overrides: "section.key=value" of a recipe, for every local model. actions: searches that the
-    agent may make. batch: questions between two visits to the disk. key_env: environment variable with the endpoint's
-    key. patience: seconds that any server may stay away.
+    their chat templates. generator: of the traditional loop. agent: makes the loop an agentic one. actions: searches
+    that the agent may make. overrides: "section.key=value" of a recipe, for every local model. batch: questions of
+    one. key_env: environment variable with the endpoint's key. patience: seconds that any server may stay away.
     """
 
     model: str
@@ -111,25 +108,23 @@ class ExtractionPlan:
 
     @property
     def of_encoder(self) -> bool:
-        """True if the model is an encoder's."""
         return self.refining is not None and self.refining.of_encoder
 
     @property
     def of_baseline(self) -> str | None:
-        """Return the baseline whose protocol a policy follows, None for a system's: FilCo's filter writes evidence
+        """Return the baseline whose protocol a policy follows, None for a system's. FilCo's filter writes evidence
         alone."""
         return "extract_only" if self.refining is not None and self.refining.writes else self.baseline
 
     def settings(self, questions: Sequence[Question]) -> dict[str, Any]:
-        """Return what decides the records; not how many there are, nor where they are made and servers are at the
-        moment."""
+        """Return what decides the records, without their number, and where they are made and servers are."""
         content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
         kept = asdict(self) | {"the questions' content": blake2b(content, digest_size=8).hexdigest()}
         for key in ("out", "url", "limit", "batch", "key_env", "patience"):
             del kept[key]
         if self.refining is None:
             del kept["refining"]  # as files that were begun without the choice
-        kept["overrides"] = [text for text in self.overrides if not text.startswith(FREE)]
+        kept["overrides"] = [text for text in self.overrides if not text.startswith(COMPUTING_KEYS)]
         for chosen in (kept["generator"], kept["agent"]):
             if chosen is not None:
                 del chosen["url"]
@@ -141,7 +136,7 @@ def extract(
     on_progress: Callable[[int, int], None] = lambda done, of: None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Do what of the plan is not done yet; returns the figures over all of it, which F.json beside `plan.out` keeps.
+    """Do what of the plan is not done yet; return the figures over all of it, which F.json beside `plan.out` keeps.
     UserError while another process writes to `plan.out`."""
     if not Path(plan.out).parent.is_dir():
         raise UserError(f"{plan.out}: the folder {Path(plan.out).parent} does not exist; make it first")
@@ -154,7 +149,7 @@ def _extract(
 ) -> dict[str, Any]:
     everything = read_questions(plan.questions, golds_needed=False)
     needed = ("answer",) if plan.generator or plan.agent else ("evidence",)
-    journal = Journal(plan.out, plan.settings(everything), needed, fault_of)
+    journal = Journal(plan.out, plan.settings(everything), needed)
     todo = [question for question in everything[: plan.limit] if question.id not in journal.done]
     if plan.limit is not None and len(journal.done) > plan.limit:
         say(
@@ -184,43 +179,40 @@ def _extract(
 
 
 class Loop:
-    """The loaded models of a plan, and one batch of questions at a time through them."""
+    """The loaded models of a plan; `traditional` and `agentic` take one batch of questions through them."""
 
     def __init__(self, plan: ExtractionPlan, journal: Journal, say: Callable[[str], None]) -> None:
         self.plan, self.journal, self.say = plan, journal, say
         self.recipe = local_recipe(plan)
+        retrieval, refining = self.recipe.need(RetrievalSection), plan.refining
         options = self.recipe.need(SystemSection).options
         baseline = None if plan.of_baseline is None else load_baseline(plan.of_baseline, options)
-        refining = plan.refining
-        self.k = self.recipe.need(RetrievalSection).k
+        self.k = retrieval.k
         self.context = None if plan.of_encoder else load_run_context(self.recipe, system=baseline)
-        self.retriever = load_retrieval(
-            self.recipe, load_system("eviomni", {}) if self.context is None else self.context.system
-        )
+        system = load_system("eviomni", {}) if self.context is None else self.context.system
+        self.retriever = load_retrieval(self.recipe, system)
         self.extractor: Extractor | CompressorExtractor
         if refining is None or refining.writes:
             assert self.context is not None
             self.extractor = Extractor(self.context, plan.evidence_tokens)
         else:
-            refiner = load_compressor(refining, Path(plan.model), self.recipe.model.device, self.context)
-            self.extractor = CompressorExtractor(refiner)
+            compressor = load_compressor(refining, Path(plan.model), self.recipe.model.device, self.context)
+            self.extractor = CompressorExtractor(compressor)
         self.pool: Sequence[Passage] = ()  # that noise is drawn from
         self.evidence: dict[str, str] = {}  # of the batch at hand, for the generator
         self.agent: Rollout | ApiRollout | None = None
-        self.reader: ReadingRetriever | None = None
         self.generator: Rollout | ApiRollout | None = None
         if plan.agent is not None:
             if self.retriever is None:
                 raise UserError("an agent searches, and there is nowhere to; give --index FOLDER or --url URL")
             self.reader = ReadingRetriever(self.retriever, self.extractor)
             system = with_packed_searches(load_baseline("search_loop", {}))
-            # What is retrieved for it is evidence, which is shown as it is.
+            # Evidence takes the place of passages, and is shown as it is.
             self.agent = self._rollout(plan.agent, system, plan.actions + 1, self.reader, "{text}")
         elif plan.generator is not None:
-            shown = self.recipe.need(
-                RetrievalSection
-            ).passage_format  # evidence as a passage: what a generator is tuned on
-            self.generator = self._rollout(plan.generator, answers_from(self.evidence, plan.out), 1, None, shown)
+            # Evidence is shown as a passage, as in the data that a generator is tuned on.
+            system, shown = answers_from(self.evidence, plan.out), retrieval.passage_format
+            self.generator = self._rollout(plan.generator, system, 1, None, shown)
 
     def shown(self, questions: Sequence[Question]) -> list[Question]:
         """Return the questions with the passages that the extractor is shown: given or found, and noise."""
@@ -241,8 +233,8 @@ class Loop:
         self.evidence.update((id_, record["evidence"]) for id_, record in waiting.items())
         try:
             for response in responses(self.generator, questions):
-                self.journal.add(waiting.pop(response.question.id) | _answered(response))
-        finally:  # what was extracted is kept though its answer could not be had
+                self.journal.add(waiting.pop(response.question.id) | answer_record(response))
+        finally:  # keep evidence whose answer could not be had
             for id_, record in waiting.items():
                 if id_ not in self.journal.partial:
                     self.journal.add(record)
@@ -250,20 +242,14 @@ class Loop:
 
     def agentic(self, questions: Sequence[Question]) -> None:
         """Have the agent answer each question; keep every search and what the extractor made of it."""
-        assert self.agent is not None and self.reader is not None
+        assert self.agent is not None
         for response in responses(self.agent, questions):
             packed = [search["query"] for search in response.trajectory.searches]
             readings = [self.reader.readings[search] for search in packed]
             reads = [reading_record(search, reading) for search, reading in zip(packed, readings, strict=True)]
-            self.journal.add(
-                _head(response.question)
-                | _answered(response)
-                | {
-                    "evidence": "\n".join(read["evidence"] for read in reads if read["evidence"]),
-                    **reading_figures(readings),
-                    "reads": reads,
-                }
-            )
+            evidence = "\n".join(read["evidence"] for read in reads if read["evidence"])
+            record = question_head(response.question) | answer_record(response) | {"evidence": evidence}
+            self.journal.add(record | reading_figures(readings) | {"reads": reads})
 
     def _extracted(self, questions: Sequence[Question]) -> list[Record]:
         """Return a record of evidence for each question: the one that an earlier run left, or a new one."""
@@ -273,7 +259,7 @@ class Loop:
         extractions = self.extractor.extract(fresh)
         seconds = (time.perf_counter() - started) / max(len(fresh), 1)
         records = {
-            question.id: _head(question) | _extracted(extraction) | {"extract_seconds": seconds}
+            question.id: question_head(question) | extraction_record(extraction) | {"extract_seconds": seconds}
             for question, extraction in zip(fresh, extractions, strict=True)
         }
         return [kept.get(question.id) or records[question.id] for question in questions]
@@ -300,11 +286,8 @@ class Loop:
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:
-    """Return the recipe that `load_run_context` needs for the extractor; the other local models are loaded with it as
-    well.
-
-    UserError for a template that nobody is asked with.
-    """
+    """Return the recipe of the extractor, with which other local models are loaded too. UserError for a template, or a
+    limit on evidence, of a compressor that is not asked in a prompt."""
     refining, template = plan.refining, plan.template
     if refining is not None and refining.writes:
         template = template or str(FILCO_TEMPLATE)
@@ -317,7 +300,11 @@ def local_recipe(plan: ExtractionPlan) -> Recipe:
     for text in plan.overrides:
         if text.partition("=")[0].partition(".")[0].strip() not in SECTIONS:
             raise UserError(f"--set {text}: expected a key of {', '.join(SECTIONS)}, as in model.dtype=bfloat16")
-    tables = _run_tables(plan.run) if plan.run is not None else _bare_tables(plan)
+    if plan.run is None:
+        tables = _bare_tables(plan)
+    else:
+        stored = read_tables(RunFolder(Path(plan.run)).recipe_file)
+        tables = {name: dict(stored.get(name) or {}) for name in SECTIONS}
     tables["model"] |= {"path": plan.model, "prompt": plan.prompt}
     if plan.index is not None or plan.url is not None:
         for key in ("index", "url"):
@@ -329,12 +316,6 @@ def local_recipe(plan: ExtractionPlan) -> Recipe:
     if template is not None:
         tables["system"]["template"] = template
     return make_recipe(tables, "the command line", plan.overrides)
-
-
-def _run_tables(run: str) -> dict[str, Any]:
-    """Return the sections of a run's recipe that concern the extractor."""
-    tables = read_tables(RunFolder(Path(run)).recipe_file)
-    return {name: dict(tables.get(name) or {}) for name in SECTIONS}
 
 
 def _bare_tables(plan: ExtractionPlan) -> dict[str, Any]:
@@ -352,42 +333,9 @@ def _bare_tables(plan: ExtractionPlan) -> dict[str, Any]:
     return {"model": {}, "retrieval": {}, "system": {"name": "eviomni"}, "rollout": rollout}
 
 
-def _head(question: Question) -> Record:
-    head: Record = {"id": question.id, "question": question.question}
-    return head | {"golden_answers": list(question.golds)} if question.golds else head
-
-
-def _extracted(extraction: Extraction) -> Record:
-    """Return an extraction's record. Lengths are in the extractor's tokens; a system without a rationale has none."""
-    reasoned = {"rationale": extraction.rationale, "rationale_tokens": extraction.rationale_tokens}
-    return {
-        "passages": [passage_record(passage) for passage in extraction.passages],
-        "cut_passages": extraction.cut_passages,
-        **(reasoned if extraction.rationale is not None else {}),
-        "evidence": extraction.evidence,
-        "passage_tokens": extraction.passage_tokens,
-        "evidence_tokens": extraction.evidence_tokens,
-        "compression_ratio": extraction.compression_ratio,
-        "ended": extraction.reason,
-    }
-
-
-def _answered(response: Scored) -> Record:
-    """Return the record of an answer: right or wrong only where the question has gold answers."""
-    measures = ("em", "f1", "answered") if response.question.golds else ("answered",)
-    return {
-        "answer": response.result.answer,
-        **{name: response.result.parts[name] for name in measures},
-        "answer_ended": response.trajectory.reason,
-    }
-
-
-# --- A model folder of ours, or a chat model behind a URL, beside the extractor
-
-
 def responses(rollout: Rollout | ApiRollout, questions: Sequence[Question]) -> Iterator[Scored]:
-    """Yield an answer to each question, greedy. Those of a chat model come as soon as each is known: what it said
-    before it stopped to reply, with its endpoint's UserError, has been handed out."""
+    """Yield an answer to each question, greedy. A chat model's answers come as soon as each is known, so that those
+    before an error of its endpoint have been handed out."""
     jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
     played = rollout.stream(jobs, 0.0) if isinstance(rollout, ApiRollout) else rollout.run(jobs, 0.0)
     with console.polling(rollout.stage):
@@ -395,117 +343,3 @@ def responses(rollout: Rollout | ApiRollout, questions: Sequence[Question]) -> I
             scored = score([questions[trajectory.group]], [trajectory], rollout.system, rollout.tokenizer)
             check_all(scored, rollout.tokenizer, rollout.system.tags, rollout.limits.max_context)
             yield from scored
-
-
-class Chat(Protocol):
-    """A chat model; engine/scoring/endpoint.py has one."""
-
-    def complete(
-        self, conversations: Sequence[Sequence[Mapping[str, str]]], *, temperature: float = ..., max_tokens: int = ...
-    ) -> list[str]: ...
-
-
-class WholeReplies:
-    """A chat model's replies as turns. It is told no stop tag and may well go on to invent what the search would have
-    found, so a reply is cut behind the first of its tags."""
-
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
-
-    def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
-        replies = self._chat.complete(
-            [messages for messages, _, _ in asked], temperature=temperature, max_tokens=asked[0][2]
-        )
-        return [
-            Continued(cut(reply.encode("utf-8", "replace").decode(), stop), full=False)
-            for reply, (_, stop, _) in zip(replies, asked, strict=True)
-        ]
-
-
-def chat_rollout(
-    chat: Chat,
-    system: System,
-    tools: EpisodeConfig,
-    retriever: Retriever | None,
-    k: int,
-    passage_format: str,
-    max_tokens: int,
-) -> ApiRollout:
-    """Return a chat model under `system`, without any limit but `max_tokens` of a reply."""
-    tokenizer = train_bpe((), 256)  # a byte is a token
-    renderer = Renderer(
-        tokenizer=tokenizer,
-        tags=system.tags,
-        k=k,
-        chat=False,
-        max_passage_tokens=sys.maxsize,
-        passage_format=passage_format,
-    )
-    limits = Limits(
-        max_turn_tokens=max_tokens, max_policy_tokens=sys.maxsize, max_context=sys.maxsize, max_num_seqs=sys.maxsize
-    )
-    return ApiRollout(WholeReplies(chat), tokenizer, retriever, system, tools, renderer, limits)
-
-
-# --- Figures of the records
-
-
-def fault_of(record: Record) -> str | None:
-    """Describe what of a record from a file could not be measured; None where all could."""
-    if not isinstance(record.get("evidence"), str):
-        return 'has no text as its "evidence"'
-    for name in (*STORED, "cut_passages"):
-        value = record.get(name)
-        if value is not None and not (isinstance(value, int | float) and abs(value) < math.inf):
-            return f"has {name} {json.dumps(value)}, which is no number"
-    if not isinstance(record.get("rationale", ""), str):
-        return 'has no text as its "rationale"'
-    golds, passages = record.get("golden_answers", []), record.get("passages", [])
-    if not (isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)):
-        return 'has no list of texts as its "golden_answers"'
-    if not (
-        isinstance(passages, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in passages)
-    ):
-        return 'has no list of passages with a "text" as its "passages"'
-    return None
-
-
-def record_measures(record: Record) -> dict[str, float]:
-    """Return the measures of one question's record, without those that it has no value for."""
-    found = {name: record.get(name) for name in STORED}
-    if golds := record.get("golden_answers", ()):
-        for name in ("evidence", "rationale"):
-            if name in record:
-                found[f"recall_{name}"] = answer_recalled(record[name], golds)
-        if "passages" in record:
-            found["recall_passages"] = any(answer_recalled(passage["text"], golds) for passage in record["passages"])
-    return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def summarise(records: Iterable[Record]) -> dict[str, Any]:
-    """Return counts, the mean of every measure, and under "deviations" the deviations over questions of the lengths,
-    for lengths that differ much do not fit a batch.
-
-        answers     em, f1, answered, searches: as the generator's or the agent's answer had them
-        evidence    recall_evidence, recall_rationale, recall_passages: a gold answer stands in it (1 or 0);
-                    compression_ratio; evidence_tokens, rationale_tokens, passage_tokens
-        work        extract_seconds: a batch's, shared among its questions
-
-    A measure that a question has no value for is left out of its mean, never a 0 that nobody measured.
-
-    compression_ratio is over questions with evidence, without_evidence counting the others; em, f1 and recall_* over
-    those that have a gold answer, without_golds counting the others. cut_questions: those of which passages were cut.
-    """
-    values: dict[str, list[float]] = {}
-    questions = without_evidence = without_golds = cut = 0
-    for record in records:
-        questions += 1
-        without_evidence += not record["evidence"]
-        without_golds += not record.get("golden_answers", ())
-        cut += record.get("cut_passages", 0) > 0
-        for name, value in record_measures(record).items():
-            values.setdefault(name, []).append(value)
-    counts = {"questions": questions, "without_evidence": without_evidence, "without_golds": without_golds}
-    means = {name: sum(column) / len(column) for name, column in values.items()}
-    deviations = {name: stdev(values[name]) for name in LENGTHS if len(values.get(name, ())) > 1}
-    return counts | {"cut_questions": cut} | means | ({"deviations": deviations} if deviations else {})

@@ -17,7 +17,7 @@ from thresher.common.files import read_json_object
 from thresher.common.records import read_records
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.evaluation.compare import read_evaluation
-from thresher.engine.extraction.run import record_measures
+from thresher.engine.extraction.records import record_measures
 from thresher.engine.planning.plan import plan
 from thresher.engine.planning.time import GB, Chip
 from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, TableRow, switches_of

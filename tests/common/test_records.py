@@ -20,6 +20,7 @@ from thresher.common.records import RecordLog, read_records, write_records
 from thresher.engine.baselines.reading import read_evidence
 from thresher.engine.evaluation.compare import compare, read_evaluation
 from thresher.engine.evaluation.run import EvalFolder, Generated
+from thresher.engine.extraction.records import Journal
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.reports import report
 from thresher.engine.reports.report import write_comparison, write_report
@@ -27,7 +28,6 @@ from thresher.engine.reports.token_view import write_token_view
 from thresher.engine.reports.watch import LivePage, read_state
 from thresher.engine.scoring.endpoint import Replies
 from thresher.engine.scoring.transcripts import score_file
-from thresher.engine.store.journal import Journal
 from thresher.engine.store.run_folder import RunFolder, best_checkpoint
 from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.engine.training.sft_data import taught_records

@@ -16,8 +16,13 @@ from stored_cases import stored
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
 from thresher.engine.episode import EpisodeConfig, Generate, Prompt, Retrieved, Search, Turn
-from thresher.engine.extraction.agentic import AgentSearch, ReadingRetriever, thinking, with_packed_searches
-from thresher.engine.extraction.extractor import Extraction
+from thresher.engine.extraction.extractor import (
+    AgentSearch,
+    Extraction,
+    ReadingRetriever,
+    thinking,
+    with_packed_searches,
+)
 from thresher.engine.extraction.run import Chosen, ExtractionPlan, extract
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question, question_record

@@ -27,10 +27,11 @@ from thresher.engine.episode import (
     Retrieved,
     Search,
 )
+from thresher.engine.evaluation.api_rollout import chat_rollout
 from thresher.engine.extraction import run as extract_module
-from thresher.engine.extraction.run import ExtractionPlan, chat_rollout, extract, responses, summarise
+from thresher.engine.extraction.records import Journal, summarise
+from thresher.engine.extraction.run import ExtractionPlan, extract, responses
 from thresher.engine.protocol.prompts import Renderer
-from thresher.engine.store.journal import Journal
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
@@ -163,14 +164,14 @@ def test_a_line_that_was_broken_is_named(plan: ExtractionPlan, script: Any, brok
 def test_a_journal_hands_partial_records_back(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     journal = Journal(path, {"a": 1}, ["answer"])
-    journal.add({"id": "x", "n": 1})
-    journal.add({"id": "y", "answer": None})
-    journal.add({"id": "x", "n": 1, "answer": "\ud800"})
+    journal.add({"id": "x", "evidence": ""})
+    journal.add({"id": "y", "evidence": "", "answer": None})
+    journal.add({"id": "x", "evidence": "", "answer": "\ud800"})
     assert journal.done == {"x", "y"} and journal.partial == {}
     again = Journal(path, {"a": 1}, ["answer"])
     assert again.done == {"x", "y"} and again.partial == {} and len(path.read_bytes().splitlines()) == 3
     assert [record["id"] for record in again.records()] == ["y", "x"] and len(path.read_bytes().splitlines()) == 2
-    path.write_text('{"n": 1}\n')
+    path.write_text('{"evidence": ""}\n')
     with pytest.raises(UserError, match=r'j\.jsonl:1: has no "id"'):
         Journal(path, {"a": 1}, ["answer"])
     with pytest.raises(UserError, match=r"ends in \.jsonl"):
