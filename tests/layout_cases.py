@@ -1,7 +1,6 @@
 """What the tests of the layout read: the packages' files, and what each of them imports.
 
-Deliberately absent: importing anything. All of it is read from the source, so that an import inside a function or under
-TYPE_CHECKING counts as any other does.
+Nothing is imported: an import inside a function or under TYPE_CHECKING counts as any other does.
 """
 
 import ast
@@ -9,22 +8,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# A folder may import from those of a lower rank and from itself; of two on one rank neither from the other.
-RANK = {
-    "common": 0,
-    "kernels": 1,
-    "rewards": 1,
-    "recipes": 1,
-    "policy": 2,
-    "retrieval": 3,
-    "engine": 4,
-    "bench": 5,
-    "cli": 6,
-}
+FOLDERS = ("common", "kernels", "rewards", "recipes", "policy", "retrieval", "engine", "bench", "cli")  # the product
 
 
 def modules() -> list[Path]:
-    return sorted(path for folder in RANK for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 @cache
@@ -34,26 +22,19 @@ def sources() -> dict[str, str]:
 
 
 @cache
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
-@cache
-def imports(source: str) -> tuple[tuple[str, bool], ...]:
-    """(full name of an imported module or of a name in it, whether it is imported inside a function)."""
-    found: list[tuple[str, bool]] = []
-    waiting: list[tuple[ast.AST, bool]] = [(parsed(source), False)]
+def imports(source: str) -> tuple[str, ...]:
+    """Return the full name of each imported module, or of a name in it."""
+    found: list[str] = []
+    waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
-        node, lazy = waiting.pop()
-        for child in ast.iter_child_nodes(node):
+        for child in ast.iter_child_nodes(waiting.pop()):
             if isinstance(child, ast.Import):
-                found += [(alias.name, lazy) for alias in child.names]
+                found += [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, "imports are absolute here"
-                found += [(f"{child.module}.{alias.name}", lazy) for alias in child.names]
+                found += [f"{child.module}.{alias.name}" for alias in child.names]
             elif not isinstance(child, ast.expr):
-                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-                waiting.append((child, lazy or inside))
+                waiting.append(child)
     return tuple(found)
 
 
@@ -62,7 +43,7 @@ def imported_files(path: str, source: str) -> frozenset[str]:
     """The paths of our own files that a file imports; what an `__init__.py` re-exports from its own folder is left out,
     for nothing in the folder gets to it through that."""
     found = set()
-    for name, _ in imports(source):
+    for name in imports(source):
         parts = name.split(".")[1:] if name.startswith("thresher.") else []
         while parts:
             here = "/".join(parts)

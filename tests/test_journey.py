@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from layout_cases import RANK, ROOT
+from layout_cases import FOLDERS, ROOT
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.decoding.decoder import Decoder
@@ -70,7 +70,7 @@ def file_of(frame: FrameType) -> str | None:
     if ROOT not in path.parents:
         return None
     inside = path.relative_to(ROOT)
-    return inside.as_posix() if inside.parts[0] in RANK else None
+    return inside.as_posix() if inside.parts[0] in FOLDERS else None
 
 
 @pytest.fixture

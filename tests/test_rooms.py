@@ -95,6 +95,10 @@ def test_a_room_imports_only_from_rooms_below_it() -> None:
     [
         ("engine/rollout/a.py", "from thresher.engine.scoring.score import x", 1),  # beside it
         ("engine/rollout/a.py", "def f():\n    from thresher.engine.training.train import x", 1),
+        ("kernels/a.py", "from thresher.policy.config import x", 1),
+        ("rewards/a.py", "if True:\n    from thresher.kernels import loss", 1),
+        ("retrieval/retriever.py", "from thresher import engine", 1),
+        ("bench/step.py", "from thresher.cli.main import run", 1),
         ("engine/config/a.py", "if TYPE_CHECKING:\n    from thresher.engine.episode import System", 1),
         ("retrieval/indexes/a.py", "import thresher.retrieval.building.build", 1),
         ("common/console.py", "from thresher.engine import assemble", 1),

@@ -29,6 +29,7 @@ from thresher.cli.main import run as cli
 from thresher.common.errors import UserError
 from thresher.kernels.registry import triton_modules
 
+PYTHON = (sys.executable, "-c")
 ROW = """
 import json, sys, time
 with open(sys.argv[1], "a") as file:
@@ -37,10 +38,6 @@ with open(sys.argv[1], "a") as file:
     file.write('{"val')
 time.sleep(float(sys.argv[2]))
 """
-
-
-def python(text: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", text, *arguments)
 
 
 def values(rows: Any) -> list[TableLine]:
@@ -59,11 +56,11 @@ def test_each_part_ends_on_its_own_and_what_it_measured_is_kept(
     on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played = (
-        CheckPart(name="fine", command=python("pass"), seconds=60),
-        CheckPart(name="wrong", command=python("raise SystemExit(3)"), seconds=60),
-        CheckPart(name="hangs", command=python(ROW, "{out}", "60"), seconds=5, rows="hangs", lines=values),
+        CheckPart(name="fine", command=(*PYTHON, "pass"), seconds=60),
+        CheckPart(name="wrong", command=(*PYTHON, "raise SystemExit(3)"), seconds=60),
+        CheckPart(name="hangs", command=(*PYTHON, ROW, "{out}", "60"), seconds=5, rows="hangs", lines=values),
         CheckPart(name="absent", command=("no-such-program",), seconds=60, needs="no-such-program"),
-        CheckPart(name="last", command=python(ROW, "{out}", "0"), seconds=60, rows="last", lines=values),
+        CheckPart(name="last", command=(*PYTHON, ROW, "{out}", "0"), seconds=60, rows="last", lines=values),
     )
     monkeypatch.setattr(module, "parts", lambda root: played)
     started = time.monotonic()
@@ -110,11 +107,7 @@ def test_racecheck_sees_every_file_of_kernels() -> None:
         (found,) = [node for node in ast.parse((root / path).read_text()).body if getattr(node, "name", "") == function]
         assert isinstance(found, ast.FunctionDef) and not found.decorator_list, name
         files.add(path.rpartition("/")[2].removeprefix("test_").removesuffix(".py"))
-    of_the_loss = {
-        "head_triton",
-        "reduce_triton",
-        "persistent_triton",
-    }  # the last: once it was timed
+    of_the_loss = {"head_triton", "reduce_triton", "persistent_triton"}  # the last: once it was timed
     assert files | of_the_loss == {module.rpartition(".")[2] for module in triton_modules()}
 
 
@@ -132,49 +125,32 @@ def test_its_commands_are_commands(
     assert "--device cuda: torch" in capsys.readouterr().err
 
 
-def test_lines_of_rows() -> None:
-    spread = {"p20": 1.0, "p50": 1.5, "p80": 2.0}
-    loss = {
-        "shape": {"hidden": 1536},
-        "ours": {"thresher": {"share": {"nominal": 0.6, "measured": 0.7}}},
-        "ratio": {"thresher": {"liger": spread}},
-    }
-    assert loss_lines([loss]) == [
-        TableLine("loss, H 1,536", "60% of the floor", "-", f"{LOSS_TARGETS[1536]:.0%} of the floor", "liger 1.50x")
+SPREAD = {"p20": 1.0, "p50": 1.5, "p80": 2.0}
+LOSS = {"ours": {"share": {"nominal": 0.6, "measured": 0.7}}}
+DECODE = {
+    "model": "7B",
+    "shape": {"batch": 256, "group": 8, "shared": 1200, "own": 300},
+} | {"tokens_per_s": 20_000.0, "floor_s": 0.005, "floor_share": 0.4, "predicted_share": 0.5, "host_s": 0.0004}
+ROLLOUT = {"shape": "rag", "tokens": 48, "ours_tokens_per_s": SPREAD, "peer": "generate_batch", "ratio": SPREAD}
+STEP = {"shape": "0.5B", "tokens": 80_384, "shared": {"tokens_per_s": SPREAD}, "ratio_step": 2.5}
+STEP |= {"asked_tokens": 80_320, "computed_tokens": 20_080, "shared_gain": 3.0}
+
+
+def test_the_lines_of_a_row() -> None:
+    floor = "of the floor"
+    right = {"shape": {"hidden": 1536}, "ours": LOSS, "ratio": {"ours": {"liger": SPREAD}}}
+    line = TableLine("loss, H 1,536", f"60% {floor}", "-", f"{LOSS_TARGETS[1536]:.0%} {floor}", "liger 1.50x")
+    assert loss_lines([right]) == [line]
+    wrong = {"shape": {"hidden": 64}, "ours": {"ours": {"left_out": "Wrong."}}, "ratio": {}}
+    assert loss_lines([wrong]) == [TableLine("loss, H 64", "Wrong.")]
+    kind, rate = "decode 7B, 1,200 shared + 300", "20,000 tokens/s, 40%"
+    assert decode_lines([DECODE]) == [
+        TableLine(kind, rate, "25,600 tokens/s", f"50% {floor}"),
+        TableLine("  the host's part of a step, 7B", "0.40 ms", "-", ".5 ms"),
     ]
-    refused = {"shape": {"hidden": 64}, "ours": {"thresher": {"left_out": "Wrong."}}, "ratio": {}}
-    assert loss_lines([refused]) == [TableLine("loss, H 64", "Wrong.", "-", "-", "-")]
-    decode = {
-        "model": "7B",
-        "shape": {"batch": 256, "group": 8, "shared": 1200, "own": 300},
-        "tokens_per_s": 20_000.0,
-        "floor_s": 0.005,
-        "floor_share": 0.4,
-        "predicted_share": 0.5,
-        "host_s": 0.0004,
-    }
-    rate, host = decode_lines([decode])
-    assert rate == TableLine(
-        "decode 7B, 1,200 shared + 300", "20,000 tokens/s, 40%", "25,600 tokens/s", "50% of the floor"
-    )
-    assert (host.measured, host.target) == ("0.40 ms", ".5 ms")
-    (line,) = rollout_lines(
-        [
-            {"shape": "rag", "tokens": 48, "ours_tokens_per_s": spread, "peer": "generate_batch", "ratio": spread},
-            {"shape": "rag", "tokens": 48, "ours_tokens_per_s": spread, "peer": None, "ratio": None},
-        ]
-    )
-    assert (line.target, line.peer) == ("3x generate_batch", "generate_batch 1.50x")
-    step = {
-        "shape": "0.5B",
-        "tokens": 80_384,
-        "shared": {"tokens_per_s": spread},
-        "ratio_step": 2.5,
-        "asked_tokens": 80_320,
-        "computed_tokens": 20_080,
-        "shared_gain": 3.0,
-    }
-    whole, update = step_lines([step])
-    assert (whole.what, whole.peer) == ("step 0.5B, 80,384 tokens", "TRL 2.50x")
-    assert (update.measured, update.predicted) == ("3.00x", "4.00x by tokens")
-    assert step_lines([step | {"ratio_step": None}])[0].peer == "-"
+    line = TableLine("rollout rag, 48 tokens", "2 tokens/s", "-", "3x generate_batch", "generate_batch 1.50x")
+    assert rollout_lines([ROLLOUT, ROLLOUT | {"peer": None, "ratio": None}]) == [line]
+    whole, update = step_lines([STEP])
+    assert whole == TableLine("step 0.5B, 80,384 tokens", "2 tokens/s", peer="TRL 2.50x")
+    assert update == TableLine("  its update, prefixes shared by unshared", "3.00x", "4.00x by tokens")
+    assert step_lines([STEP | {"ratio_step": None}])[0].peer == "-"
