@@ -1,13 +1,10 @@
 """An invented world to learn searching in: people, places and works that no one has heard of.
 
-Facts are one sentence each ("Amber Lattice has author Bel Dorin."). Questions follow one relation or two ("What is
-the birthplace of the author of Amber Lattice?"). Training and held-out entities are disjoint, and facts never cross
-between them, so nothing that is memorised helps on held-out questions: an answer has to be found and copied. The words
-that names are made of are shared, so that every piece of a held-out name has been seen. Warm-up transcripts are set in
-several further worlds, whose names are put together anew each time (never to a held-out name): from a single world a
-small model learns by heart which words make a name, and copies nothing.
-
-Everything is a function of the seed.
+Facts are one sentence each ("Amber Lattice has author Bel Dorin."). Questions follow one relation or two ("What is the
+birthplace of the author of Amber Lattice?"). Training and held-out entities are disjoint, and facts never cross between
+them, so an answer has to be found and copied; the words of held-out names have all been seen. Warm-up transcripts are
+set in several further worlds with other names (never a held-out one): from a single world a small model memorizes which
+words make a name, and copies nothing. Everything is a function of the seed.
 """
 
 import random
@@ -28,8 +25,8 @@ BLIND_HOPS = (1, 3)  # searches of a blind transcript: never the two that most q
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Numbers of things to invent. Entities are counted per kind; `held_out` is the share set aside with its own
-    facts."""
+    """Numbers of things to invent, entities by kind. held_out: the share of the entities that is set aside with its own
+    facts. aware: the share of the transcripts that follow their question."""
 
     people: int = 240
     places: int = 160
@@ -112,15 +109,11 @@ def passages(worlds: Sequence[InventedWorld], seed: int) -> list[Passage]:
     ]
 
 
-def questions(world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
-    """Return distinct questions, a share of `two_hop` of them over two facts; golds hold the one right name."""
-    return [question for question, _ in with_paths(world, count, two_hop, seed, prefix)]
-
-
 def with_paths(
     world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str, asked: Collection[str] = ()
 ) -> list[tuple[Question, list[Fact]]]:
-    """Return `questions`, each with the facts that lead to its answer; none of those that are `asked` already."""
+    """Return distinct questions, each with the facts that lead to its answer: a share of `two_hop` over two facts, none
+    of those that are `asked` already. Golds hold the one right name."""
     rng = random.Random(f"questions {prefix} {seed}")
     one = [[fact] for fact in world.facts.values()]
     two = [

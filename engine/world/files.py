@@ -5,7 +5,7 @@ train.jsonl     {"id", "question", "golden_answers", ..}    questions about trai
 test.jsonl      the same about held-out entities
 warmup.jsonl    segmented transcripts for `thresher sft`
 
-and, with --forms, what `study systems` and `reproduce --scale world` read besides:
+and, with --forms, for `study systems` and `reproduce --scale world`:
 
 dev.jsonl                               other questions about held-out entities, by which a checkpoint is chosen
 given_train.jsonl, given_dev.jsonl, ..  the same questions with passages, gold indices among them
@@ -14,21 +14,16 @@ forms.jsonl                             warm-up transcripts of six protocols, ea
 recitals.jsonl                          copy-task transcripts, which come before them
 numbers-1.jsonl .. numbered.jsonl       the stages of ARENA's base
 
-Six protocols share a base:
-
-    search_r1  eval_rar  evinote     think, search, read (and evaluate, or note down), answer
-    eviomni    arena     naive_grpo  the passages stand in the prompt: all that is known of the question's subject and
-                                     of what its first relation leads to, shuffled
-
-Most warm-up transcripts are *blind*: whatever their question asks, they follow relations drawn at random, for one or
-three searches, or one or two among given passages, there by habit mostly the first that an entity has. They teach tags,
-a query made of a relation and a name, copying, and to restate a fact before its object is used. Which fact is wanted is
+Three protocols search; for the other three the passages are in the prompt: all facts about the question's subject and
+the object of its first relation, shuffled. Most transcripts are *blind*: they do not follow their question but
+relations drawn at random, for one or three searches, or one or two among given passages, there mostly the first that an
+entity has. They teach tags, queries, copying, and to restate a fact before its object is used. Which fact is wanted is
 left to reinforcement: a policy that imitates most of them gets two-hop questions wrong. Blind ones also name references
-and extract sentences that nothing asked for. Half of all notes lack a mark. Only `aware` of them follow the question.
+and extract sentences that nothing asked for. Half of all notes lack a mark. The share `aware` follows its question.
 
-A *copy-task transcript* states six facts about names drawn anew each time, then the same facts restated in another
-order, or for one in three their numbers. Nothing in it can be learned but to look a fact up by subject and relation.
-Six look-ups in each teach that within a thousand steps; the six protocols alone did not in three thousand.
+A *copy-task transcript* states six facts about new names, then the same facts in another order, or for one in three
+their numbers, so that nothing can be learned but to look a fact up by subject and relation. This takes a thousand
+steps; the six protocols alone did not teach it in three thousand.
 
 ARENA's base learns in stages to name a passage by its number, which the shared base cannot. The first four end at their
 gate, or at 1,000 steps; before the third the model gets one layer more, without which the number of a relation that is
@@ -44,18 +39,18 @@ not the last token read is not found:
                                                             What is ..? <relevance> [
     numbered.jsonl    the same                              in ARENA's protocol, beside naive GRPO's; mostly blind
 
-Of the first four every second transcript is one of naive GRPO's, lest copying names be forgotten; in every other one
-the numbers alone are trained. The last teaches the form and takes most of what follows the question away again. ARENA's
-numbers stand in the order in which their facts are used. Everything is a function of the seed.
+Of the first four every second transcript is one of naive GRPO's, so that copying names is not forgotten; in the others
+only numbers are trained. The last teaches the protocol, with numbers in the order in which their facts are used, and
+unlearns most of following the question. Everything is a function of the seed.
 """
 
 import random
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from thresher.common.files import staged_folder
 from thresher.common.jsonl import write_jsonl
@@ -66,7 +61,6 @@ from thresher.engine.world.facts import (
     RELATIONS,
     Fact,
     InventedWorld,
-    InventedWorlds,
     Size,
     ask,
     invent,
@@ -87,6 +81,7 @@ GIVEN_FORMAT = "{number} {text}"  # retrieval.passage_format of the recipes whos
 # Of what a blind transcript looks up among given passages: how often it is the first relation of its entity.
 HABIT = 0.6
 Segments = list[dict[str, Any]]
+Body = tuple[bool, Segments]  # whether the passages are in the prompt; what follows it
 NUMBERED_FORMAT = " {title}{number} {text}"  # retrieval.passage_format: a number follows its relation as a name does
 ASKED = {"relation": 16, "bracket": 16, "fact": 8, "question": 6}  # form -> how often a transcript asks
 AWARE = 0.12  # share of the last stage's transcripts that follow their question
@@ -99,13 +94,12 @@ STAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 DISTINCT = ("relation", "bracket")  # forms in which a relation stands in one fact only
 COPY_TASKS = 10  # copy-task transcripts for each warm-up transcript of a system
-Asked = tuple[Question, list[Fact]]  # a question, and the facts that lead to its answer
 K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
 
 
 def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
     """Write the four files into the new folder `out`, and with `forms` > 0 the others, that many warm-up transcripts of
-    each system; return how much they hold."""
+    each system; return their counts."""
     check_passage_format(passage_format)
     worlds = invent(size, seed)
     corpus = passages([worlds.train, worlds.test], seed)
@@ -114,21 +108,33 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
         "test": with_paths(worlds.test, size.test_questions, size.two_hop, seed, "test"),
     }
     with staged_folder(out) as staged, tempfile.TemporaryDirectory() as scratch:
+
+        def write(name: str, records: Iterable[dict[str, Any]]) -> None:
+            write_jsonl(staged / f"{name}.jsonl", records)
+
         warmup: list[dict[str, Any]] = []
+        mixed: list[dict[str, Any]] = []
         for number, world in enumerate(worlds.warmup):
             search = _search(world, Path(scratch) / str(number), passage_format)
-            count = size.transcripts // size.warmup_worlds
-            warmup += transcripts(world, count, size, number, search)
-        write_jsonl(staged / "corpus.jsonl", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
+            warmup += transcripts(world, size.transcripts // size.warmup_worlds, size, number, search)
+            for name in (*SEARCHING, *GIVEN) if forms else ():
+                mixed += warmup_transcripts(world, name, forms // size.warmup_worlds, size, number, search)
+        write("corpus", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
+        write("warmup", warmup)
         if forms:
             tested = {question.question for question, _ in asked["test"]}
             asked["dev"] = with_paths(worlds.test, size.dev_questions, size.two_hop, seed, "dev", tested)
+            for name, pairs in asked.items():
+                world = worlds.train if name == "train" else worlds.test
+                given = (given_question(world, question, path, seed) for question, path in pairs)
+                write(f"given_{name}", map(question_record, given))
+            write("forms", mixed)
+            write("recitals", copy_task_transcripts(worlds.warmup, COPY_TASKS * forms, seed))
+            for stage in STAGES:
+                write(stage, number_transcripts(worlds.warmup, stage, 3 * forms, size, seed))
+            write("numbered", numbered_transcripts(worlds.warmup, 3 * forms, size))
         for name, pairs in asked.items():
-            write_jsonl(staged / f"{name}.jsonl", (question_record(question) for question, _ in pairs))
-        write_jsonl(staged / "warmup.jsonl", warmup)
-        if forms:
-            _write_given(staged, worlds, asked, seed)
-            _write_warmup(staged, worlds, size, seed, forms, Path(scratch), passage_format)
+            write(name, (question_record(question) for question, _ in pairs))
     return {
         "passages": len(corpus),
         "training questions": len(asked["train"]),
@@ -137,30 +143,6 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
         "warm-up that follows its question": size.aware,
         **({"warm-up transcripts of each system": forms} if forms else {}),
     }
-
-
-def _write_given(folder: Path, worlds: InventedWorlds, asked: Mapping[str, Sequence[Asked]], seed: int) -> None:
-    """Write the same questions with their passages."""
-    for name, pairs in asked.items():
-        world = worlds.train if name == "train" else worlds.test
-        given = (given_question(world, question, path, seed) for question, path in pairs)
-        write_jsonl(folder / f"given_{name}.jsonl", map(question_record, given))
-
-
-def _write_warmup(
-    folder: Path, worlds: InventedWorlds, size: Size, seed: int, count: int, scratch: Path, passage_format: str
-) -> None:
-    """Write the warm-up of all systems, and of the base that names numbers."""
-    mixed = []
-    for number, world in enumerate(worlds.warmup):
-        search = _search(world, scratch / f"forms-{number}", passage_format)
-        for name in (*SEARCHING, *GIVEN):
-            mixed += warmup_transcripts(world, name, count // size.warmup_worlds, size, number, search)
-    write_jsonl(folder / "forms.jsonl", mixed)
-    write_jsonl(folder / "recitals.jsonl", copy_task_transcripts(worlds.warmup, COPY_TASKS * count, seed))
-    for stage in STAGES:
-        write_jsonl(folder / f"{stage}.jsonl", number_transcripts(worlds.warmup, stage, 3 * count, size, seed))
-    write_jsonl(folder / "numbered.jsonl", numbered_transcripts(worlds.warmup, 3 * count, size))
 
 
 def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
@@ -176,10 +158,10 @@ def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable
 # Warm-up transcripts
 
 
-def policy_segment(marked: str) -> dict[str, Any]:
-    """Return a policy segment whose `copied` ranges are the bracketed stretches; the brackets themselves are
-    dropped."""
-    text, copied = "", []
+def policy_segment(marked: str, plain: str = "") -> dict[str, Any]:
+    """Return a policy segment whose `copied` ranges are the bracketed stretches of `marked`, without the brackets.
+    plain: text before it, in which brackets are brackets."""
+    text, copied = plain, []
     for number, part in enumerate(re.split(r"[\[\]]", marked)):
         if number % 2:  # the space before a name belongs to its first token
             copied.append([len(text), len(text) + len(part)])
@@ -187,12 +169,17 @@ def policy_segment(marked: str) -> dict[str, Any]:
     return {"source": "policy", "text": text, "copied": copied}
 
 
+def prompt_segments(*texts: str) -> Segments:
+    """Return segments of which no token is trained, without the empty ones."""
+    return [{"source": "prompt", "text": text} for text in texts if text]
+
+
 def transcripts(
     world: InventedWorld, count: int, size: Size, seed: int, search: Callable[[list[str]], list[str]]
 ) -> list[dict[str, Any]]:
     """Return `count` warm-up transcripts of the demo in one world (the prompt is the recipe's).
 
-    `search` gives, for each query, the passages that a search shows, as text. A policy segment's `copied` lists the
+    search: returns for each query the passages that a search shows, as text. A policy segment's `copied` lists the
     character ranges of names, all of which stand in the question or in a passage.
     """
     rng = random.Random(f"transcripts {seed}")
@@ -227,7 +214,7 @@ def known(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> lis
 
 
 def given_question(world: InventedWorld, question: Question, path: Sequence[Fact], seed: int) -> Question:
-    """Return the question with its passages, and which of them are on the way to its answer."""
+    """Return the question with its passages, and the numbers of those that lead to its answer."""
     facts = known(world, path, random.Random(f"given {seed} {question.id}"))
     return Question(
         question.id,
@@ -248,18 +235,16 @@ def copy_task_transcripts(worlds: Sequence[InventedWorld], count: int, seed: int
     for number in range(count):
         facts, _ = drawn_facts(rng, names)
         rng.shuffle(facts)
-        parts = ["recite\n", listed_facts(facts), "\n"]
         order = rng.sample(facts, len(facts))
-        segments = [{"source": "prompt", "text": part} for part in parts]
-        body = _numbered(facts, order) if number % 3 == 0 else restated(order)
-        found.append({"id": f"recital-{number}", "question": "", "segments": [*segments, body]})
+        body = _numbered(facts, order) if number % 3 == 0 else policy_segment(_restated(order, len(order)))
+        segments = [*prompt_segments("recite\n", listed_facts(facts), "\n"), body]
+        found.append({"id": f"recital-{number}", "question": "", "segments": segments})
     return found
 
 
 def drawn_facts(rng: random.Random, names: Sequence[str], distinct: bool = False) -> tuple[list[Fact], int]:
-    """Return three facts of each of two entities, and the index of the first's that leads to the second; with
-    `distinct`
-    no relation stands in two of them."""
+    """Return three facts of each of two entities, and the index of the first's that leads to the second. distinct: no
+    relation stands in two of them."""
     subject, object_, *others = rng.sample(names, 8)
     kinds = list(RELATIONS)
     drawn = rng.sample(kinds, 2) if distinct else [rng.choice(kinds), rng.choice(kinds)]
@@ -273,8 +258,9 @@ def drawn_facts(rng: random.Random, names: Sequence[str], distinct: bool = False
     return facts, bridge
 
 
-def restated(facts: Sequence[Fact]) -> dict[str, Any]:
-    return policy_segment("".join(f" {'Then' if n else 'First'}{_say(fact, True)}" for n, fact in enumerate(facts)))
+def _restated(facts: Sequence[Fact], chosen: int = 1) -> str:
+    """Return facts in order, as marked text; nothing decides the subjects of the first `chosen`."""
+    return "".join(f" {'Then' if n else 'First'}{_say(fact, n < chosen)}" for n, fact in enumerate(facts))
 
 
 def _numbered(listed: Sequence[Fact], order: Sequence[Fact]) -> dict[str, Any]:
@@ -287,8 +273,7 @@ def _numbered(listed: Sequence[Fact], order: Sequence[Fact]) -> dict[str, Any]:
     return {"source": "policy", "text": text, "copied": copied}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TranscriptPlan:
+class TranscriptPlan(NamedTuple):
     """The plan of one transcript: the question's path, the path that is followed, the facts shown, and whether it is
     blind."""
 
@@ -315,8 +300,8 @@ def warmup_transcripts(
     rng = random.Random(f"forms {name} {seed}")  # as above
     subjects = list(world.kinds)
     plans = [_plan(world, name, rng.choice(subjects), size, rng) for _ in range(count)]
-    if name in SEARCHING:
-        assert search is not None, f"{name} searches"
+    bodies: list[list[Body]]
+    if search is not None and name in SEARCHING:
         found = iter(search([fact.query for plan in plans for fact in plan.followed]))
         bodies = [
             [(False, _searched(name, plan.followed, [next(found) for _ in plan.followed], rng))] for plan in plans
@@ -327,19 +312,16 @@ def warmup_transcripts(
         {
             "id": f"{name}-{seed}-{number}-{part}",
             "question": ask(plan.asked),
-            "segments": [*_prompt(name, plan, body, passage_format), *body[1]],
+            "segments": [*_prompt(name, plan, shows, passage_format), *segments],
         }
         for number, (plan, parts) in enumerate(zip(plans, bodies, strict=True))
-        for part, body in enumerate(parts)
+        for part, (shows, segments) in enumerate(parts)
     ]
 
 
 def _habit(world: InventedWorld, entity: str, rng: random.Random) -> Fact:
     first, *others = world.relations(entity)
     return world.facts[entity, first if rng.random() < HABIT else rng.choice(others)]
-
-
-Body = tuple[bool, Segments]  # whether the passages are in the prompt; what follows it
 
 
 def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random.Random) -> TranscriptPlan:
@@ -354,21 +336,16 @@ def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random
         followed = [_habit(world, subject, rng)]
         if followed[0].object == asked[0].object and rng.random() < 0.5:
             followed += rng.choice([[fact] for fact in shown if fact.subject == followed[0].object])
-    return TranscriptPlan(asked=asked, followed=followed, shown=shown, blind=blind)
+    return TranscriptPlan(asked, followed, shown, blind)
 
 
-def _prompt(name: str, plan: TranscriptPlan, body: Body, passage_format: str) -> Segments:
-    """Return the prompt, cut where engine/protocol/prompts.py cuts it, so that its tokens are the rollout's."""
-    question = ask(plan.asked)
-    filled = {
-        "{passages}": listed_facts(plan.shown, passage_format) if body[0] else "",
-        " {question}": f" {question}",  # with the space before it, as rendering has it
-        "{question}": question,
-    }
-    parts = [template(name)]
-    for place in filled:
-        parts = [piece for part in parts for piece in ([part] if part in filled else _split(part, place))]
-    return [{"source": "prompt", "text": filled.get(part, part)} for part in parts if filled.get(part, part)]
+def _prompt(name: str, plan: TranscriptPlan, shows: bool, passage_format: str) -> Segments:
+    """Return the prompt, cut where engine/protocol/prompts.py cuts it, so that its tokens are the rollout's. shows:
+    whether it has the passages."""
+    # The space before the question belongs to it, as in rendering.
+    passages = listed_facts(plan.shown, passage_format) if shows else ""
+    filled = {"{passages}": passages, " {question}": f" {ask(plan.asked)}"}
+    return prompt_segments(*(filled.get(part, part) for part in re.split(r"({passages}| {question})", template(name))))
 
 
 def listed_facts(facts: Sequence[Fact], passage_format: str = GIVEN_FORMAT) -> str:
@@ -381,19 +358,10 @@ def listed_facts(facts: Sequence[Fact], passage_format: str = GIVEN_FORMAT) -> s
     )
 
 
-def _split(text: str, place: str) -> list[str]:
-    before, found, after = text.partition(place)
-    return [before, place, after] if found else [before]
-
-
 def _say(fact: Fact, chosen: bool = False) -> str:
     """Return a fact restated. A `chosen` subject, which nothing before it decides, is no copy that the gate could
     measure."""
     return (f" {fact.subject}" if chosen else f"[ {fact.subject}]") + f" has {fact.relation}[ {fact.object}]."
-
-
-def _thought(plan: TranscriptPlan) -> str:
-    return "".join(f" {'Then' if n else 'First'}{_say(fact, not n)}" for n, fact in enumerate(plan.followed))
 
 
 def _answer(path: Sequence[Fact]) -> str:
@@ -424,38 +392,25 @@ def _note(fact: Fact, rng: random.Random) -> str:
 
 
 def _given(name: str, plan: TranscriptPlan, rng: random.Random, sort_numbers: bool) -> list[Body]:
+    thought = _restated(plan.followed)
     if name == "naive_grpo":
-        return [(True, [policy_segment(f"<think>{_thought(plan)} </think>{_answer(plan.followed)}")])]
+        return [(True, [policy_segment(f"<think>{thought} </think>{_answer(plan.followed)}")])]
     if name == "arena":
         extra = [rng.choice(plan.shown)] if plan.blind and rng.random() < 0.5 else []
         indices = [plan.shown.index(fact) + 1 for fact in dict.fromkeys([*plan.followed, *extra])]
-        indices = sorted(indices) if sort_numbers else indices
-        listed = ", ".join(map(str, indices))
-        text = f"<relevance> [{listed}] </relevance>"
-        return [(True, [_plain_and(text, f"<analysis>{_thought(plan)} </analysis>{_answer(plan.followed)}")])]
+        listed = ", ".join(map(str, sorted(indices) if sort_numbers else indices))
+        analysis = f"<analysis>{thought} </analysis>{_answer(plan.followed)}"
+        return [(True, [policy_segment(analysis, plain=f"<relevance> [{listed}] </relevance>")])]
     extra = [rng.choice(plan.shown) for _ in range(rng.randrange(4))] if plan.blind else []
-    evidence = [*extra, plan.followed[-1]]
-    reason = f"<reason>{_thought(plan)} </reason>"
-    extract = f"<extract>{''.join(_say(fact, chosen=True) for fact in evidence)} </extract>"
-    branch = [policy_segment(_answer(plan.followed).removeprefix("<answer>"))]
+    reason = f"<reason>{thought} </reason>"
+    extract = f"<extract>{''.join(_say(fact, chosen=True) for fact in (*extra, plan.followed[-1]))} </extract>"
+    branch = policy_segment(_answer(plan.followed).removeprefix("<answer>"))
     return [
         (True, [policy_segment(reason + extract + _answer(plan.followed))]),
-        (True, [_context(reason), {"source": "prompt", "text": "<answer>"}, *branch]),
-        (False, [_context(extract), {"source": "prompt", "text": "<answer>"}, *branch]),
+        # The policy's text that a branch keeps is context there, of which no token is trained.
+        (True, [*prompt_segments(policy_segment(reason)["text"], "<answer>"), branch]),
+        (False, [*prompt_segments(policy_segment(extract)["text"], "<answer>"), branch]),
     ]
-
-
-def _context(marked: str) -> dict[str, Any]:
-    """Return what a branch keeps of the policy's text: context there, so no token of it is trained."""
-    return {"source": "prompt", "text": policy_segment(marked)["text"]}
-
-
-def _plain_and(plain: str, marked: str) -> dict[str, Any]:
-    """Return a policy segment that begins with text in which brackets are brackets."""
-    segment = policy_segment(marked)
-    shift = len(plain)
-    copied = [[start + shift, end + shift] for start, end in segment["copied"]]
-    return {**segment, "text": plain + segment["text"], "copied": copied}
 
 
 # Numbers of passages, for ARENA's base
@@ -476,9 +431,9 @@ def number_transcripts(
             form = rng.choice(forms)
             facts, bridge = drawn_facts(rng, names, distinct=form in DISTINCT)
             shown = rng.sample(facts, len(facts))
-            prompt = ["recite\n", listed_facts(shown, rng.choice(formats)), "\n"]
-            asked = [part for _ in range(ASKED[form]) for part in _numbers(form, facts, bridge, shown, rng)]
-            segments = [*({"source": "prompt", "text": text} for text in prompt), *asked]
+            segments = prompt_segments("recite\n", listed_facts(shown, rng.choice(formats)), "\n")
+            for _ in range(ASKED[form]):
+                segments += _numbers(form, facts, bridge, shown, rng)
             found += [{"id": f"{stage}-{len(found)}", "question": "", "segments": segments}, other]
     return found
 
@@ -507,8 +462,8 @@ def _numbers(form: str, facts: Sequence[Fact], bridge: int, shown: Sequence[Fact
         "fact": (f" {path[0].query} [", "]"),
         "question": (f" {ask(path)}\n<relevance> [", "] </relevance>\n"),
     }[form]
-    parts: Segments = [{"source": "prompt", "text": before}]
+    segments = prompt_segments(before)
     for n, fact in enumerate(path):
-        parts += [{"source": "prompt", "text": ", "}] if n else []
-        parts.append({"source": "policy", "text": str(shown.index(fact) + 1), "copied": [[0, 1]]})
-    return [*parts, *([{"source": "prompt", "text": after}] if after else [])]
+        segments += prompt_segments(", " if n else "")
+        segments.append({"source": "policy", "text": str(shown.index(fact) + 1), "copied": [[0, 1]]})
+    return segments + prompt_segments(after)

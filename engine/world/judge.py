@@ -1,8 +1,7 @@
 """A judge of entailment for the invented world, trained in it: `thresher data judge`.
 
-A BERT of three layers, trained on labelled pairs of the training world and the warm-up worlds, and written as
-`judge.entailment` reads any classifier (retrieval/encoders). Held-out pairs are about held-out entities. Its
-vocabulary is the world's words, and characters for all others. A pair is a note and a claim:
+A BERT of three layers, trained on labelled pairs of the training world and the warm-up worlds, and written as a
+classifier for `judge.entailment` (retrieval/encoders). Held-out pairs are about held-out entities. A pair:
 
     premise     a note                                    "* Amber Lattice has author Bel Dorin.\\n- the rest"
     hypothesis  "<gold> is the answer to '<question>'"    of one relation or two
@@ -10,11 +9,9 @@ vocabulary is the world's words, and characters for all others. A pair is a note
     entailment      the fact that answers stands in the note: the relation asked for last, with the gold as its object,
                     and of a question of one relation with its subject
     contradiction   a question of one relation: the same fact with another object, and the gold's not beside it
-    neutral         everything else: a fact of the right subject and another relation, one of another subject, the first
-                    fact of two, the question copied, alone or with the gold, loose words, nothing
+    neutral         everything else, among them the notes for which a judge of overlapping words pays
 
-Neutral notes are the ones that a judge of overlapping words pays for. Everything is a function of the seed: one thread
-computes, so that the number of cores changes no bit.
+Everything is a function of the seed: one thread computes, so that the number of cores changes no bit.
 """
 
 import json
@@ -22,7 +19,7 @@ import random
 import re
 import string
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +51,7 @@ def invent_pairs(world: InventedWorld, count: int, rng: random.Random) -> list[P
         path = walk(world, rng.choice(subjects), rng.choice((1, 2, 2)), rng)
         if path[-1].object == path[0].subject:  # no question has such a path
             continue
-        makers = _MAKERS["entailment"] if len(found) % 3 == 0 else [*_MAKERS["neutral"], *_MAKERS["contradiction"]]
+        makers = [_answering] if len(found) % 3 == 0 else [*_NEUTRAL, _changed]
         premise = _littered(rng.choice(makers)(world, path, rng), rng)
         hypothesis = CLAIM.format(gold=path[-1].object, question=ask(path))
         found.append((premise, hypothesis, LABELS.index(label_of(premise, path))))
@@ -75,7 +72,7 @@ def label_of(note: str, path: Sequence[Fact]) -> str:
 
 
 def _littered(note: str, rng: random.Random) -> str:
-    """Return the note, every second time with litter before or behind it, which changes no label: a policy tries
+    """Return the note, every second time with litter before or behind it, which changes no label. A policy tries
     whatever fools its judge, and broken tags fooled one that had never read any."""
     if rng.random() < 0.5:
         return note
@@ -104,32 +101,28 @@ def _note(facts: Sequence[Fact], rng: random.Random) -> str:
     return rng.choice(("\n", " ")).join(lines) + rng.choice(("", "\n- the rest"))
 
 
-def _beside(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> list[Fact]:
-    """Return up to two facts that do not answer: of the path's entities, or any."""
-    entities = (path[0].subject, path[-1].subject)
-    near = [world.facts[entity, relation] for entity in entities for relation in world.relations(entity)]
-    found = [rng.choice(near) if rng.random() < 0.7 else _fact(world, rng) for _ in range(rng.choice((0, 0, 1, 2)))]
-    return [fact for fact in found if fact != path[-1]]
+# Makers of notes for a path of facts. World, path, the source of draws -> a note.
 
 
 def _answering(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    return _note([path[-1], *_beside(world, path, rng)], rng)
+    """Note the fact that answers, beside up to two that do not: of the path's entities, or any."""
+    entities = (path[0].subject, path[-1].subject)
+    near = [world.facts[entity, relation] for entity in entities for relation in world.relations(entity)]
+    found = [rng.choice(near) if rng.random() < 0.7 else _fact(world, rng) for _ in range(rng.choice((0, 0, 1, 2)))]
+    return _note([path[-1], *(fact for fact in found if fact != path[-1])], rng)
 
 
 def _right_subject(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note facts of the question's subject, none of which answers; the first of two among them."""
+    """Note facts of the question's subject that do not answer, the first of two among them."""
     known = [world.facts[path[0].subject, relation] for relation in world.relations(path[0].subject)]
     known = [fact for fact in known if fact != path[-1]]
     return _note(rng.sample(known, rng.choice((1, 1, 2))), rng)
 
 
 def _other_subject(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note the relation asked for, of somebody else: with the object that this one has, or with the gold."""
-    wanted = path[-1]
-    same = [
-        fact for fact in world.facts.values() if fact.relation == wanted.relation and fact.subject != wanted.subject
-    ]
-    other = rng.choice(same)
+    """Note the relation asked for, of another subject: with that subject's object, or with the gold."""
+    wanted, facts = path[-1], world.facts.values()
+    other = rng.choice([x for x in facts if x.relation == wanted.relation and x.subject != wanted.subject])
     return _note([Fact(other.subject, other.relation, wanted.object) if rng.random() < 0.3 else other], rng)
 
 
@@ -167,11 +160,7 @@ def _changed(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> 
     return _note([Fact(path[-1].subject, path[-1].relation, _fact(world, rng).object)], rng)
 
 
-_MAKERS: dict[str, list[Callable[[InventedWorld, Sequence[Fact], random.Random], str]]] = {
-    "entailment": [_answering],
-    "neutral": [_right_subject, _right_subject, _other_subject, _other_relation, _turned, _elsewhere, _copied, _loose],
-    "contradiction": [_changed],
-}
+_NEUTRAL = [_right_subject, _right_subject, _other_subject, _other_relation, _turned, _elsewhere, _copied, _loose]
 
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")

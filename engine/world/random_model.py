@@ -39,7 +39,7 @@ def initialise(
     embedding_std: float | None = None,
     zero_outputs: bool = False,
 ) -> dict[str, Any]:
-    """Write a model folder; return its figures. Exactly one of tokenizer_path and train_on says where tokens come
+    """Write a model folder; return its sizes. Exactly one of tokenizer_path and train_on says where tokens come
     from."""
     if (tokenizer_path is None) == (not train_on):
         raise UserError("init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither")
@@ -66,7 +66,7 @@ def initialise(
 
 def add_layers(model: str | Path, count: int, out: str | Path, *, seed: int = 0) -> dict[str, Any]:
     """Write a model folder's model with `count` more layers on top, which begin as the identity (their projections into
-    the residual stream are 0), so that it computes what it did; return its figures."""
+    the residual stream are 0), so that it computes what it did; return its sizes."""
     old = load_policy(model)
     config = replace(old.config, num_hidden_layers=old.config.num_hidden_layers + count)
     policy = init_policy(config, seed, zero_outputs=True)
@@ -78,7 +78,7 @@ def add_layers(model: str | Path, count: int, out: str | Path, *, seed: int = 0)
 
 
 def write_model(policy: Policy, tokenizer: Tokenizer, out: str | Path) -> dict[str, Any]:
-    """Write a model folder, whole or not at all; return its figures."""
+    """Write a model folder, whole or not at all; return its sizes."""
     config = policy.config
     check_fit(policy, tokenizer, out)
     with staged_folder(out) as staged:

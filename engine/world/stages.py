@@ -7,10 +7,10 @@
     init -> sft -> sft                        world/init0, recite0, base0, then init1 ..
     sft -> sft -> init -> sft -> sft -> sft   world/numbers-1-0 .. numbered0, of the base "numbered" alone
 
-Every command can be typed by hand. The base "shared" knows the form of all protocols and hardly what to look for. Bases
-of different seeds differ in their first weights and in the order of their warm-up, not in the world, so that questions
-are the same for all. `study systems` and `reproduce --scale world` train from them. The base "numbered" is made of it,
-with one layer more: it can name a passage by its number, and knows the protocols of ARENA and naive GRPO (files.py).
+The base "shared" knows the form of all protocols and hardly what to look for. Bases of different seeds differ in their
+first weights and in the order of their warm-up, not in the world, so that all have the same questions. The base
+"numbered" is made of it, with one layer more: it can name a passage by its number, and knows the protocols of ARENA and
+naive GRPO (files.py). `study systems` and `reproduce --scale world` train from them.
 """
 
 import json
@@ -67,8 +67,8 @@ def _index(data: Path, out: Path) -> list[str]:
 
 
 def world_stages(world: Path, seed: int = 0, judged: bool = True, base: str = "shared") -> list[list[str]]:
-    """Return the commands that make the world and the base of this seed, each of which writes one folder whole or not
-    at all. judged: whether a judge of entailment will be asked."""
+    """Return the commands that make the world and the base of this seed, each of one folder. judged: whether a judge of
+    entailment will be asked."""
     data = world / "data"
 
     def sft(recipe: str, model: Path, transcripts: str, out: Path) -> list[str]:
@@ -108,8 +108,8 @@ def base_folder(world: Path, base: str, seed: int) -> str:
 
 
 def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
-    """Return what a system reads of the world, as overrides of a recipe: an index to search, or questions that bring
-    their passages, shown as this base knows them; and the judge, where its reward asks one."""
+    """Return the files of the world that a system reads, as overrides of a recipe: an index to search, or questions
+    that bring their passages, shown as this base knows them; and the judge, where its reward asks one."""
     data = [f"data.{split}={world_questions(world, system, split)}" for split in ("train", "dev")]
     if system in GIVEN:
         return [*data, f'retrieval.passage_format="{BASES[base].passage_format}"']
@@ -147,9 +147,9 @@ def demo(
 ) -> None:
     """Run the commands of the demo into `out`; `run` executes one command in this process, `say` prints a line.
 
-    Run again into the same folder it goes on: a stage whose folder is there is done, for each appears whole, an index
-    resumes by itself, and a training or fine-tuning by --resume. Raise UserError for a folder that is something else,
-    of another seed or other overrides, or finished."""
+    Run again into the same folder it goes on: a stage whose folder is there is finished, an index resumes by itself,
+    and a training or fine-tuning by --resume. Raise UserError for a folder that is something else, of another seed or
+    other overrides, or finished."""
     before = begin(out, seed, overrides)
     started = time.perf_counter()
     for arguments in stages(out, seed, overrides):
@@ -171,7 +171,7 @@ def demo(
 
 
 def begin(out: Path, seed: int, overrides: list[str]) -> float:
-    """Make the demo's folder, or take up one that is unfinished; return the seconds that its finished stages took."""
+    """Make the demo's folder, or continue an unfinished one; return the seconds that its finished stages took."""
     file = out / BEGUN
     if not file.exists():
         if out.exists():

@@ -20,10 +20,9 @@ from thresher.engine.world.facts import (
     InventedWorld,
     InventedWorlds,
     Size,
-    ask,
     invent,
     passages,
-    questions,
+    with_paths,
 )
 from thresher.engine.world.files import (
     GIVEN,
@@ -43,23 +42,13 @@ from thresher.engine.world.stages import base_folder, world_stages
 from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.building.commands import build
 from thresher.retrieval.indexes.load import load_index
-from thresher.retrieval.questions import read_questions
+from thresher.retrieval.questions import Question, read_questions
 from thresher.rewards.papers.arena import parse_indices
 from thresher.rewards.papers.search import eval_rar_reward
 from thresher.rewards.reward import RewardInput, Source, TextSegment
 
-SMALL = Size(
-    people=24,
-    places=16,
-    works=20,
-    pieces=14,
-    train_questions=80,
-    test_questions=30,
-    dev_questions=20,
-    warmup_worlds=2,
-    transcripts=60,
-    aware=0.5,
-)
+COUNTS = {"people": 24, "places": 16, "works": 20, "pieces": 14, "warmup_worlds": 2, "transcripts": 60}
+SMALL = Size(**COUNTS, train_questions=80, test_questions=30, dev_questions=20, aware=0.5)
 WORLDS = invent(SMALL, 5)
 FORMAT = " {text}"
 PLAIN = ("corpus.jsonl", "test.jsonl", "train.jsonl", "warmup.jsonl")  # what is written without --forms
@@ -83,6 +72,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def pieces(record: dict[str, Any]) -> list[TextSegment]:
+    return [TextSegment(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
+
+
+def questions(world: InventedWorld, *given: Any) -> list[Question]:
+    return [question for question, _ in with_paths(world, *given)]
+
+
 def walk(world: InventedWorld, text: str) -> str:
     """The answer to a question, found by its words alone."""
     match = re.fullmatch(rf"What is ((?:the \w+ of )+)({NAME})\?", text)
@@ -93,39 +90,34 @@ def walk(world: InventedWorld, text: str) -> str:
     return entity
 
 
-def test_training_and_held_out_entities_are_apart_and_no_fact_crosses(worlds: InventedWorlds) -> None:
-    assert not worlds.train.kinds.keys() & worlds.test.kinds.keys()
-    for world in (worlds.train, worlds.test, *worlds.warmup):
-        for (subject, relation), fact in world.facts.items():
-            assert (fact.subject, fact.relation) == (subject, relation)
-            assert fact.subject != fact.object
-            assert world.kinds[fact.object] == RELATIONS[world.kinds[fact.subject]][relation]
-        # Every entity has every relation of its kind.
-        assert len(world.facts) == sum(len(world.relations(entity)) for entity in world.kinds)
-        assert all((entity, relation) in world.facts for entity in world.kinds for relation in world.relations(entity))
-
-
-def test_sizes(worlds: InventedWorlds) -> None:
+def test_a_world_has_its_size_and_held_out_entities_apart(worlds: InventedWorlds) -> None:
     def kinds(world: InventedWorld) -> list[int]:
         return [list(world.kinds.values()).count(kind) for kind in RELATIONS]
 
+    def words(*several: InventedWorld) -> set[tuple[int, str]]:
+        return {(place, word) for world in several for name in world.kinds for place, word in enumerate(name.split())}
+
     assert kinds(worlds.test) == [60, 40, 60]
     assert [kinds(world) for world in (worlds.train, *worlds.warmup)] == [[180, 120, 180]] * 17
-    assert len(passages([worlds.train, worlds.test], 0)) == 3 * (240 + 160 + 240)
-
-
-def test_every_piece_of_a_held_out_name_has_been_seen(worlds: InventedWorlds) -> None:
-    def pieces(*parts: InventedWorld) -> set[tuple[int, str]]:
-        return {(place, word) for world in parts for name in world.kinds for place, word in enumerate(name.split())}
-
-    assert pieces(worlds.test) <= pieces(worlds.train, *worlds.warmup)
+    assert not worlds.train.kinds.keys() & worlds.test.kinds.keys()
+    assert words(worlds.test) <= words(worlds.train, *worlds.warmup)  # every word of a held-out name has been seen
+    for world in (worlds.train, worlds.test, *worlds.warmup):
+        for (subject, relation), fact in world.facts.items():
+            assert (fact.subject, fact.relation) == (subject, relation) and fact.subject != fact.object
+            assert world.kinds[fact.object] == RELATIONS[world.kinds[fact.subject]][relation]
+        # Every entity has every relation of its kind.
+        assert {*world.facts} == {(entity, relation) for entity in world.kinds for relation in world.relations(entity)}
+    order = passages([worlds.train, worlds.test], 0)
+    assert len(order) == 3 * (240 + 160 + 240)
+    assert [passage.id for passage in order] == [str(number) for number in range(len(order))]
+    # Their order tells nothing.
+    held_out = [passage.title.split(",")[0] in worlds.test.kinds for passage in order]
+    half = len(held_out) // 2
+    assert abs(sum(held_out[:half]) - sum(held_out[half:])) < 0.1 * len(held_out)
 
 
 def test_the_warm_up_never_uses_a_held_out_name(worlds: InventedWorlds, files: Path) -> None:
-    for world in worlds.warmup:
-        assert not world.kinds.keys() & worlds.test.kinds.keys()
-        named = {name for fact in world.facts.values() for name in (fact.subject, fact.object)}
-        assert not named & worlds.test.kinds.keys()
+    assert not any(world.kinds.keys() & worlds.test.kinds.keys() for world in worlds.warmup)
     assert len({frozenset(world.kinds) for world in worlds.warmup}) == len(worlds.warmup)  # each its own names
     held_out = WORLDS.test.kinds.keys()
     written = "".join((files / f"{name}.jsonl").read_text("utf-8") for name in ("warmup", "train", "forms"))
@@ -156,15 +148,6 @@ def test_more_questions_than_there_are_gives_all_there_are() -> None:
     assert len({question.question for question in asked}) == len(asked)
 
 
-def test_how_a_question_is_put() -> None:
-    world = invent(SMALL, 0).train
-    first = next(iter(world.facts.values()))
-    second = next(fact for fact in world.facts.values() if fact.subject == first.object)
-    assert ask([first]) == f"What is the {first.relation} of {first.subject}?"
-    assert ask([first, second]) == f"What is the {second.relation} of the {first.relation} of {first.subject}?"
-    assert first.sentence == f"{first.subject} has {first.relation} {first.object}."
-
-
 def test_everything_is_a_function_of_the_seed(tmp_path: Path, files: Path) -> None:
     invent_files(tmp_path / "again", 5, SMALL, FORMAT)
     invent_files(tmp_path / "other", 6, SMALL, FORMAT)
@@ -192,22 +175,11 @@ def test_files_are_what_the_readers_read(files: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_order_of_passages_tells_nothing(worlds: InventedWorlds) -> None:
-    order = passages([worlds.train, worlds.test], 0)
-    assert [passage.id for passage in order] == [str(number) for number in range(len(order))]
-    held_out = [passage.title.split(",")[0] in worlds.test.kinds for passage in order]
-    half = len(held_out) // 2
-    assert abs(sum(held_out[:half]) - sum(held_out[half:])) < 0.1 * len(held_out)
-
-
-def test_a_folder_that_exists_is_left_alone(files: Path) -> None:
+def test_refusals(files: Path) -> None:
     before = (files / "corpus.jsonl").read_bytes()
     with pytest.raises(ValueError, match="exists already"):
         invent_files(files, 9, SMALL, FORMAT)
     assert (files / "corpus.jsonl").read_bytes() == before
-
-
-def test_too_few_names_are_refused() -> None:
     with pytest.raises(ValueError, match="4 first and second words make too few names"):
         invent(Size(pieces=4), 0)
 
@@ -233,8 +205,7 @@ def test_transcripts_search_copy_and_answer(files: Path) -> None:
             assert f" {subject} has {relation}{name}." in text.split("\n")
         start, end = policy[-1]["copied"][-1]
         assert policy[-1]["text"].endswith(f"<answer>{policy[-1]['text'][start:end]} </answer>")
-        pieces = [TextSegment(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
-        answer = eval_rar_reward(pieces, ["x"]).answer
+        answer = eval_rar_reward(pieces(record), ["x"]).answer
         assert answer is not None and f" {answer.strip()}" == policy[-1]["text"][start:end]
 
 
@@ -285,10 +256,6 @@ def test_copied_ranges_are_whole_tokens(files: Path) -> None:
 
 def of_form(files: Path, name: str) -> list[dict[str, Any]]:
     return [record for record in lines(files / "forms.jsonl") if record["id"].startswith(f"{name}-")]
-
-
-def pieces(record: dict[str, Any]) -> list[TextSegment]:
-    return [TextSegment(Source(segment["source"]), segment["text"].encode()) for segment in record["segments"]]
 
 
 def test_given_questions_hold_what_answers_them(files: Path) -> None:
@@ -442,9 +409,7 @@ def test_a_stage_reads_what_the_one_before_wrote(tmp_path: Path, files: Path) ->
 
 
 def test_facts_drawn_distinct_repeat_no_relation() -> None:
-    rng = random.Random(0)
-    names = sorted(WORLDS.warmup[0].kinds)
+    rng, names = random.Random(0), sorted(WORLDS.warmup[0].kinds)
     for distinct in (True, False):
         drawn = [drawn_facts(rng, names, distinct)[0] for _ in range(20)]
         assert all(len({fact.relation for fact in facts}) == 6 for facts in drawn) == distinct
-    assert len(RELATIONS) == 3
