@@ -13,13 +13,8 @@ from thresher.retrieval.questions import read_questions
 
 NQ = '{"question": "who?", "answer": ["Ann", "Anna"]}\n{"question": "when?", "answer": []}\n'
 HOTPOT = [
-    {
-        "_id": f"h{number}",
-        "question": f"h {number}?",
-        "answer": "yes",
-        "supporting_facts": [["One", 0]],
-        "context": [["One", ["1."]], ["Two", [f"{number}."]]],
-    }
+    {"_id": f"h{number}", "question": f"h {number}?", "answer": "yes", "supporting_facts": [["One", 0]]}
+    | {"context": [["One", ["1."]], ["Two", [f"{number}."]]]}
     for number in range(4)
 ]
 Say = Callable[..., tuple[int, str, str]]
@@ -52,22 +47,19 @@ def test_convert_check_and_show(say: Say) -> None:
     status, printed, _ = say("check", "out.jsonl.gz", "--json")
     assert status == 0 and json.loads(printed)["questions with gold indices"] == 3
 
+    status, printed, _ = say(
+        "convert", "--in", "hotpot.json", "hotpot.json", "--limit", "2", "--out", "first.jsonl", "--json"
+    )
+    figures = json.loads(printed)
+    assert status == 0 and [source["format"] for source in figures["sources"]] == ["hotpotqa"]
+    assert [question.id for question in read_questions("first.jsonl")] == ["h0", "h1"]
+
     status, printed, _ = say("show", "out.jsonl.gz", "--id", "nq/0")
     assert status == 0 and "golds     Ann\n" in printed and "passages" not in printed
     status, printed, _ = say("show", "hotpot.json", "--n", "2")
     assert status == 0 and printed.startswith("hotpot.json, read as hotpotqa\n")
     assert printed.count("*  1  [") == 2 and "h2" not in printed
     assert "nq.jsonl:2: skipped, no gold answer" in say("show", "nq.jsonl")[1]
-
-
-def test_convert_takes_the_first_of_several_files(say: Say) -> None:
-    status, printed, _ = say(
-        "convert", "--in", "hotpot.json", "hotpot.json", "--limit", "2", "--out", "out.jsonl", "--json"
-    )
-    figures = json.loads(printed)
-    assert status == 0 and figures["questions"] == 2
-    assert [source["format"] for source in figures["sources"]] == ["hotpotqa"]
-    assert [question.id for question in read_questions("out.jsonl")] == ["h0", "h1"]
 
 
 def test_convert_asks_for_room_first(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +88,9 @@ def test_convert_asks_for_room_first(say: Say, monkeypatch: pytest.MonkeyPatch) 
     ("words", "expected"),
     [
         (("convert", "--in", "hotpot.json", "--format", "musique", "--out", "o.jsonl"), "looks like HotpotQA as its"),
-        (("convert", "--in", "absent.json", "--out", "o.jsonl"), "absent.json: no such file"),
         (("convert", "--mix", "nq=nq.jsonl", "--limit", "3", "--out", "o.jsonl"), "--limit is for --in"),
         (("convert", "--mix", "nq.jsonl", "--out", "o.jsonl"), "expected NAME=FILE or NAME=FILE:COUNT"),
         (("check", "hotpot.json"), "turn it into our records first, with thresher data convert"),
-        (("check", "nq.jsonl"), 'nq.jsonl:2: "answer" is an empty list'),
         (("show", "nq.jsonl", "--id", "9"), "nq.jsonl: no question with the id '9'"),
         (("show", "nq.jsonl", "--format", "x"), "unknown format 'x'"),
     ],

@@ -105,28 +105,18 @@ def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.parametrize(
-    ("owner", "function", "gone_back"), [(train_module, "load_run_context", False), (Rollout, "run", True)]
-)
 def test_a_run_that_has_not_gone_back_yet_is_told_to_again(
-    world: Path,
-    tmp_path: Path,
-    owner: Any,
-    function: str,
-    gone_back: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["train", f"{world}/recipe.toml", "--out", f"{tmp_path}/run"]) == 0
     capsys.readouterr()
     words = f"train {world}/recipe.toml --out {tmp_path}/run --resume --resume-from 0".split()
-
-    def signalling(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(owner, function, signalling)
-    assert cli.run(words) == 130
-    assert capsys.readouterr().err.endswith(f"{shlex.join(words[: -2 if gone_back else None])}\n")
+    signalling = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    for owner, function, gone_back in ((train_module, "load_run_context", False), (Rollout, "run", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, function, signalling)
+            assert cli.run(words) == 130
+        assert capsys.readouterr().err.endswith(f"{shlex.join(words[: -2 if gone_back else None])}\n")
 
 
 SECOND = """

@@ -123,83 +123,64 @@ def test_a_killed_rollout_goes_on_to_the_same_bytes(
     assert run("new.jsonl", *sampling, "--resume").read_bytes() == whole  # nothing to go on with
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ((), "exists already; choose another file, or go on with this one by --resume"),
-        (("--resume", "--n", "3"), ':3: its id is "q1", not "q0"; resume with the questions, --n'),
-        (("--resume", "--n", "1"), ':2: its id is "q0", not "q1"; resume with the questions, --n'),
-        (("--resume", "--limit", "3"), ":7: only 6 trajectories were asked for; resume with the --n and --limit"),
-        (("--resume", "--seed", "1"), ":1: its seed is "),
-        (("--resume", "--temperature", "0.5"), ":1: its temperature is 1.0, not 0.5; resume with"),
-        (
-            ("--resume", "--set", "system.template=other.txt"),
-            ":1: it begins with another prompt; resume with the model",
-        ),
-    ],
-)
-def test_a_file_of_another_rollout_is_refused_and_left_as_it_was(
-    run: Run,
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    more: tuple[str, ...],
-    message: str,
-) -> None:
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """refused(*words) -> the sentence; no file changes. Run in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+    def refuse(*command: str) -> str:
+        before = files()
+        message = refusal(capsys, *command)
+        assert files() == before
+        return message
+
+    return refuse
+
+
+def test_a_file_of_another_rollout_is_refused(run: Run, words: list[str], refused: Callable[..., str]) -> None:
     Path("other.txt").write_text("Another: {question}\n")
     out = run("out.jsonl", "--n", "2", "--limit", "4")
     with out.open("a") as file:
         file.write('{"id')
-    before = out.read_bytes()
-    assert message in refusal(capsys, *words, "--n", "2", "--limit", "4", "--out", str(out), *more)
-    assert out.read_bytes() == before
+    cases: list[tuple[str, str]] = [
+        ("", "exists already; choose another file, or go on with this one by --resume"),
+        ("--resume --n 3", ':3: its id is "q1", not "q0"; resume with the questions, --n'),
+        ("--resume --n 1", ':2: its id is "q0", not "q1"; resume with the questions, --n'),
+        ("--resume --limit 3", ":7: only 6 trajectories were asked for; resume with the --n and --limit"),
+        ("--resume --seed 1", ":1: its seed is "),
+        ("--resume --temperature 0.5", ":1: its temperature is 1.0, not 0.5; resume with"),
+        ("--resume --set system.template=other.txt", ":1: it begins with another prompt; resume with the model"),
+    ]
+    for more, message in cases:
+        assert message in refused(*words, "--n", "2", "--limit", "4", "--out", str(out), *more.split())
+    for line in (b"[1]\n", b"{}\n", b"not json\n", b"\xff\n"):
+        out.write_bytes(line)
+        assert f"{out}:1: " in refused(*words, "--out", str(out), "--resume")
 
 
-@pytest.mark.parametrize("line", [b"[1]\n", b"{}\n", b"not json\n", b"\xff\n"])
-def test_a_line_that_is_no_trajectory_is_named(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
-) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_bytes(line)
-    assert f"{out}:1: " in refusal(capsys, *words, "--out", str(out), "--resume")
-    assert out.read_bytes() == line
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"--model": None}, "rollout: no model; give --model FOLDER, or --recipe FILE"),
-        ({"--system": None}, "rollout: no system; give --system NAME, or --recipe FILE"),
-        ({"--questions": "bad.jsonl"}, "bad.jsonl:1: not valid JSON"),
-        ({"--index": None}, "search_r1 searches; set retrieval.index to a folder or retrieval.url to a server"),
-        ({"--index": "absent"}, "absent"),
-        ({"--out": "out.json"}, "out.json: expected a name that ends in .jsonl"),
-        ({"--out": "nowhere/out.jsonl"}, "the folder nowhere does not exist; make it first"),
-        ({"--set": "rollout.max_context=4"}, "question q0: its prompt of "),
-    ],
-)
-def test_wrong_input_is_one_sentence_and_leaves_no_file(
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, str | None],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_wrong_input_is_one_sentence_and_leaves_no_file(words: list[str], refused: Callable[..., str]) -> None:
     Path("bad.jsonl").write_text("{\n")
-    command = [*words, "--out", "out.jsonl"]
-    for flag, value in changes.items():
+    cases: list[tuple[str, str | None, str]] = [
+        ("--model", None, "rollout: no model; give --model FOLDER, or --recipe FILE"),
+        ("--system", None, "rollout: no system; give --system NAME, or --recipe FILE"),
+        ("--index", None, "search_r1 searches; set retrieval.index to a folder or retrieval.url to a server"),
+        ("--questions", "bad.jsonl", "bad.jsonl:1: not valid JSON"),
+        ("--index", "absent", "absent"),
+        ("--out", "out.json", "out.json: expected a name that ends in .jsonl"),
+        ("--out", "nowhere/out.jsonl", "the folder nowhere does not exist; make it first"),
+        ("--set", "rollout.max_context=4", "question q0: its prompt of "),
+    ]
+    for flag, value, message in cases:
+        command = [*words, "--out", "out.jsonl"]
         if value is None:
             at = command.index(flag)
             del command[at : at + 2]
         else:
             command += [flag, value]
-    there = sorted(tmp_path.iterdir())
-    assert message in refusal(capsys, *command)
-    assert sorted(tmp_path.iterdir()) == there
+        assert message in refused(*command)
 
 
 def test_logits_that_are_not_finite_are_refused_by_every_command_that_samples(

@@ -103,55 +103,6 @@ def test_packed_sequences_do_not_see_each_other() -> None:
         torch.testing.assert_close(packed_TH @ policy.head_VH.T, policy.logits(row), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=[IDS[0], IDS[1]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_we_save_transformers_loads(shape: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    policy = random_policy(config_of(shape, eos_token_ids=(3, 1), pad_token_id=1)).to(dtype)
-    policy.save(tmp_path)
-    theirs = theirs_from(tmp_path, dtype)
-    for name, tensor in hf_views(policy).items():
-        found = theirs.get_parameter(name)
-        assert found.dtype == dtype and torch.equal(found, tensor), name
-    assert theirs.config.tie_word_embeddings == policy.config.tie_word_embeddings
-    assert theirs.generation_config.eos_token_id == [3, 1]
-    again = load_policy(tmp_path, dtype)
-    assert again.config == policy.config and again.dtype == dtype
-    for name, tensor in hf_views(again).items():
-        assert torch.equal(tensor, hf_views(policy)[name]), name
-
-
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=[IDS[0], IDS[1]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shard", ["10GB", "4KB"], ids=["single", "sharded"])
-def test_what_transformers_saves_we_load(shape: Any, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
-    heads, kv_heads, dim, layers, vocab, tied, theta = shape
-    torch.manual_seed(5)
-    theirs = transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=vocab,
-            hidden_size=heads * dim,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            rope_theta=theta,
-            tie_word_embeddings=tied,
-            initializer_range=0.3,
-            eos_token_id=7,
-            attn_implementation="eager",
-        )
-    ).to(dtype)
-    theirs.save_pretrained(tmp_path, max_shard_size=shard)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "4KB")
-    policy = load_policy(tmp_path)  # bfloat16 widens exactly
-    assert policy.config.rope_theta == theta and policy.config.eos_token_ids == (7,)
-    assert policy.dtype == torch.float32 and (policy.untied_head_VH is None) == tied
-    ids_T = random_ids(policy.config, 29)
-    # Read back, for their `.to(bfloat16)` rounds the frequencies of the rotation as well.
-    expected_TV = theirs_from(tmp_path)(ids_T[None]).logits[0]
-    torch.testing.assert_close(policy.logits(ids_T), expected_TV, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=[IDS[1], IDS[6]])
 def test_bfloat16_is_as_good_as_theirs(shape: Any, tmp_path: Path) -> None:
     """float32 on the same (bfloat16) weights is the truth. Our error may be four times theirs, as root mean squares;

@@ -37,14 +37,10 @@ REWARDS: dict[str, tuple[Callable[[RewardInput], RewardResult], float, dict[str,
     "naive": (naive_reward, 2, {"format": 1, "answer": 1}),
     "eviomni": (eviomni_reward, 1, {"answer": 0.8, "length": 0.1, "format": 0.1}),
     "arena judge 2": (partial(arena_reward, accuracy="judge", max_indices=2), 13, {}),
-} | {
-    f"arena {accuracy}": (
-        partial(arena_reward, accuracy=accuracy),
-        13,
-        {"format": 1, "accuracy": 1, "relevance": 1, "bonus": 1},
-    )
-    for accuracy in ACCURACIES
 }
+for accuracy in ACCURACIES:
+    parts = dict.fromkeys(("format", "accuracy", "relevance", "bonus"), 1.0)
+    REWARDS[f"arena {accuracy}"] = (partial(arena_reward, accuracy=accuracy), 13, parts)
 for name in NOTE_TAGS:
     REWARDS[f"evinote {name}"] = (partial(evinote_reward, variant=name), 2 if name.endswith("+EQR") else 1, {})
 
@@ -102,12 +98,8 @@ def test_a_hundred_kilobytes(number: int) -> None:
     assert found["arena"].parts["relevance"] == 0.0
     lengths = found["eviomni"].parts["length_rationale"]
     assert lengths == pytest.approx(0.5 if any(map(str.isalnum, text)) else 0.0)
-    judged = transcript_of(text)
-    assert eval_rar_reward(judged.pieces, ["Lyon"]).reward == autorefine_reward(judged.pieces, ["Lyon"]).reward
-
-
-def transcript_of(text: str) -> RewardInput:
-    return attempt(f"p:<evaluate>{text} Lyon</evaluate><refine>{text} Lyon</refine>")
+    pieces = attempt(f"p:<evaluate>{text} Lyon</evaluate><refine>{text} Lyon</refine>").pieces
+    assert eval_rar_reward(pieces, ["Lyon"]).reward == autorefine_reward(pieces, ["Lyon"]).reward
 
 
 def test_thousands_of_turns_and_of_indices() -> None:

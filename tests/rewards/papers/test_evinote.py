@@ -8,43 +8,24 @@ from reward_cases import attempt, transcript
 from thresher.rewards import RewardResult, UserError, evinote_claims, evinote_reward
 from thresher.rewards.papers.evinote import NOTE_TAGS, Variant, has_mark, notes
 
-MARKS = [
-    # note, carries *, carries -
-    ("* Paris is the capital\n- the date is unsure", True, True),
-    ("*Paris* is the capital, -perhaps-", True, True),
-    ("*Paris is the capital.* -Since when is open.-", True, True),
-    ("Paris is the capital", False, False),
-    ("a well-known, so-called city", False, False),  # hyphens inside words
-    ("pre-war and post-war, 1939-1945", False, False),
-    ("Paris - the capital - is large", False, False),  # dashes between words
-    ("2 * 3 * 4", False, False),
-    ("see f(*args, **more)", False, False),
-    ("it was -5 to -3 degrees", False, False),
-    ("*key fact without an end", False, False),
-    ("a pair *over\nlines* is none", False, False),
-    ("**", False, False),
-    ("---\n***", False, False),
-    ("- - -\n* * *", False, False),
-    ("  - indented\n\t* too", True, True),
-    ("-\twith a tab", False, True),
-    ("text, then\n- an item", False, True),
-    ("text * no item", False, False),
-    ("(*in brackets*) and '-in quotes-'", True, True),
-    ("-a well-known doubt-", False, True),
-    ("so -x y- z, *x y* z", True, True),
-    ("a -x b-c d, *x b*c d", False, False),
-    ("so -x y - z, *x y * z", False, False),
-    ("so x- -\ty-, x* *\ty*", False, False),
-    ("* - both, but only one begins the line", True, False),
-    ("- *both*, one an item, one a pair", True, True),
-    ("• a bullet, – a dash", False, False),
-    ("", False, False),
+MARKS: list[tuple[str, tuple[str, ...]]] = [
+    # the marks that the notes carry
+    ("*-", ("* Paris is the capital\n- the date is unsure", "*Paris* is the capital, -perhaps-", "-x- y, *x* y")),
+    ("*-", ("*Paris is the capital.* -Since when is open.-", "**Paris** is it, --perhaps--", "so -x y- z, *x y* z")),
+    ("*-", ("  - indented\n\t* too", "(*in brackets*) and '-in quotes-'", "- *both*, one an item, one a pair")),
+    ("*", ("*a well-known fact*", "* - both, but only one begins the line")),
+    ("-", ("-\twith a tab", "text, then\n- an item", "-a well-known doubt-")),
+    ("", ("Paris is the capital", "", "*", "- - -\n* * *", "---\n***", "• a bullet, – a dash", "text * no item")),
+    ("", ("a well-known, so-called city", "pre-war and post-war, 1939-1945", "Paris - the capital - is large")),
+    ("", ("2 * 3 * 4", "see f(*args, **more)", "it was -5 to -3 degrees", "*key fact without an end")),
+    ("", ("a pair *over\nlines* is none", "a -x b-c d, *x b*c d", "so -x y - z, *x y * z", "so x- -\ty-, x* *\ty*")),
 ]
 
 
-@pytest.mark.parametrize(("note", "star", "dash"), MARKS)
-def test_marks(note: str, star: bool, dash: bool) -> None:
-    assert (has_mark(note, "*"), has_mark(note, "-")) == (star, dash)
+@pytest.mark.parametrize(("marks", "noted"), MARKS)
+def test_marks(marks: str, noted: tuple[str, ...]) -> None:
+    found = {note: "".join(mark for mark in "*-" if has_mark(note, mark)) for note in noted}
+    assert found == dict.fromkeys(noted, marks)
 
 
 SEARCH, INFORMATION = "<search>capital of France</search>", "r:\n<information>Doc 1 Paris</information>\n"
