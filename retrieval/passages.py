@@ -119,7 +119,7 @@ def to_passage(record: Record, row: int, where: str) -> Passage:
     """Return the passage of `record`, with the id `row` where it has none. EmptyPassage for a blank text; UserErrors
     begin with `where`."""
     if "contents" in record:
-        title, text = _split_contents(string_field(record, "contents", where, may_be_empty=True))
+        title, text = split_contents(string_field(record, "contents", where, may_be_empty=True))
         empty = '"contents" is a title without text' if title else '"contents" is empty'
     elif "text" in record or "title" in record:
         title = string_field(record, "title", where, may_be_empty=True)
@@ -261,7 +261,7 @@ def _is_passage(line: bytes) -> bool:
     return isinstance(record, dict) and isinstance(record.get("text", record.get("contents")), str)
 
 
-def _split_contents(contents: str) -> tuple[str, str]:
+def split_contents(contents: str) -> tuple[str, str]:
     """Return title and text of wiki-18's `contents`: the first line is the title, with or without quotes; a single line
     is all text."""
     title, line_feed, text = contents.partition("\n")

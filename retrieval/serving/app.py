@@ -31,7 +31,7 @@ from typing import Any
 from thresher.common.errors import UserError
 from thresher.common.hosts import host_allowed
 from thresher.retrieval.indexes.manifest import Manifest
-from thresher.retrieval.passages import Passage
+from thresher.retrieval.passages import Passage, split_contents
 from thresher.retrieval.retriever import Hit, Retriever
 
 # In every answer of ours: which index this is, in a form that only means something when compared.
@@ -135,12 +135,8 @@ def contents(passage: Passage) -> str:
 
 
 def passage_of(identifier: str, written: str) -> Passage:
-    """Return the passage that `contents` wrote; a single line is all text, and a title may lack its quotes."""
-    title, line_feed, text = written.partition("\n")
-    if not line_feed:
-        return Passage(identifier, "", written)
-    quoted = len(title) >= 2 and title[0] == title[-1] == '"'
-    return Passage(identifier, title[1:-1] if quoted else title, text)
+    """Return the passage that `contents` wrote."""
+    return Passage(identifier, *split_contents(written))
 
 
 def _read_object(body: bytes) -> dict[str, Any]:

@@ -43,28 +43,27 @@ LINGER_SECONDS = 30.0  # for the rest of a refused body to be read and dropped
 BODIES = 64  # of the largest size, or their like in shorter ones, may be unfinished at a time
 ACCEPTED = 64  # connections that a turn of the event loop takes from the system's queue,
 QUEUE = 1024  # which is so long
-SPARE = 5 * ACCEPTED  # descriptors for who comes in the few turns that it takes others to go, and for the index
+SPARE = 5 * ACCEPTED  # descriptors for connections that come while others are being ended, and for the index
 FEWEST = 64  # connections that are allowed wherever we run
 CLOSE = (("connection", "close"),)  # the rest of a body is not waited for
 
-# A line for each broken request helps nobody.
+# A broken request is not logged.
 SILENT = logging.Logger("aiohttp.silent", logging.CRITICAL + 1)
 
 
 @dataclass(slots=True)
 class _State:
-    since: float  # when it was last heard of, or began to wait
+    since: float  # when the waiting for it began
     reading: int = 0  # bytes of an unfinished body
     busy: bool = False  # a request is being read or served
-    served: bool = False  # it is not to be ended: its request has arrived
+    served: bool = False  # its request has arrived, and it is not to be ended
 
 
-class Connections:
-    """All of them. To be made in a running event loop."""
+class Connections(web.Server):
+    """All connections of a server, with the limits above. Made in a running event loop."""
 
     def __init__(self, app: App) -> None:
-        self._app = app
-        self._server = web.Server(
+        super().__init__(
             self._handle,
             handler_cancellation=True,
             auto_decompress=False,
@@ -72,68 +71,53 @@ class Connections:
             logger=SILENT,
             lingering_time=LINGER_SECONDS,
         )
+        self._app = app
         self._most = max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE)
-        # Whoever has waited longest is first.
-        self._states: dict[web.RequestHandler, _State] = {}
+        self._states: dict[web.RequestHandler, _State] = {}  # the one that has waited longest first
         self._bodies = 0  # bytes of unfinished ones
         self._closing = False
 
-    def __len__(self) -> int:
-        return len(self._server.connections)
-
     async def listen(self, listening: socket.socket) -> asyncio.Server:
+        """Accept connections of the socket `listening`."""
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(self._accept, sock=listening, backlog=ACCEPTED)
+        listener = await loop.create_server(self, sock=listening, backlog=ACCEPTED)
         listening.listen(QUEUE)  # asyncio has one number for both
         return listener
 
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        self._make_room()
+        super().connection_made(handler, transport)
+        self._states[handler] = _State(time.monotonic())
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._states.pop(handler, None)
+
     async def sweep(self) -> None:
-        """End connections that wait for too long, or are too many; for ever."""
+        """End connections that wait for too long; for ever."""
         while True:
             await asyncio.sleep(min(1.0, IDLE_SECONDS / 4))
-            late = time.monotonic() - IDLE_SECONDS
-            self._make_room()
-            for connection, state in list(self._states.items()):
-                if not state.busy and state.since < late:
-                    _end(connection)
+            self.end(lambda state: not state.busy and state.since < time.monotonic() - IDLE_SECONDS)
 
     async def close(self, timeout: float) -> None:
-        """Answer requests that have arrived, for up to so many seconds, and end all other connections."""
+        """Answer requests that have arrived, for up to `timeout` seconds, and end all other connections."""
         self._closing = True
-        for connection, state in list(self._states.items()):
-            if state.busy and not state.served:
-                _end(connection)
+        self.end(lambda state: state.busy and not state.served)
         transports = [connection.transport for connection in self._states if connection.transport is not None]
         until = time.monotonic() + timeout
-        self._server.pre_shutdown()  # ends those without a request
-        await self._server.shutdown(timeout)
+        self.pre_shutdown()  # ends those without a request
+        await self.shutdown(timeout)
         while any(transport.get_write_buffer_size() for transport in transports) and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
-    def end(self) -> None:
-        """End all of them, answered or not."""
-        for connection in self._states:
+    def end(self, which: Callable[[_State], bool] = lambda state: True) -> None:
+        """End the connections in such a state, answered or not."""
+        for connection in [connection for connection, state in self._states.items() if which(state)]:
             _end(connection)
-
-    def _accept(self) -> asyncio.Protocol:
-        if len(self._states) >= self._most:
-            self._make_room()
-        connection = self._server()
-        self._states[connection] = _State(time.monotonic())
-        return connection
-
-    def _forget(self) -> None:
-        """Drop what is known of connections that are lost; those of the last second may not be made yet."""
-        recent = time.monotonic() - 1.0
-        for connection, state in list(self._states.items()):
-            if connection.transport is None and not state.busy and state.since < recent:
-                del self._states[connection]
 
     def _make_room(self) -> None:
         """End the connections that have waited longest, until there may be one more."""
-        self._forget()
-        # Of those just accepted, some may not be made yet.
-        waiting = (one for one, state in self._states.items() if not state.served and one.transport is not None)
+        waiting = (connection for connection, state in self._states.items() if not state.served)
         for connection in list(islice(waiting, max(0, len(self._states) + 1 - self._most))):
             del self._states[connection]
             _end(connection)
@@ -150,24 +134,20 @@ class Connections:
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         connection = request.protocol
-        state = _State(time.monotonic(), busy=True)
-        self._move_back(connection, state)
+        state = self._move_back(connection, busy=True)
+        body = partial(self._read_body, request, state)
         try:
-            body = partial(self._read_body, request, state)
-            answer = await self._app.answer(
-                request.method, request.path, request.headers.getall("host", []), body, connection
-            )
-            return self._response(answer)
+            hosts = request.headers.getall("host", [])
+            return self._response(await self._app.answer(request.method, request.path, hosts, body, connection))
         finally:
             self._bodies -= state.reading
-            if request.transport is not None:
-                self._move_back(connection, _State(time.monotonic()))
-            else:
-                self._states.pop(connection, None)
+            self._move_back(connection)
 
-    def _move_back(self, connection: web.RequestHandler, state: _State) -> None:
-        self._states.pop(connection, None)
-        self._states[connection] = state
+    def _move_back(self, connection: web.RequestHandler, busy: bool = False) -> _State:
+        state = _State(time.monotonic(), busy=busy)
+        if self._states.pop(connection, None):  # else it is being ended
+            self._states[connection] = state
+        return state
 
     def _response(self, answer: Reply) -> web.Response:
         headers = {"content-type": answer.kind, "server": "thresher", **dict(answer.headers)}
@@ -252,7 +232,7 @@ class Server:
     @property
     def connections(self) -> int:
         """The number of open connections."""
-        return 0 if self._connections is None else len(self._connections)
+        return 0 if self._connections is None else len(self._connections.connections)
 
     def stop(self) -> None:
         """Make `serve` return; may be called from any thread."""
