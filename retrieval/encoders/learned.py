@@ -69,14 +69,6 @@ NAMES = ("pooling", "normalize", "query_prefix", "passage_prefix", "max_length")
 _Found = dict[str, tuple[Any, str]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFolders:
-    """Folders of the transformer for queries and of the one for passages (the same folder but for DPR's pair)."""
-
-    query: Path
-    passage: Path
-
-
 _INSTRUCTION_EN = "Represent this sentence for searching relevant passages: "
 _INSTRUCTION_ZH = "为这个句子生成表示以用于检索相关文章："
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -98,27 +90,30 @@ _POOLING_OF_MODE = {"mean_tokens": "mean", "cls_token": "cls", "mean": "mean", "
 _README_NAME = re.compile(r"^model-index:\s*\n\s*-\s*name:\s*(\S+)", re.MULTILINE)
 
 
-def read_settings(folder: Path, given: Mapping[str, Any], origin: str = GIVEN) -> tuple[EncoderSettings, ModelFolders]:
-    """Return the settings of the encoder in `folder`, those of `given` (field -> value or None) first, and its folders.
-    UserError for a setting that no file has, or that is not supported."""
+def read_settings(
+    folder: Path, given: Mapping[str, Any], origin: str = GIVEN
+) -> tuple[EncoderSettings, tuple[Path, Path]]:
+    """Return the settings of the encoder in `folder`, those of `given` (field -> value or None) first, and the folders
+    of its transformers for queries and for passages. UserError for a setting that no file has, or that is not
+    supported."""
     refuse_hub_id(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the folder of an encoder (config.json and its weights)")
     found: _Found = {name: (value, origin) for name, value in given.items() if value is not None}
-    folders = _folders(folder)
-    configs = {path: read_bert_config(path) for path in (folders.query, folders.passage)}
-    if len(configs) == 1:
-        found = _from_sentence_transformers(folder, configs[folders.query]) | found
-    family, evidence = _family(folder, folders, configs[folders.query])
+    query, passage = folders = _folders(folder)
+    configs = {path: read_bert_config(path) for path in folders}
+    limit = min(config.max_positions for config in configs.values())
+    if query == passage:
+        found = _from_sentence_transformers(folder, configs[query]) | found
+    family, evidence = _family(folder, folders, configs[query])
     if family:
-        _fill(found, {name: (value, f"{family}, by {evidence}") for name, value in _FAMILIES[family].items()})
+        found = {name: (value, f"{family}, by {evidence}") for name, value in _FAMILIES[family].items()} | found
     for name in ("pooling", "normalize"):
         if name not in found:
             raise UserError(f"{folder}: no file says how its vectors are made ({name} is unknown); {_ASK}")
-    _fill(found, dict.fromkeys(("query_prefix", "passage_prefix"), ("", _NO_PREFIX)))
-    limit = min(config.max_positions for config in configs.values())
+    found = dict.fromkeys(("query_prefix", "passage_prefix"), ("", _NO_PREFIX)) | found
     if "max_length" not in found:
-        found["max_length"] = _tokenizer_length(folders.passage, limit)
+        found["max_length"] = _tokenizer_length(passage, limit)
     _check(folder, found, limit)
     why = {name: found[name][1] for name in NAMES}
     return EncoderSettings(**{name: found[name][0] for name in NAMES}, why=why), folders
@@ -146,13 +141,9 @@ def write_settings(folder: Path, settings: EncoderSettings, width: int) -> None:
         atomic_write_text(folder / name, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
-def _fill(found: _Found, defaults: _Found) -> None:
-    for name, value in defaults.items():
-        found.setdefault(name, value)
-
-
-def _folders(folder: Path) -> ModelFolders:
-    """Return the transformer's own folder, which modules.json may place in a folder of its own; DPR has two."""
+def _folders(folder: Path) -> tuple[Path, Path]:
+    """Return the folders of the transformers for queries and passages: DPR's two, or one, which modules.json may
+    name."""
     halves = [folder / half for half in HALVES]
     if any(half.is_dir() for half in halves):
         for half, architecture in zip(halves, _ARCHITECTURES, strict=True):
@@ -163,12 +154,9 @@ def _folders(folder: Path) -> ModelFolders:
                 raise UserError(
                     f"{half}: holds a {found}, expected a {architecture}; put each half into its own folder"
                 )
-        return ModelFolders(query=halves[0], passage=halves[1])
-    place = folder
-    for kind, path in _modules(folder):
-        if kind == "Transformer":
-            place = path
-    return ModelFolders(query=place, passage=place)
+        return halves[0], halves[1]
+    place = dict(_modules(folder)).get("Transformer", folder)
+    return place, place
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
@@ -244,9 +232,9 @@ def _pooling(file: Path, config: BertConfig) -> tuple[str, str]:
     return pooling, f"{file.parent.name}/{file.name}"
 
 
-def _family(folder: Path, folders: ModelFolders, config: BertConfig) -> tuple[str | None, str]:
-    """Return a key of `_FAMILIES` and what it was recognised by."""
-    if folders.query != folders.passage:
+def _family(folder: Path, folders: tuple[Path, Path], config: BertConfig) -> tuple[str | None, str]:
+    """Return a key of `_FAMILIES` and the evidence for it."""
+    if folders[0] != folders[1]:
         return "DPR", f"the folders {' and '.join(HALVES)}"
     if config.model_type == "dpr":
         raise UserError(
@@ -256,7 +244,7 @@ def _family(folder: Path, folders: ModelFolders, config: BertConfig) -> tuple[st
     place = folder.resolve()
     # A download cache names a model's folder by its commit, and the folder above by the model.
     name = place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
-    origin = str(_optional(folders.query / "config.json").get("_name_or_path", ""))
+    origin = str(_optional(folders[0] / "config.json").get("_name_or_path", ""))
     readme = folder / "README.md"
     card = _README_NAME.search(read_bytes(readme).decode("utf-8", "replace")) if readme.is_file() else None
     for text, evidence in (
@@ -283,20 +271,20 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 def _check(folder: Path, found: _Found, limit: int) -> None:
-    def wrong(name: str, expected: str) -> UserError:
+    for name, right, expected in (
+        ("pooling", lambda value: value in POOLINGS, " or ".join(POOLINGS)),
+        ("normalize", lambda value: isinstance(value, bool), "true or false"),
+        ("query_prefix", lambda value: isinstance(value, str), "a string"),
+        ("passage_prefix", lambda value: isinstance(value, str), "a string"),
+        (
+            "max_length",
+            lambda value: type(value) is int and 3 <= value <= limit,
+            f"3 to {limit} tokens, the model's positions",
+        ),
+    ):
         value, why = found[name]
-        return UserError(f"{folder}: {name} is {value!r} ({why}), expected {expected}; give another")
-
-    if found["pooling"][0] not in POOLINGS:
-        raise wrong("pooling", " or ".join(POOLINGS))
-    if not isinstance(found["normalize"][0], bool):
-        raise wrong("normalize", "true or false")
-    for name in ("query_prefix", "passage_prefix"):
-        if not isinstance(found[name][0], str):
-            raise wrong(name, "a string")
-    length = found["max_length"][0]
-    if isinstance(length, bool) or not isinstance(length, int) or not 3 <= length <= limit:
-        raise wrong("max_length", f"3 to {limit} tokens, the model's positions")
+        if not right(value):
+            raise UserError(f"{folder}: {name} is {value!r} ({why}), expected {expected}; give another")
 
 
 FILE = "encoder.json"
@@ -481,10 +469,10 @@ def _load(
     batch_tokens = checked_batch_tokens(batch_tokens, device)
     settings, folders = read_settings(folder, given, origin)
     towers = {}
-    for place in dict.fromkeys((folders.query, folders.passage)):
+    for place in dict.fromkeys(folders):
         bert = load_bert(place, dtype_on(device), device)
         towers[place] = Tower(place, bert, load_wordpiece(place, bert.config.vocab_size, settings.max_length))
-    query, passage = towers[folders.query], towers[folders.passage]
+    query, passage = (towers[place] for place in folders)
     if query.bert.config.hidden_size != passage.bert.config.hidden_size:
         raise UserError(
             f"{folder}: queries get {query.bert.config.hidden_size} dimensions and passages "

@@ -388,7 +388,7 @@ def test_a_transformer_in_a_folder_of_its_own(copy: Callable[[str], Path], tmp_p
     folders.write(top / "modules.json", records)
     folders.write(top / "0_Transformer" / "sentence_bert_config.json", {"max_seq_length": 33})
     settings, places = read_settings(top, {})
-    assert settings.max_length == 33 and places.query == places.passage == top / "0_Transformer"
+    assert settings.max_length == 33 and places == (top / "0_Transformer",) * 2
 
 
 def test_what_is_given_wins(copy: Callable[[str], Path]) -> None:
