@@ -157,13 +157,12 @@ def write(path: Path, *records: Any) -> Path:
 
 
 @pytest.mark.parametrize(("name", "record", "question"), CASES)
-def test_a_published_record_becomes_a_question(name: str, record: dict[str, Any], question: Question) -> None:
+def test_a_published_record_is_recognised_and_becomes_a_question(
+    tmp_path: Path, name: str, record: dict[str, Any], question: Question
+) -> None:
     assert find_format(name).read(row(record)) == question
-
-
-@pytest.mark.parametrize(("name", "record", "question"), CASES)
-def test_what_a_record_looks_like(tmp_path: Path, name: str, record: dict[str, Any], question: Question) -> None:
     assert detect(write(tmp_path / "f.jsonl", record)).name == name
+    assert detect(write(tmp_path / "f.json", record)).name == name  # lines under the name of JSON
     assert find_format(name).fits(record)
 
 
@@ -223,11 +222,8 @@ def test_paragraphs_without_text_move_the_numbers_and_are_counted() -> None:
     question = find_format("hotpotqa").read(at)
     assert question.passages == PASSAGES and question.gold_indices == (3,)
     assert at.notes == {EMPTY_PARAGRAPH: 1, FACT_ABSENT: 1}
-
-
-def test_a_test_set_without_facts_leaves_the_gold_unknown() -> None:
-    record = {key: value for key, value in HOTPOT.items() if key != "supporting_facts"}
-    assert find_format("hotpotqa").read(row(record)).gold_indices is None
+    test_set = {key: value for key, value in HOTPOT.items() if key != "supporting_facts"}
+    assert find_format("hotpotqa").read(row(test_set)).gold_indices is None
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("plain", "nq-open")])
@@ -290,10 +286,6 @@ def test_a_damaged_json_file_is_named(tmp_path: Path, content: bytes, message: s
     with pytest.raises(UserError) as error:
         list(iter_rows(path))
     assert str(error.value).startswith(str(path)) and message in str(error.value)
-
-
-def test_lines_under_the_name_of_json(tmp_path: Path) -> None:
-    assert [record for _, record in iter_rows(write(tmp_path / "f.json", *RECORDS))] == RECORDS
 
 
 def table(rows: list[list[str]], delimiter: str) -> str:

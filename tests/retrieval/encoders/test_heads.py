@@ -138,10 +138,6 @@ def test_a_batch_holds_no_more_tokens_than_it_may(folder: Path, monkeypatch: pyt
     assert [length for _, length in shapes] == sorted((length for _, length in shapes), reverse=True)
 
 
-def test_no_pairs(classifier: Classifier) -> None:
-    assert classifier.logits([]).shape == (0, 3)
-
-
 def test_the_premise_alone_is_cut_by_tokens(folder: Path, classifier: Classifier) -> None:
     """What stands behind the cut cannot matter, what stands before it does, and the claim is read to its end."""
     short = load_classifier(folder, max_tokens=24)
@@ -157,19 +153,15 @@ def test_the_premise_alone_is_cut_by_tokens(folder: Path, classifier: Classifier
     pairs = [(long * 3, CLAIM), ("", CLAIM)]
     reference_NK, truth_NK = theirs(folder, model, pairs, 24), theirs(folder, model.double(), pairs, 24)
     folders.check_near(short.logits(pairs), reference_NK, truth_NK)
+    load_classifier(folder, max_tokens=11).logits([("the city", CLAIM)])  # 3 + 7, and one of the premise
+    with pytest.raises(UserError, match=r"the hypothesis 'The mayor was born.' takes 7 tokens, .* max_tokens = 10"):
+        load_classifier(folder, max_tokens=10).logits([("the city", CLAIM)])
 
 
 def test_a_megabyte_and_half_a_character_pair_are_read(classifier: Classifier) -> None:
     found_NK = classifier.logits([("the " * 250_000, CLAIM), ("\ud800 the", CLAIM), ("? the", CLAIM)])
     assert torch.equal(found_NK[1], found_NK[2]) and classifier.cut == 1
-
-
-def test_a_claim_that_leaves_no_room_is_refused_not_cut(folder: Path) -> None:
-    short = load_classifier(folder, max_tokens=11)
-    short.logits([("the city", CLAIM)])  # 3 + 7, and one of the premise
-    short = load_classifier(folder, max_tokens=10)
-    with pytest.raises(UserError, match=r"the hypothesis 'The mayor was born.' takes 7 tokens, .* max_tokens = 10"):
-        short.logits([("the city", CLAIM)])
+    assert classifier.logits([]).shape == (0, 3)
 
 
 # labels

@@ -92,20 +92,21 @@ def test_sentence_transformers_layout(copy: Callable[[str], Path]) -> None:
     np.testing.assert_allclose(np.linalg.norm(encoder.encode_passages(folders.TEXTS), axis=1), 1, atol=1e-6)
 
 
-def test_e5_by_name(copy: Callable[[str], Path]) -> None:
-    folder = copy("e5-small-v2")
+@pytest.mark.parametrize(
+    ("name", "pooling", "query", "passage", "family"),
+    [
+        ("e5-small-v2", "mean", "query: ", "passage: ", "E5"),
+        ("bge-base-en-v1.5", "cls", INSTRUCTION, "", "BGE (English)"),
+    ],
+)
+def test_a_family_by_its_name(
+    copy: Callable[[str], Path], name: str, pooling: str, query: str, passage: str, family: str
+) -> None:
+    folder = copy(name)
     encoder = load_encoder(folder)
-    check(encoder.encode_queries(folders.TEXTS), folder, folders.TEXTS, "mean", True, "query: ")
-    check(encoder.encode_passages(folders.TEXTS), folder, folders.TEXTS, "mean", True, "passage: ")
-    assert encoder.settings.why["query_prefix"] == "E5, by the folder's name e5-small-v2"
-
-
-def test_bge_by_name(copy: Callable[[str], Path]) -> None:
-    folder = copy("bge-base-en-v1.5")
-    encoder = load_encoder(folder)
-    assert encoder.settings.query_prefix == INSTRUCTION
-    check(encoder.encode_queries(folders.TEXTS), folder, folders.TEXTS, "cls", True, INSTRUCTION)
-    check(encoder.encode_passages(folders.TEXTS), folder, folders.TEXTS, "cls", True)
+    check(encoder.encode_queries(folders.TEXTS), folder, folders.TEXTS, pooling, True, query)
+    check(encoder.encode_passages(folders.TEXTS), folder, folders.TEXTS, pooling, True, passage)
+    assert encoder.settings.why["query_prefix"] == f"{family}, by the folder's name {name}"
 
 
 def test_dpr_pair(tmp_path: Path) -> None:
@@ -206,10 +207,6 @@ def test_batches_of_mixed_lengths(encoder: LearnedEncoder, monkeypatch: pytest.M
     np.testing.assert_allclose(encoder.encode_passages(folders.TEXTS), expected, rtol=0, atol=1e-6)
 
 
-def test_no_texts(encoder: LearnedEncoder) -> None:
-    assert encoder.encode_queries([]).shape == (0, 32)
-
-
 def test_cut_texts_are_counted(plain: Path) -> None:
     encoder = load_encoder(plain, pooling="cls", normalize=False, max_length=10)
     # [CLS] and [SEP] leave room for 8 tokens
@@ -221,6 +218,9 @@ def test_cut_texts_are_counted(plain: Path) -> None:
 def test_a_query_of_100_kb(encoder: LearnedEncoder, plain: Path) -> None:
     query = "the mayor of the city " * 5000
     check(encoder.encode_queries([query, "a"]), plain, [query, "a"], "mean", True)
+    assert encoder.encode_queries([]).shape == (0, 32)
+    half, mark = encoder.encode_queries(["the \ud800 city", "the ? city"])  # half a character is a question mark
+    assert np.array_equal(half, mark)
 
 
 def test_work_for_one_text_is_bounded(plain: Path) -> None:
@@ -228,10 +228,6 @@ def test_work_for_one_text_is_bounded(plain: Path) -> None:
     limit = 10 * CHARACTERS_PER_TOKEN
     ids, cut = tokenizer.encode([" " * limit + "the", " " * (limit - 3) + "the"])
     assert (ids, cut) == ([[2, 3], [2, folders.VOCABULARY.index("the"), 3]], 1)
-
-
-def test_half_a_character_is_a_question_mark(encoder: LearnedEncoder) -> None:
-    assert np.array_equal(encoder.encode_queries(["the \ud800 city"]), encoder.encode_queries(["the ? city"]))
 
 
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 3000), st.booleans())

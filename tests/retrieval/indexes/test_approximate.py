@@ -11,7 +11,7 @@ import pytest
 from index_cases import DIM, Clustered, numbered
 
 from thresher.common.errors import UserError
-from thresher.retrieval.building.build import BuildSettings, build_folder, tune, values
+from thresher.retrieval.building.build import BuildSettings, build_folder, tune
 from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.indexes import load as dense_module
 from thresher.retrieval.indexes.approximate import (
@@ -154,7 +154,10 @@ def test_what_is_kept_of_the_vectors(world, folders, truth):
         estimates = [world[1].encode_queries([query])[0] @ structure.reconstruct(hit.row) for query, hit in found]
     assert 0 < gaps[0] < 2e-3 < gaps[1]  # rounding to float16, and what 4 bytes a vector leave of it
     np.testing.assert_allclose([hit.score for _, hit in found], estimates, rtol=0, atol=2**-19)  # 32 roundings of 1
-    assert "candidates" in none.parameters and none.parameters["candidates"] == 1
+    # A recall that four bytes cannot reach: the best that was found is in the manifest.
+    manifest = read_manifest(folders(*UNSCORED))
+    assert none.parameters == manifest.parameters and none.parameters["candidates"] == 1 < none.parameters["nprobe"]
+    assert 0.3 < manifest.recall["recall_at_5"] < 0.999
 
 
 def test_flat16_measures_what_rounding_costs(world, folders):
@@ -169,13 +172,6 @@ def test_flat16_measures_what_rounding_costs(world, folders):
     assert [(h.row, h.score) for h in index.search(["5"], 20)[0]] == [
         (row, float(scores[row])) for row in np.lexsort((np.arange(COUNT), -scores))[:20]
     ]
-
-
-def test_a_recall_that_cannot_be_reached_is_reported_as_it_is(world, folders):
-    """Four bytes, unscored, never find 99.9%: the best there is stands in the manifest."""
-    manifest = read_manifest(folders(*UNSCORED))
-    assert manifest.parameters["nprobe"] > 1
-    assert 0.3 < manifest.recall["recall_at_5"] < 0.999
 
 
 class Steps:
@@ -215,12 +211,6 @@ def test_tuning_raises_the_parameter_until_it_pays_no_more(table, wanted, chosen
     assert (search.factor, search.value) == chosen and len(search.asked) == asked
 
 
-def test_values_grow_by_a_third_to_a_half_and_end_at_the_most():
-    assert list(values(1, 1)) == [1]
-    assert list(values(1, 50)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50]
-    assert list(values(28, 90)) == [28, 37, 49, 65, 86, 90]
-
-
 def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     """Below, every efSearch is the same search; up to its last vector, one over 10^6 took minutes."""
     file = VectorFile(folders("HNSW16_SQ8") / "vectors.npy", COUNT, DIM)
@@ -237,12 +227,6 @@ def test_a_graph_is_tried_from_what_is_fetched_to_what_may_pay(world, folders):
     assert len(search.top(file.open()[:1], COUNT)[0]) == COUNT
     search.value, search.factor = 10**11, 1
     assert [row for row, _ in search.top(file.open()[:1], 1)[0]] == [0]
-
-
-def test_codes_are_tuned_by_the_parameter_before_more_candidates(folders):
-    for kind in ("HNSW16_SQ8", "PCA12,HNSW16_SQ8"):
-        chosen = read_manifest(folders(kind)).parameters
-        assert chosen["efSearch"] >= 10 * chosen["candidates"] + 8
 
 
 def test_equal_vectors_count_for_each_other(tmp_path):
@@ -276,15 +260,12 @@ def swap_index(folder: Path, index) -> None:
         (lambda f: scramble(f / "index.faiss"), r"index\.faiss: FAISS cannot read it"),
         (lambda f: swap_index(f, faiss.IndexFlatIP(DIM)), "holds 0 x 16 vectors in a IndexFlat"),
         (lambda f: swap_index(f, faiss.index_factory(DIM, "IVF2,Flat")), "holds 0 x 16 vectors in a IndexIVFFlat"),
-        (lambda f: (f / "vectors.npy").unlink(), r"vectors\.npy: expected \d+ bytes, found 0"),
         (lambda f: edit_manifest(f, factory="LSH"), "kind is 'LSH'; expected one of"),
         (lambda f: edit_manifest(f, dtype="int8"), "'int8', which is no way to keep vectors"),
         (lambda f: edit_manifest(f, kind="tree"), "kind 'tree', which this version does not know"),
         (lambda f: edit_manifest(f, parameters={"nprobe": 0}), "nprobe is 0; expected a whole number of at least 1"),
         (lambda f: edit_manifest(f, corpus_sha256="0" * 64), "built from another corpus"),
         (lambda f: edit_manifest(f, encoder_fingerprint="0" * 64), "built with another encoder"),
-        (lambda f: edit_manifest(f, dim=8), "built with another encoder"),
-        (lambda f: (f / "manifest.json").unlink(), "is no finished index"),
     ],
 )
 def test_a_damaged_or_foreign_folder_is_refused(tmp_path, world, folders, damage, message):
@@ -328,11 +309,6 @@ def test_shards_of_a_flat_index_answer_as_one(world, folders, truth, count):
     assert sum(shard.ntotal for shard in shards) == COUNT
     found = search.top(world[1].encode_queries(QUERIES), 7)
     assert found == [[(hit.row, hit.score) for hit in hits] for hits in truth.search(QUERIES, 7)]
-
-
-def test_an_approximate_folder_is_no_exact_index(world, folders):
-    with pytest.raises(UserError, match="kind 'hnsw', expected flat or flat16"):
-        load_index(folders("HNSW16"), world[0])
 
 
 def test_a_graph_keeps_links_alone_on_the_disk(folders):

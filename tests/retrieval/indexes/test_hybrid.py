@@ -8,7 +8,6 @@ import pytest
 
 from thresher.common.errors import UserError
 from thresher.retrieval.building.build import build_index
-from thresher.retrieval.building.commands import check, search_file
 from thresher.retrieval.corpus import Corpus, read_corpus
 from thresher.retrieval.encoders.lexical import LexicalEncoder
 from thresher.retrieval.indexes.bm25 import Bm25Settings, build_bm25
@@ -120,19 +119,10 @@ def test_loaded_it_is_the_sum_of_its_members(folder):
     assert [[(hit.row, hit.score) for hit in hits] for hits in by_hand.search(["word2 word7"], 4)] == ask(folder)[:1]
     # One corpus in memory, not one for every member.
     assert all(member.corpus is hybrid.corpus for member in hybrid.members)
-
-
-def test_search_and_check_take_it_as_any_other_index(folder):
-    queries = folder / "queries.jsonl"
-    queries.write_text('{"question": "word2 word29", "gold_titles": ["t29"]}\n')
-    assert check(folder / "hybrid", queries, 5)["recall"] == 1
-    assert search_file(folder / "hybrid", queries, 5, folder / "hits.jsonl")["hits"] == 5
-
-
-def test_everything_may_be_moved_together(folder):
     before = ask(folder)
-    moved = folder.rename(folder.with_name("moved"))
-    assert ask(moved) == before
+    assert ask(folder.rename(folder.with_name("moved"))) == before  # all of them together
+    with pytest.raises(UserError, match="the index was built from another corpus"):
+        load_hybrid(folder.with_name("moved") / "hybrid", letters(), load_retriever)
 
 
 def test_a_member_that_was_built_anew_or_is_gone_is_refused(folder):
@@ -142,11 +132,6 @@ def test_a_member_that_was_built_anew_or_is_gone_is_refused(folder):
     build_bm25(read_corpus(folder / "corpus.jsonl"), folder / "bm25", settings=Bm25Settings(k1=0.9))
     with pytest.raises(UserError, match=r"its member .*bm25 was built anew since"):
         load_hybrid(folder / "hybrid", None, load_retriever)
-
-
-def test_another_corpus_is_refused(folder):
-    with pytest.raises(UserError, match="the index was built from another corpus"):
-        load_hybrid(folder / "hybrid", letters(), load_retriever)
 
 
 @pytest.mark.parametrize(

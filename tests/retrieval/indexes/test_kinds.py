@@ -10,7 +10,6 @@ from thresher.retrieval.indexes.kinds import (
     estimate,
     parse_kind,
     parse_memory,
-    pq_sizes,
 )
 
 WIKI = (21_015_324, 768)
@@ -76,16 +75,11 @@ def test_a_kind_that_does_not_fit_is_refused(text, message):
 
 
 def test_pq_needs_vectors_to_be_trained_on():
+    lists = {1: 1, 50: 1, 5000: 128, 50_271: 1024, 10**6: 4096, 21_015_324: 16_384}
+    assert {passages: default_lists(passages) for passages in lists} == lists
     with pytest.raises(UserError, match="at least 256 vectors, but there are 255 passages"):
         parse_kind("IVF4,PQ4", 255, 16)
     assert parse_kind("IVF4,PQ4", 256, 16).pq == 4
-
-
-@pytest.mark.parametrize(
-    ("passages", "lists"), [(1, 1), (50, 1), (5000, 128), (50_271, 1024), (10**6, 4096), (21_015_324, 16_384)]
-)
-def test_usual_numbers_of_lists(passages, lists):
-    assert default_lists(passages) == lists
 
 
 def test_sizes_of_the_case_everyone_has():
@@ -145,15 +139,13 @@ def test_what_a_memory_picks(passages, dim, memory, kind):
     assert most <= parse_memory(memory) and show_bytes(most) in reason
 
 
-def test_the_reason_names_what_was_passed_over():
-    _, reason = choose_kind(*WIKI, 20 * 10**9)
-    assert reason == (
+def test_the_reason_is_a_sentence():
+    assert choose_kind(*WIKI, 20 * 10**9)[1] == (
         "21,015,324 x 768 and 20.0 GB of memory: IVF16384,SQ8 needs 16.8 GB and is the most precise that fits; "
         "HNSW32_SQ8 would need 22.3 GB"
     )
-
-
-def test_the_reason_is_a_sentence_for_the_small_too():
+    with pytest.raises(UserError, match=r"not enough for any index, the smallest being .* with 7\.9 GB; give more"):
+        choose_kind(*WIKI, 2 * 10**9)
     assert choose_kind(400, 2048, 4 * 10**9)[1] == "400 x 2048 and 4.0 GB of memory: flat needs 334 MB and is exact"
     assert choose_kind(10**6, 768, 16 * 10**9)[1] == (
         "1,000,000 x 768 and 16.0 GB of memory: HNSW32_SQ8 needs 1.4 GB and is the fastest over all dimensions"
@@ -162,26 +154,9 @@ def test_the_reason_is_a_sentence_for_the_small_too():
     assert passed_over.endswith("HNSW32_SQ8 needs 543 MB and is the most precise that fits; flat would need 814 MB")
 
 
-def test_a_memory_that_is_too_small_is_refused():
-    with pytest.raises(UserError, match=r"not enough for any index, the smallest being .* with 7\.9 GB; give more"):
-        choose_kind(*WIKI, 2 * 10**9)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("16GB", 16 * 10**9), ("16 gb", 16 * 10**9), ("1.5G", 1_500_000_000), ("512MiB", 2**29), ("7", 7), ("2T", 2e12)],
-)
-def test_sizes_are_read(text, size):
-    assert parse_memory(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "16 bits", "1e9", "nan"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(UserError, match="expected a size such as 16GB"):
-        parse_memory(text)
-
-
-def test_code_sizes_divide_the_dimensions():
-    for dim in (384, 768, 1024, 2048, 100):
-        assert all(dim % size == 0 for size in pq_sizes(dim)) and pq_sizes(dim)
-    assert pq_sizes(7) == []
+def test_sizes_are_read_or_refused():
+    sizes = {"16GB": 16 * 10**9, "16 gb": 16 * 10**9, "1.5G": 1_500_000_000, "512MiB": 2**29, "7": 7, "2T": 2e12}
+    assert {text: parse_memory(text) for text in sizes} == sizes
+    for text in ("", "GB", "-1GB", "0", "16 bits", "1e9", "nan"):
+        with pytest.raises(UserError, match="expected a size such as 16GB"):
+            parse_memory(text)

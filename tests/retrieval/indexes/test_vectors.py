@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thresher.common.errors import UserError
 from thresher.retrieval.indexes import exact, scan
 from thresher.retrieval.indexes import vector_file as vectors
-from thresher.retrieval.indexes.exact import ExactRows, best_of, largest_row_norm
+from thresher.retrieval.indexes.exact import ExactRows, largest_row_norm
 from thresher.retrieval.indexes.vector_file import VectorFile
 
 
@@ -98,15 +98,6 @@ def test_a_forked_process_has_readers_of_its_own(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_best_of_several_searches():
-    parts = [
-        (np.float32([[3, 1], [2, 2]]), np.array([[0, 1], [1, 0]])),
-        (np.float32([[5, 1], [2, 0]]), np.array([[3, 2], [2, 3]])),
-    ]
-    scores, rows = best_of(parts, 3)
-    assert scores.tolist() == [[5, 3, 1], [2, 2, 2]] and rows.tolist() == [[3, 0, 1], [0, 1, 2]]
-
-
 @given(st.integers(0, 10**6), st.integers(1, 80), st.sampled_from([1, 5, 33]), st.integers(1, 30), st.integers(1, 1000))
 @settings(max_examples=60, derandomize=True, deadline=None)
 def test_float16_rows_are_searched_exactly_in_blocks(seed, count, dim, k, levels):
@@ -125,12 +116,6 @@ def test_the_largest_norm_is_found_block_by_block(monkeypatch):
     monkeypatch.setattr(exact, "BLOCK_BYTES", 4 * 2 * 3)
     rows = np.float32([[0, 1], [1, 0], [0, 0], [3, 4], [1, 1]])
     assert largest_row_norm(rows) == 5 and largest_row_norm(rows.astype(np.float16)) == 5
-
-
-def test_a_finished_file_of_another_shape_is_refused(tmp_path):
-    np.save(tmp_path / "v.npy", rows_of(10))
-    with pytest.raises(UserError, match=r"v\.npy: holds 10 x 3 vectors in float32, expected 5 x 6 in float32"):
-        VectorFile(tmp_path / "v.npy", 5, 6).open()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 700), st.sampled_from([1, 2, 7, 8, 40]), st.integers(1, 60))

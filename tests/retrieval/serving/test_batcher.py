@@ -75,16 +75,6 @@ def test_a_batch_waits_for_others_but_not_once_it_is_full() -> None:
         batcher.submit(["f"], 1, "f")
 
 
-def test_who_asks_alone_does_not_wait() -> None:
-    log: list[tuple[list[str], int]] = []
-    gate = threading.Event()
-    gate.set()
-    batcher = Batcher(searching(log, gate), max_batch=2, max_wait=60.0, max_waiting=100)
-    for queries in (["a", "b"], ["c"], ["d"]):  # the first fills a batch
-        assert ids(batcher.submit(queries, 1, "one")) == queries
-    batcher.close()
-
-
 def test_only_the_guilty_request_fails() -> None:
     _, gate, batcher, first = held(8, 4, "bad")
     futures = [batcher.submit([query], 1, query) for query in ("a", "bad", "b")]

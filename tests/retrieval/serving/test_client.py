@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,10 +26,6 @@ from thresher.retrieval.serving.server import Server
 
 GOOD = {"result": [[{"document": {"id": "7", "contents": '"T"\ntext'}, "score": 0.5}]]}
 QUERIES = ["the rival of Mia Noor", "spouse", "Anna Bell", "teacher of Otto Pike", "", "spouse"]
-
-
-def served(index: Index, identity: str = "one") -> Served:
-    return Served(passages=len(index), kind="flat", corpus_sha256=index.corpus.sha256, identity=identity)
 
 
 class Stub:
@@ -103,36 +99,25 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def make_server(tiny_index: Index) -> Iterator[Callable[..., Server]]:
-    running: list[Server] = []
-
-    def make(identity: str = "one", port: int = 0) -> Server:
-        server = Server(tiny_index, served(tiny_index, identity), port=port)
-        running.append(server.__enter__())
-        return server
-
-    yield make
-    for server in running:
-        server.__exit__(None, None, None)
+def server(tiny_index: Index) -> Iterator[Server]:
+    sha256 = tiny_index.corpus.sha256
+    with Server(
+        tiny_index, Served(passages=len(tiny_index), kind="flat", corpus_sha256=sha256, identity="one"), port=0
+    ) as running:
+        yield running
 
 
 # as an index in this process
 
 
-def test_the_hits_are_those_of_the_index_but_for_their_rows(
-    make_server: Callable[..., Server], tiny_index: Index
-) -> None:
-    server = make_server()
+def test_the_hits_are_those_of_the_index_but_for_their_rows(server: Server, tiny_index: Index) -> None:
     remote = RemoteRetriever(server.url)
     expected = [[Hit(-1, hit.passage, hit.score) for hit in hits] for hits in tiny_index.search(QUERIES, 3)]
     assert remote.search(QUERIES, 3) == expected and any(expected)
     assert remote.identity == "one" and remote.retries == 0
 
 
-def test_one_request_for_all_that_wait_over_one_connection(
-    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = make_server()
+def test_one_request_for_all_that_wait_over_one_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteRetriever(server.url)
     for _ in range(3):
         remote.search(QUERIES, 3)
@@ -147,8 +132,8 @@ def test_one_request_for_all_that_wait_over_one_connection(
     assert server.app.metrics.requests["/retrieve", 200] == 5
 
 
-def test_k_is_held_to_the_passages_that_a_server_tells_of(make_server: Callable[..., Server], stub: Stub) -> None:
-    remote = RemoteRetriever(make_server().url)
+def test_k_is_held_to_the_passages_that_a_server_tells_of(server: Server, stub: Stub) -> None:
+    remote = RemoteRetriever(server.url)
     remote.check_k(40)
     for k in (0, 41):
         with pytest.raises(UserError, match=f"k is {k}"):
@@ -221,9 +206,9 @@ def test_nobody_is_there() -> None:
     )
 
 
-def test_a_refusal_is_reported_at_once(make_server: Callable[..., Server], stub: Stub) -> None:
+def test_a_refusal_is_reported_at_once(server: Server, stub: Stub) -> None:
     with pytest.raises(Unanswered, match=r"refuses a search with status 400 \(queries\[0\]: expected at most"):
-        RemoteRetriever(make_server().url).search(["x" * 70_000], 3)
+        RemoteRetriever(server.url).search(["x" * 70_000], 3)
     stub.script = [(422, {"detail": [{"loc": "body"}]})]
     remote = RemoteRetriever(stub.url)
     with pytest.raises(Unanswered, match=r"refuses a search with status 422$"):
