@@ -1,6 +1,5 @@
 """Tags: what counts as written by the policy, and that nothing else can look like a tag."""
 
-import itertools
 import subprocess
 import sys
 import unicodedata
@@ -23,21 +22,10 @@ from thresher.rewards import (
 )
 from thresher.rewards.tags import up_to_answer
 
-
-def prompt(text: str) -> TextSegment:
-    return TextSegment(Source.PROMPT, text.encode())
-
-
-def policy(text: str | bytes) -> TextSegment:
-    return TextSegment(Source.POLICY, text if isinstance(text, bytes) else text.encode())
-
-
-def retrieved(text: str) -> TextSegment:
-    return TextSegment(Source.RETRIEVED, text.encode())
-
-
-def feedback(text: str) -> TextSegment:
-    return TextSegment(Source.FEEDBACK, text.encode())
+prompt, policy, retrieved, feedback = (
+    lambda text, source=source: TextSegment(source, text if isinstance(text, bytes) else text.encode())
+    for source in (Source.PROMPT, Source.POLICY, Source.RETRIEVED, Source.FEEDBACK)
+)
 
 
 ANSWERS = [
@@ -145,12 +133,8 @@ def test_only_policy_bytes_matter_and_cutting_them_does_not(parts: list[tuple[So
     silent = [p if p.source is Source.POLICY else TextSegment(p.source, b"." * len(p.text)) for p in pieces]
     assert blocks(silent, "a") == found
     # Cutting a policy piece in two changes no text and no place.
-    pieced = list(
-        itertools.chain.from_iterable(
-            (TextSegment(p.source, p.text[:cut]), TextSegment(p.source, p.text[cut:])) for p in pieces
-        )
-    )
-    assert [(b.text, b.start, b.end) for b in blocks(pieced, "a")] == [(b.text, b.start, b.end) for b in found]
+    pieced = [TextSegment(p.source, half) for p in pieces for half in (p.text[:cut], p.text[cut:])]
+    assert blocks(pieced, "a") == found
     for block in found:
         assert "</a>" not in block.text and "<a>" not in block.text
 
