@@ -57,7 +57,7 @@ _TEXT = OneOf(required=True)
 
 class Generate(
     Command,
-    help="one look at a model: what it writes after a prompt",
+    help="sample texts after a prompt",
     place=32,
     example='thresher generate --model models/warm --prompt "Who is the mayor?" --chat',
 ):
@@ -182,7 +182,7 @@ KEYS = {
 
 class Rollout(
     Command,
-    help="sample trajectories of questions, with their tokens and log-probs",
+    help="sample trajectories of questions, with tokens and log-probs",
     place=36,
     example="thresher rollout --model models/warm --system arena --questions dev.jsonl --n 8 --out rollouts.jsonl",
 ):
@@ -362,7 +362,7 @@ def _preset(name: str, tables: Tables, command: Eval | Rollout, bare: bool) -> T
 
 class Compare(
     Command,
-    help="two evaluations of the same questions, side by side",
+    help="compare two evaluations of the same questions",
     place=50,
     example="thresher compare runs/a runs/b --out runs/compared",
 ):
@@ -420,7 +420,7 @@ _CHAT = "of a server that speaks OpenAI's chat completions"
 
 class Extract(
     Command,
-    help="evidence from passages, for whoever answers",
+    help="extract evidence from passages, and answer from it",
     place=60,
     example="thresher extract --model models/eviomni --questions dev.jsonl --index indexes/mine --out evidence.jsonl",
 ):

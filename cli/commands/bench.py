@@ -39,7 +39,7 @@ def leave(wrong: str | None) -> None:
 class Step(
     Command,
     group=BENCH,
-    help="one whole GRPO step, beside TRL where it is installed",
+    help="time a GRPO step, beside TRL",
     place=10,
     example="thresher bench step --shape rag --peer none",
 ):
@@ -50,7 +50,7 @@ class Step(
     threads: Annotated[Count | None, "N", "default: as a run of this model takes"] = None
     budget: Annotated[Seconds, "SECONDS", "then no further step begins; default: 480"] = 480.0
     out: Rows = None
-    plot: Annotated[str | None, "PNG of what --out then holds, the last row of each shape"] = None
+    plot: Annotated[str | None, "PNG of the last row of each shape in --out"] = None
 
     def __call__(self) -> None:
         from thresher.bench.step import StepBench, run_step_bench
@@ -61,7 +61,7 @@ class Step(
 class Rollout(
     Command,
     group=BENCH,
-    help="sampling, beside transformers' generate and generate_batch",
+    help="time sampling, beside transformers",
     place=15,
     example="thresher bench rollout --shape demo --rounds 3",
 ):
@@ -84,7 +84,7 @@ class Rollout(
 class Decode(
     Command,
     group=BENCH,
-    help="decode steps of Qwen2.5's sizes, beside their floor and what was predicted",
+    help="time decode steps, beside floor and prediction",
     place=17,
     example="thresher bench decode --model 0.5B --batch 8",
 ):
@@ -110,7 +110,7 @@ Percent = Annotated[int, checked(int, "a whole number from 1 to 100", lambda val
 class Loss(
     Command,
     group=BENCH,
-    help="the loss's forward and backward, beside peers and its matmuls' floor",
+    help="time the loss, beside peers and its matmuls",
     place=20,
     example="thresher bench loss --device cpu --peers none",
 ):
@@ -137,7 +137,7 @@ class Loss(
 class Retrieval(
     Command,
     group=BENCH,
-    help="indexes, their recall and speed, beside torch, numpy and FAISS; the server under load",
+    help="recall and speed of indexes, beside torch, numpy and FAISS; the server under load",
     place=30,
     example="thresher bench retrieval --sizes 10000 100000",
 ):
@@ -151,7 +151,7 @@ class Retrieval(
     encoder: Annotated[str | None, "FOLDER", "a trained model to encode them"] = None
     questions: Annotated[str | None, "FILE", "about them; default: runs of their words"] = None
     passages: Annotated[Count, "N", "how many of them; default: 10,000"] = 10_000
-    work: Annotated[str | None, "FOLDER", "keep vectors and structures there, and use what it holds"] = None
+    work: Annotated[str | None, "FOLDER", "keep vectors and structures there, to use again"] = None
     server: Annotated[Seconds, "SECONDS", "of load on a server, twice; 0 for none"] = 10.0
     budget: Annotated[Seconds, "SECONDS", "then leave out the rest; default: an hour"] = 3600.0
     out: Rows = None
@@ -170,7 +170,7 @@ class Retrieval(
 class Compile(
     Command,
     group=BENCH,
-    help="the Triton kernels, compiled for GPUs that are not here",
+    help="compile the Triton kernels for absent GPUs",
     place=40,
     example="thresher bench compile --target sm_90",
 ):
@@ -191,7 +191,7 @@ class Compile(
 class Roofline(
     Command,
     group=BENCH,
-    help="a decode step and an update on A100 to H200: floors and predictions, by arithmetic",
+    help="predict a decode step and an update on A100 to H200",
     place=50,
     example="thresher bench roofline --chip H100 --model 7B",
 ):
@@ -209,7 +209,7 @@ class Roofline(
 class GpuCheck(
     Command,
     group=BENCH,
-    help="all that a GPU has to confirm, in eight minutes",
+    help="check all on a GPU, in eight minutes",
     place=60,
     example="thresher bench gpu-check --part tests loss",
 ):

@@ -24,7 +24,7 @@ DATA = Group("data", "make and check data", 100, "thresher data check train.json
 class Convert(
     Command,
     group=DATA,
-    help="published question sets into one file of questions",
+    help="convert published question sets into one file of questions",
     place=10,
     example="thresher data convert --in hotpot_train.json --limit 1000 --out train.jsonl --corpus corpus.jsonl",
 ):
@@ -85,11 +85,7 @@ def _print_conversion(out: str, figures: dict[str, Any]) -> None:
 
 
 class Check(
-    Command,
-    group=DATA,
-    help="what a file of questions holds, and whether every line is sound",
-    place=20,
-    example="thresher data check train.jsonl",
+    Command, group=DATA, help="check and count a file of questions", place=20, example="thresher data check train.jsonl"
 ):
     file: Annotated[str, POSITIONAL, "questions as training reads them"]
 
@@ -110,7 +106,7 @@ class Check(
 class Show(
     Command,
     group=DATA,
-    help="a few questions, with their passages, to be read",
+    help="print a few questions with their passages",
     place=30,
     example="thresher data show train.jsonl --n 1",
 ):
@@ -160,20 +156,22 @@ Nats = Annotated[float, checked(float, "a finite number of at least 0", lambda v
 class Sft(
     Command,
     group=DATA,
-    help="questions, or a teacher's answers, into records for supervised fine-tuning",
+    help="make records for supervised fine-tuning from questions or a teacher's answers",
     place=40,
     example="thresher data sft --kind reasoning --questions train.jsonl --out warmup.jsonl",
 ):
     _source = OneOf(required=True)
 
-    kind: Annotated[str, {"choices": (*KINDS, FILCO, RECOMP, *TAUGHT)}, "what a record is to teach: docs/sft.md"]
+    kind: Annotated[str, {"choices": (*KINDS, FILCO, RECOMP, *TAUGHT)}, "what a record teaches: docs/sft.md"]
     questions: Annotated[str | None, _source, "our own JSONL, with passages but for closed-book"] = None
     transcripts: Annotated[str | None, _source, "FILE", "a teacher's, as eval or score has them; right ones stay"] = (
         None
     )
     answer: Annotated[str, {"choices": STYLES}, "between answer tags (the default), or bare"] = "tagged"
     template: Annotated[str | None, "prompt template in place of the kind's own"] = None
-    measure: Annotated[str | None, {"choices": MEASURES}, "of filco records: by what a sentence is said to help"] = None
+    measure: Annotated[str | None, {"choices": MEASURES}, "of filco records: measure of how much a sentence helps"] = (
+        None
+    )
     margin: Annotated[Nats | None, "NATS", "by which recomp's negatives fall short; default 1"] = None
     model: Annotated[
         str | None, "folder of what writes reasoning records' analyses, or answers for recomp and --measure cxmi"
@@ -277,7 +275,7 @@ Share = Annotated[float, checked(float, "a number from 0 to 1", lambda value: 0 
 class Invent(
     Command,
     group=DATA,
-    help="an invented world: corpus, questions, warm-up transcripts",
+    help="invent a world: corpus, questions, transcripts",
     place=50,
     example="thresher data invent --out runs/world",
 ):
@@ -303,7 +301,7 @@ class Invent(
 class Judge(
     Command,
     group=DATA,
-    help="a judge of entailment for the invented world: a small classifier, trained",
+    help="train a judge of entailment for the invented world",
     place=60,
     example="thresher data judge --out runs/world/judge",
 ):

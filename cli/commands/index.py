@@ -30,7 +30,7 @@ INDEX = Group(
 class Plan(
     Command,
     group=INDEX,
-    help="what an index will need and take, before it is built",
+    help="predict the memory, disk and time of an index",
     place=10,
     example="thresher index plan --passages 21015324 --dim 768 --memory 16GB",
 ):
@@ -154,10 +154,10 @@ class Build(
 ):
     corpus: Annotated[str, "FILE", "passages: JSONL or TSV, gzipped if named .gz"]
     encoder: Annotated[str, "lexical (hashed words), bm25, or a model's folder"] = "lexical"
-    embed: Annotated[Literal["text", "title+text"], "what of a passage is encoded"] = "text"
+    embed: Annotated[Literal["text", "title+text"], "part of a passage that is encoded"] = "text"
     kind: Annotated[str | None, "flat (the default), flat16, ivf, ivfpq, hnsw, or such as IVF4096,Flat"] = None
     memory: Annotated[str | None, "SIZE", "such as 16GB: pick the kind that fits, and say why"] = None
-    recall: Annotated[Float, "what an approximate kind should find; default: 0.95"] = 0.95
+    recall: Annotated[Float, "recall of an approximate kind; default: 0.95"] = 0.95
     keep: Annotated[str, "vectors for exact scores: float32, float16 or none"] = "float32"
     dim: Annotated[Count | None, "of the lexical encoder; default: 2048"] = None
     # Settings of a trained encoder that may be given in the place of what its folder says.
@@ -227,11 +227,11 @@ OnGpus = Annotated[bool, "lists on all GPUs, in float16"]
 class Search(
     Command,
     group=INDEX,
-    help="the k nearest passages of a question, or of each in a file",
+    help="find the k nearest passages of one question, or of each in a file",
     place=40,
     example='thresher index search --index indexes/mine "Who is the mayor?"',
 ):
-    question: Annotated[str | None, POSITIONAL, "one question, whose passages are printed"] = None
+    question: Annotated[str | None, POSITIONAL, "one question; its passages are printed"] = None
     index: IndexFolder
     k: Passages = 5
     set: SearchParameters = []
@@ -283,7 +283,7 @@ class Search(
 class Check(
     Command,
     group=INDEX,
-    help="recall and MRR against gold_titles",
+    help="measure recall and MRR against gold_titles",
     place=50,
     example="thresher index check --index indexes/mine --queries questions.jsonl --k 5",
 ):
@@ -334,7 +334,7 @@ class ServeRetriever(
     max_batch: Annotated[Most, "N", "queries searched at once, from several connections; default: 256"] = 256
     max_wait_ms: Annotated[Limit, "MS", "for others to join a search; default: 3.0"] = 3.0
     max_waiting: Annotated[Most, "N", "queries; more are refused for now; default: 16384"] = 16_384
-    max_connections: Annotated[Most, "N", "whose request is being served; more are refused for now; default: 512"] = 512
+    max_connections: Annotated[Most, "N", "served at once; more are refused for now; default: 512"] = 512
     timeout: Annotated[Limit, "SECONDS", "for a body to arrive, and for a search; default: 60.0"] = 60.0
 
     def __call__(self) -> None:

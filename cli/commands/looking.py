@@ -12,12 +12,7 @@ from thresher.common import console
 from thresher.common.errors import UserError
 
 
-class Watch(
-    Command,
-    help="a run while it goes on: its page, live, or a view in the terminal",
-    place=105,
-    example="thresher watch runs/first --tty",
-):
+class Watch(Command, help="show a run while it goes on", place=105, example="thresher watch runs/first --tty"):
     run: Annotated[str, POSITIONAL, "run folder"]
     tty: Annotated[bool, "in the terminal, until the run ends, in place of a page"] = False
     port: Annotated[Port, "of the page on this machine; 0: any; default: 8700"] = 8700
@@ -39,11 +34,11 @@ class Watch(
 
 class Report(
     Command,
-    help="curves and trajectories of a run, as a page and pictures; several runs beside each other",
+    help="write curves and trajectories of a run, or of several runs, as a page",
     place=110,
     example="thresher report runs/first",
 ):
-    runs: Annotated[Texts, POSITIONAL, "RUN", "run folder; several are held against the first"]
+    runs: Annotated[Texts, POSITIONAL, "RUN", "run folder; several are compared with the first"]
     tokens: Annotated[
         str | None, "STEP", "the tokens of a stored step, coloured by their values; all: of every one"
     ] = None
@@ -102,14 +97,11 @@ complete -o bashdefault -o default -F _thresher thresher
 
 
 class Completion(
-    Command,
-    help="a script for the shell's completion of commands and flags",
-    place=150,
-    example="thresher completion bash",
+    Command, help="print a completion script for the shell", place=150, example="thresher completion bash"
 ):
     """The script is made from the parser, so that it knows what the program knows; files are the shell's."""
 
-    shell: Annotated[Literal["bash"], POSITIONAL, "whose script to print"]
+    shell: Annotated[Literal["bash"], POSITIONAL, "shell of the script"]
 
     def __call__(self) -> None:
         text = script(self.build_parser())

@@ -16,7 +16,7 @@ STUDY = Group("study", "put a claim of the method to the test", 130, "thresher s
 class Kl(
     Command,
     group=STUDY,
-    help="KL estimators: value, gradient, and training pushed off its reference",
+    help="compare KL estimators: value, gradient, training",
     place=10,
     example="thresher study kl --start runs/demo --steps 10 --seeds 0",
 ):
@@ -36,7 +36,7 @@ class Kl(
 class Mask(
     Command,
     group=STUDY,
-    help="retrieved tokens in the loss, zeroed, masked, removed: cost and gradient",
+    help="compare ways to leave retrieved tokens out of the loss: cost and gradient",
     place=20,
     example="thresher study mask --run runs/demo/grpo --out runs/masked",
 ):
@@ -62,7 +62,7 @@ class Mask(
 class Systems(
     Command,
     group=STUDY,
-    help="every system from a base a seed, beside shuffled rewards",
+    help="train every system, beside shuffled rewards",
     place=30,
     example="thresher study systems --system search_r1 --seeds 0",
 ):
@@ -85,7 +85,7 @@ class Systems(
 
 class Demo(
     Command,
-    help="from nothing to a model that searches, in minutes",
+    help="train a small model to search, in minutes",
     place=140,
     example="thresher demo --out runs/demo --seed 1",
 ):
@@ -129,13 +129,13 @@ Named = list[Annotated[tuple[str, str], model_is]]
 
 class Reproduce(
     Command,
-    help="the tables of a paper, at its scale or in an invented world",
+    help="reproduce the tables of a paper, at its scale or in an invented world",
     place=145,
     example="thresher reproduce eval_rar T2 --scale world --seeds 3 --out runs/eval_rar-T2",
 ):
     paper: Annotated[str | None, POSITIONAL, "its name; --list has all"] = None
     tables: Annotated[Texts, POSITIONAL, ANY_NUMBER, "TABLE", "such as T1; default: all of the paper's"]
-    list: Annotated[bool, "only show the rows, what each needs at the paper's scale, and what has none"] = False
+    list: Annotated[bool, "only show the rows, what each needs at the paper's scale, and what is left out"] = False
     chip: Annotated[str, "NAME", "the GPU that --list plans trainings for; default: H100"] = "H100"
     scale: Annotated[Literal["paper", "world"], "paper: its models and data, which must be there"] = "world"
     seeds: Annotated[Count, "N", "train every method with seeds 0 to N - 1"] = 1

@@ -75,7 +75,7 @@ _FROM = "with --resume: go back to this step's checkpoint, and delete what came 
 
 class Sft(
     OfRecipe,
-    help="supervised fine-tuning, of all weights or of adapters",
+    help="fine-tune all weights or adapters on transcripts",
     place=20,
     example="thresher sft recipe.toml --out models/warm",
 ):
@@ -130,7 +130,9 @@ def run_sft(recipe: "RunRecipe", out: Path, resume: bool = False, from_step: int
         )
 
 
-class Train(OfRecipe, help="GRPO", place=30, example="thresher train recipe.toml --out runs/first --set run.steps=50"):
+class Train(
+    OfRecipe, help="train with GRPO", place=30, example="thresher train recipe.toml --out runs/first --set run.steps=50"
+):
     out: Annotated[str, "run folder to write"]
     resume: Annotated[bool, "go on from the run folder's last checkpoint"] = False
     from_step: Annotated[Natural | None, "--resume-from", "STEP", _FROM] = None
@@ -169,7 +171,7 @@ class Train(OfRecipe, help="GRPO", place=30, example="thresher train recipe.toml
 
 class TrainEncoder(
     Command,
-    help="train an encoder to find the sentences that help, RECOMP's extractive compressor",
+    help="train RECOMP's extractive compressor",
     place=31,
     example="thresher train-encoder --records contrasts.jsonl --model models/contriever --out models/recomp",
 ):
@@ -179,7 +181,7 @@ class TrainEncoder(
     steps: Annotated[Natural, "of the optimiser; 0: three epochs"] = 0
     lr: Annotated[Positive, "highest learning rate"] = 2e-5
     batch: Annotated[Count, "questions a step"] = 64
-    seed: Annotated[Seed, "of what is held out, and of the records' order"] = 0
+    seed: Annotated[Seed, "of the held-out records and of the order"] = 0
     device: Annotated[flags.Device, "where it is trained"] = "cpu"
 
     def __call__(self) -> None:
@@ -191,7 +193,7 @@ class TrainEncoder(
 
 class Plan(
     Command,
-    help="the memory and the time of a training run, before anything is loaded",
+    help="predict the memory and time of a training run",
     place=25,
     example="thresher plan --recipe recipes/eval_rar/qwen2.5-3b.toml --model models/Qwen2.5-3B-Instruct --chip H100",
 ):
@@ -325,7 +327,7 @@ _WHAT = OneOf(required=True)
 
 class Recipe(
     Command,
-    help="the recipes that are there, one resolved or copied, or what a key means",
+    help="list, show or copy recipes, or explain a key",
     place=28,
     example="thresher recipe --explain rollout.group_size",
 ):
