@@ -130,6 +130,8 @@ def test_every_contender_that_is_here_agrees_with_float64(
         limits = (bench_module.LIMITS if contender.ours else bench_module.PEER_LIMITS)[dtype]
         assert errors.worse_than(*limits) == []
         assert not outcome.hidden_grad_TH[~case.mask_T].any() and not outcome.head_grad_VH[300:].any()
+        if contender.ours:  # in place: the head's gradient is in the buffer alone
+            assert (case.whole_head.grad is None) == (contender is OURS[1])
 
 
 def _scaled(case: LossCase, chunk_rows: int | None) -> Any:

@@ -1,5 +1,4 @@
-"""`thresher bench rollout` at tiny sizes: that both sides do the same work, that a wrong log-prob stops it, that a peer
-may fail, and what a row says. Not its figures."""
+"""`thresher bench rollout` at tiny sizes: both sides do the same work, a wrong log-prob stops it, a peer may fail."""
 
 import json
 from collections.abc import Iterator
@@ -30,22 +29,14 @@ from thresher.cli.commands import bench as command
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 
-SIZES = Sizes(
-    num_hidden_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    vocab_size=320,
-)
-TINY = {
-    "demo": RolloutShape(name="demo", sizes=SIZES, questions=2, group=3, question=18, turns=(5,)),
-    "rag": RolloutShape(name="rag", sizes=SIZES, questions=2, group=2, question=12, passages=25, turns=(6,)),
-    "search": RolloutShape(name="search", sizes=SIZES, questions=2, group=2, question=20, turns=(4, 3, 5), appended=19),
-    "branches": RolloutShape(
-        name="branches", sizes=SIZES, questions=2, group=2, question=17, passages=21, turns=(7, 6, 3), branches=True
-    ),
+SIZES = Sizes(num_hidden_layers=2, hidden_size=32, intermediate_size=48, vocab_size=320)
+LENGTHS = {
+    "demo": {"group": 3, "question": 18, "turns": (5,)},
+    "rag": {"group": 2, "question": 12, "passages": 25, "turns": (6,)},
+    "search": {"group": 2, "question": 20, "turns": (4, 3, 5), "appended": 19},
+    "branches": {"group": 2, "question": 17, "passages": 21, "turns": (7, 6, 3), "branches": True},
 }
+TINY = {name: RolloutShape(name=name, sizes=SIZES, questions=2, **lengths) for name, lengths in LENGTHS.items()}
 NAMES = list(TINY)
 
 
@@ -93,9 +84,13 @@ def test_the_plan_asks_for_what_the_shape_counts(settings: dict[str, RolloutSett
     assert sampled == shape.tokens
 
 
-def test_the_plan_refuses_a_sample_of_another_length(settings: dict[str, RolloutSetting]) -> None:
+def test_a_sample_of_another_length_is_refused(settings: dict[str, RolloutSetting]) -> None:
     with pytest.raises(RuntimeError, match=r"4 samples of 6 tokens were asked for, 4 of \[5\] came"):
         play(settings["rag"], lambda contexts, copies, tokens: [[9] * (tokens - 1)] * copies * len(contexts))
+    side = RolloutSide(settings["search"])
+    side.rollout.limits = replace(side.rollout.limits, max_turn_tokens=4)
+    with pytest.raises(RuntimeError, match="a sample's lengths are"):
+        side.run()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +98,9 @@ def test_the_rollout_writes_the_shape_and_agrees_with_both_models(
     settings: dict[str, RolloutSetting], theirs: HuggingFace, name: str
 ) -> None:
     setting, shape = settings[name], TINY[name]
-    work = RolloutSide(setting).run()
+    side = RolloutSide(setting)
+    work, second = side.run(), side.run()
+    assert {tuple(one.ids) for one in work.written}.isdisjoint(tuple(one.ids) for one in second.written)
     assert sum(len(one.positions) for one in work.written) == shape.tokens
     lengths = sorted({len(one.ids) for one in work.written})
     assert lengths == sorted({shape.longest, *(n + shape.turns[-1] for n in shape.contexts[2:] if shape.branches)})
@@ -119,30 +116,14 @@ def test_the_rollout_writes_the_shape_and_agrees_with_both_models(
     assert sum(stretch.tokens * stretch.copies for stretch in stretches(shape)) == len(prefixes)
 
 
-def test_rounds_draw_other_samples(settings: dict[str, RolloutSetting]) -> None:
-    side = RolloutSide(settings["demo"])
-    first, second = ([tuple(one.ids) for one in side.run().written] for _ in range(2))
-    assert len({*first, *second}) == 2 * TINY["demo"].samples
-
-
-@pytest.mark.parametrize("where", ["ours", "theirs"])
-def test_nothing_is_timed_that_is_wrong(settings: dict[str, RolloutSetting], theirs: HuggingFace, where: str) -> None:
+def test_nothing_is_timed_that_is_wrong(settings: dict[str, RolloutSetting], theirs: HuggingFace) -> None:
     setting = settings["rag"]
     work = RolloutSide(setting).run()
-    if where == "ours":
-        work.written[0].logprobs[1] -= 2 * LARGEST_GAP
-        with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
-            prove(setting, work.written)
-    else:
-        with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
-            prove(setting, work.written, lambda ids: theirs.logits(ids) * 1.01)
-
-
-def test_a_turn_of_another_length_is_noticed(settings: dict[str, RolloutSetting]) -> None:
-    side = RolloutSide(settings["search"])
-    side.rollout.limits = replace(side.rollout.limits, max_turn_tokens=4)
-    with pytest.raises(RuntimeError, match="a sample's lengths are"):
-        side.run()
+    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
+        prove(setting, work.written, lambda ids: theirs.logits(ids) * 1.01)
+    work.written[0].logprobs[1] -= 2 * LARGEST_GAP
+    with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
+        prove(setting, work.written)
 
 
 @pytest.mark.parametrize("call", ["generate", "generate_batch"])
@@ -192,17 +173,14 @@ def test_their_sides_play_every_shape(
 def test_the_number_of_samples_a_call_is_what_takes_the_least(
     settings: dict[str, RolloutSetting], theirs: HuggingFace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = HuggingFaceSide(replace_questions(settings["demo"], 8), theirs, "generate")
+    setting = replace(settings["demo"], shape=replace(TINY["demo"], questions=8))
+    side = HuggingFaceSide(setting, theirs, "generate")
     seconds = {3: 5.0, 6: 4.0, 12: 4.5}
     monkeypatch.setattr(side, "_cpu_seconds", lambda: seconds[side.samples_a_call])
     side.settle(float("inf"))
     assert side.samples_a_call == 6
     side.settle(0.0)  # no time to try more
     assert side.samples_a_call == 3
-
-
-def replace_questions(setting: RolloutSetting, questions: int) -> RolloutSetting:
-    return replace(setting, shape=replace(setting.shape, questions=questions))
 
 
 @pytest.mark.parametrize("name", ["demo", "rag", "branches"])
@@ -296,6 +274,7 @@ def test_ours_alone_needs_no_transformers(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(get_args(command.RolloutShape)) == set(ROLLOUT_SHAPES) == set(TINY)
     assert run(["bench", "rollout", "--shape", "demo", "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"thresher: --out {tmp_path}: cannot be written") and said.count("\n") == 1
@@ -311,7 +290,3 @@ def test_the_floor_counts_by_hand() -> None:
     assert bytes_moved(shape) == 4 * (layer + 32 * 320) * 2 + kv * 3 + kv * 3  # written, and read by the third
     two = replace(shape, group=2)  # own keys and values twice, the prompt's two positions once
     assert bytes_moved(two) == 4 * (layer + 32 * 320) * 2 + kv * (2 + 2) + kv * (2 * 1 + 2)
-
-
-def test_the_command_names_what_there_is() -> None:
-    assert set(get_args(command.RolloutShape)) == set(ROLLOUT_SHAPES) == set(TINY)

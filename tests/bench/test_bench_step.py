@@ -13,8 +13,8 @@ import torch
 
 from thresher.bench import step as step_module
 from thresher.bench.roofline import MODELS
-from thresher.bench.settings import STEP_SHAPES, Sizes, StepShape, make_step_setting
-from thresher.bench.step import LARGEST_GAP, Ours, StepBench, prove, rows_of_steps, run_step_bench
+from thresher.bench.settings import STEP_SHAPES, Seconds, Sizes, StepShape, make_step_setting
+from thresher.bench.step import LARGEST_GAP, Ours, StepBench, Steps, make_row, prove, rows_of_steps, run_step_bench
 from thresher.cli.commands import bench as command_line
 from thresher.cli.main import run
 from thresher.common.errors import UserError
@@ -83,18 +83,12 @@ def test_a_step_alone_from_the_command_line(at_small_sizes: None, fixed_times: N
     assert row["shared_gain"] == pytest.approx((5 / 10 + 10 / 5) / 2), "of neighbouring steps"
 
 
-def test_rows_are_appended_and_the_picture_draws_the_files_last_of_each_shape(
-    at_small_sizes: None, tmp_path: Path
-) -> None:
+def test_rows_are_appended_and_a_spent_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: Path) -> None:
     out = tmp_path / "step.jsonl"
     out.write_text('{"bench": "step", "shape": {"questions": 16}}\n', encoding="utf-8")  # a row as it once was
     for name in SMALL:
-        run_step_bench(StepBench(shape=name, peer="none", steps=1), out)
+        assert run_step_bench(StepBench(shape=name, peer="none", steps=50, budget=0.0), out)["steps"] == 1
     assert [row["shape"] for row in rows_of_steps(out)] == list(SMALL)
-
-
-def test_the_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: Path) -> None:
-    assert run_step_bench(StepBench(peer="none", steps=50, budget=0.0), tmp_path / "rows.jsonl")["steps"] == 1
 
 
 def test_a_search_step_trains_on_what_was_sampled_and_not_on_what_was_found() -> None:
@@ -119,8 +113,11 @@ def test_a_peer_of_one_turn_gets_as_many_tokens() -> None:
     assert setting.peer_ids() == setting.rollout.prompts() and {len(ids) for ids in setting.peer_ids()} == {24}
 
 
-def test_a_wrong_model_is_not_timed() -> None:
+def test_a_row_has_the_others_seconds_by_ours_and_a_wrong_model_is_not_timed() -> None:
     ours = Ours(make_step_setting(SMALL["demo"]))
+    steps = Steps({"shared": [Seconds(1, 2)], "unshared": [Seconds(1, 4)], "peer": [Seconds(2, 10)]}, [{"host": 0.0}])
+    row = make_row(ours, steps, {}, {})
+    assert (row["ratio_step"], row["ratio_update"], row["ratio_rollout"], row["shared_gain"]) == (5, 8, 2, 3)
     gaps = prove(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
     assert gaps.keys() == {"recomputed", "peer"} and max(gaps.values()) <= LARGEST_GAP[FLOAT]
     with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
@@ -129,12 +126,8 @@ def test_a_wrong_model_is_not_timed() -> None:
         prove(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
 
 
-def test_the_shapes_are_those_that_were_asked_for_and_that_the_command_names() -> None:
+def test_the_command_names_the_shapes() -> None:
     assert tuple(STEP_SHAPES) == get_args(command_line.StepShape)
-    demo, rag, search = (STEP_SHAPES[name].lengths for name in ("demo", "rag", "search"))
-    assert (demo.questions, demo.group, demo.prompt, demo.turns) == (16, 8, 56, (64,))
-    assert (rag.questions, rag.group, rag.prompt, rag.turns, rag.sizes.vocab_size) == (4, 8, 700, (200,), 20_000)
-    assert (search.questions, search.group, search.prompt, search.longest) == (4, 5, 150, 1000)
     assert all(shape.model in MODELS for shape in STEP_SHAPES.values() if shape.model is not None)
 
 
@@ -146,20 +139,15 @@ def test_a_vocabulary_without_a_text_decodes_every_id_and_encodes_none_of_the_re
     assert tokenizer.decode([2998]) == "#2998" and max(tokenizer.encode("#2999 #1200")) < 1200
 
 
-def test_a_gpus_shape_on_a_cpu_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--shape 0\.5B: its model is for a GPU; give --device cuda"):
-        run_step_bench(StepBench(shape="0.5B"))
-
-
-def test_without_trl_ours_is_measured_alone(
+def test_what_cannot_be_measured_is_said(
     at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with pytest.raises(UserError, match=r"--shape 0\.5B: its model is for a GPU; give --device cuda"):
+        run_step_bench(StepBench(shape="0.5B"))
     monkeypatch.setattr(step_module, "find_spec", lambda name: None)
-    row = run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")
-    assert (
-        row["peer"] is None
-        and 'TRL is not installed, so ours is measured alone; pip install "thresher[bench]"' in capsys.readouterr().out
-    )
+    assert run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")["peer"] is None
+    said = capsys.readouterr().out
+    assert 'TRL is not installed, so ours is measured alone; pip install "thresher[bench]"' in said
 
 
 def test_beside_trl(at_small_sizes: None, tmp_path: Path) -> None:

@@ -64,18 +64,10 @@ def test_which_estimators_are_exact_and_of_what(policies: torch.Tensor) -> None:
 def test_the_table_says_so_too() -> None:
     rows = enumerate_all(draws=6, seed=3)
     findings = {(row["sampled"], row["value"], row["gradient"]): row["finding"] for row in rows}
-    assert findings == {
-        ("on policy", "k1", "k1"): "zero",
-        ("on policy", "k2", "k2"): "exact",
-        ("on policy", "k3", "k3"): "forward",
-        ("on policy", "k3_ratio", "k3_ratio"): "exact",
-        ("on policy", "k3", "k2"): "exact",
-        ("off policy", "k1", "k1"): "biased",
-        ("off policy", "k2", "k2"): "biased",
-        ("off policy", "k3", "k3"): "biased",
-        ("off policy", "k3_ratio", "k3_ratio"): "exact",
-        ("off policy", "k3", "k2"): "biased",
-    }
+    on, off = ("zero", "exact", "forward", "exact", "exact"), ("biased", "biased", "biased", "exact", "biased")
+    expected = {("on policy", *choice): finding for choice, finding in zip(CHOICES, on, strict=True)}
+    assert findings == expected | {("off policy", *c): finding for c, finding in zip(CHOICES, off, strict=True)}
+    assert CHOICES == (("k1", "k1"), ("k2", "k2"), ("k3", "k3"), ("k3_ratio", "k3_ratio"), ("k3", "k2"))
     for row in rows:
         assert (row["cosine"] is None) == (row["finding"] == "zero")
         error = row["reverse_error"]

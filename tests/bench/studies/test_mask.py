@@ -113,12 +113,10 @@ def test_a_treatment_has_the_rows_it_should_have(subject: Subject, name: str) ->
     trajectories = subject.trajectories
     if name == "removed":
         kept = [[n for n, source in enumerate(sources(t)) if source is not Source.RETRIEVED] for t in trajectories]
-        flat = [[t.ids()[n] for n in places] for t, places in zip(trajectories, kept, strict=True)]
         trajectories = [
             replace(t, segments=[Segment(sources(t)[n], [t.ids()[n]]) for n in places])
             for t, places in zip(trajectories, kept, strict=True)
         ]
-        assert [t.ids() for t in trajectories] == flat
     outside = {Source.RETRIEVED} if name in ("in_loss", "zeroed") else set()
     treated = treat(name, subject)
     assert len(treated.batches) > 1
@@ -314,9 +312,8 @@ def test_the_command_on_a_scripted_batch(tmp_path: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert "rows at the head" in printed and "keep every bit" in printed
     assert cli.run(arguments) == 2
-    assert (
-        capsys.readouterr().err == f"thresher: {tmp_path / 'out'}: exists already; choose another folder with --out\n"
-    )
+    refusal = f"thresher: {tmp_path / 'out'}: exists already; choose another folder with --out\n"
+    assert capsys.readouterr().err == refusal
 
 
 @pytest.mark.slow
@@ -344,19 +341,13 @@ def run_folder(
         {"id": q.id, "question": q.question, "golden_answers": ["Anna Bell", "Eva Frost"]} for q in tiny_questions
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    lengths = {"max_turns": 3, "max_turn_tokens": 40, "max_context": 240, "max_passage_tokens": 40}
     tables = {
         "model": {"path": str(folder / "model")},
         "data": {"train": str(folder / "train.jsonl")},
         "retrieval": {"index": str(tiny_index_folder), "k": 2, "passage_format": "{text}"},
         "system": {"name": "eval_rar", "template": str(folder / "prompt.txt")},
-        "rollout": {
-            "group_size": 4,
-            "questions_per_step": 6,
-            "max_turns": 3,
-            "max_turn_tokens": 40,
-            "max_context": 240,
-            "max_passage_tokens": 40,
-        },
+        "rollout": {"group_size": 4, "questions_per_step": 6, **lengths},
         "grpo": {"beta": 0.0, "drop_zero_advantage": True},
         "optim": {"lr": 1e-3, "micro_batch_tokens": 800},
         "run": {"steps": 2, "save_every": 2},

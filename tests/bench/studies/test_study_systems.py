@@ -36,11 +36,8 @@ def cases(tmp_path: Path) -> list[SystemRun]:
 
 
 def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) -> None:
-    assert [(case.system, case.seed, case.control) for case in cases[:3]] == [
-        ("search_r1", 0, False),
-        ("search_r1", 0, True),
-        ("search_r1", 1, False),
-    ]
+    first = [("search_r1", 0, False), ("search_r1", 0, True), ("search_r1", 1, False)]
+    assert [(case.system, case.seed, case.control) for case in cases[:3]] == first
     assert len(cases) == 3 * len(SYSTEMS) and len({case.folder for case in cases}) == len(cases)
     for case in cases:
         recipe, given = case.recipe, case.system in GIVEN
@@ -169,13 +166,9 @@ def records_of(case: SystemRun) -> list[dict[str, Any]]:
 
     def at(step: int) -> dict[str, Any]:
         value = 0.1 if case.control else 0.1 * (1 + step)
-        found: dict[str, Any] = {
-            "reward": value,
-            "em": value,
-            "f1": value,
-            "parts": {"relevance": value, "format": value},
-        }
-        return found if key in found["parts"] else found | {key: value}
+        parts = dict.fromkeys(("relevance", "format"), value)
+        found = {**dict.fromkeys(("reward", "em", "f1"), value), "parts": parts}
+        return found if key in parts else found | {key: value}
 
     return [{"step": step, "eval": at(step)} if step % 2 == 0 else {"step": step, "em": 0.0} for step in range(5)]
 
