@@ -36,12 +36,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from thresher.common.files import need_room, show_bytes
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import GrpoSection, OptimSection, RolloutSection
 from thresher.engine.decoding.decoder import FORWARD_ROWS
 from thresher.engine.decoding.decoder_cuda import KV_SHARE
 from thresher.engine.decoding.kv_cache import PagedKV
@@ -63,7 +64,6 @@ PARTS = (
     *("working memory", "gathered copy", "CUDA context"),
 )
 Parts = dict[str, int]
-Place = Literal["auto", "device", "cpu"]
 
 
 # Sizes of a model. Counts for arithmetic leave out norms and biases, under a thousandth of the weights.
@@ -124,52 +124,41 @@ def one_layer(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSetting:
-    """The part of a recipe that decides its memory, in one flat record that can be varied.
+    """The part of a recipe that decides its memory, to be varied.
 
-    item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. reference: the place of
-    the frozen copy. offload: "none", "moments" or "masters" (and moments), which are in CPU memory. share_rows: whether
-    the update computes a common beginning once. length, sampled, searched: tokens of a trajectory at most, in all,
-    written by the policy, and brought by its searches without the tags around them. recomputes: old log-probs, by a
-    forward before a batch's first update."""
+    item: bytes of an element of the computation. adapters: (rank, targets) of [lora], or None. length, sampled,
+    searched: tokens of a trajectory at most, in all, written by the policy, and brought by its searches without the
+    tags around them. steps: of the run."""
 
+    rollout: RolloutSection
+    optim: OptimSection
+    grpo: GrpoSection
     cuda: bool
     item: int
     adapters: tuple[int, tuple[str, ...]] | None
-    beta: bool
-    reference: Place
-    micro_batch_tokens: int
-    loss_workspace_bytes: int | None
-    checkpoint_activations: str
-    moments: str
-    offload: str
-    share_rows: bool
-    share_prefix: bool
-    group: int
-    questions: int
     length: int
     sampled: int
     searched: int
-    running: int
-    kv_tokens: int | None
-    page_size: int
     steps: int
-    updates: int
-    epochs: int
-    recomputes: bool
     gpus: int
+
+    def changed(self, key: str, value: Any) -> "PlanSetting":
+        """Return the setting with another value of a key of the recipe, such as "optim.offload"."""
+        section, name = key.split(".")
+        return replace(self, **{section: replace(getattr(self, section), **{name: value})})
 
     @property
     def groups(self) -> int:
         """Groups of a step on one GPU, which has them whole."""
-        return -(-self.questions // self.gpus)
+        return -(-self.rollout.questions_per_step // self.gpus)
 
     @property
     def samples(self) -> int:
-        return self.groups * self.group
+        return self.groups * self.rollout.group_size
 
     @property
     def groups_of_update(self) -> int:
-        return -(-self.groups // self.updates)
+        return -(-self.groups // self.grpo.updates_per_batch)
 
     @property
     def own(self) -> int:
@@ -182,14 +171,25 @@ class PlanSetting:
         return self.length - self.own
 
     @property
+    def share_rows(self) -> bool:
+        """Whether an update computes a common beginning once. On CUDA torch's varlen attention does so, in bfloat16;
+        "flash" may be FlashAttention-3, which does not."""
+        on_cuda = self.item == BF16 and self.optim.attention in ("auto", "torch")
+        return self.optim.share_prefix and (not self.cuda or on_cuda)
+
+    @property
     def prompt_once(self) -> bool:
         """Whether an update computes a group's prompt once."""
-        return self.share_rows and worth_sharing(self.prompt, self.own, self.group)
+        return self.share_rows and worth_sharing(self.prompt, self.own, self.rollout.group_size)
 
     @property
     def computed_tokens(self) -> int:
         """Tokens of a group that an update computes, at most."""
-        return group_tokens(self.prompt, self.own, self.group) if self.share_rows else self.group * self.length
+        return (
+            group_tokens(self.prompt, self.own, self.rollout.group_size)
+            if self.share_rows
+            else self.rollout.group_size * self.length
+        )
 
     @property
     def update_tokens(self) -> int:
@@ -199,7 +199,12 @@ class PlanSetting:
     @property
     def frozen_copy(self) -> bool:
         """Whether the reference is a model of its own: with adapters it is the base."""
-        return self.beta and self.adapters is None
+        return self.grpo.beta > 0 and self.adapters is None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a forward recomputes old log-probs before a batch's first update."""
+        return self.grpo.old_logprobs == "recomputed"
 
     @property
     def has_masters(self) -> bool:
@@ -207,66 +212,47 @@ class PlanSetting:
 
     def choices(self) -> Iterator["PlanSetting"]:
         """Yield the setting with each value that "auto" may take, in the order in which they are tried."""
-        references: list[Place] = [self.reference]
-        if self.reference == "auto":
+        references, recomputed = [self.grpo.reference], [self.optim.checkpoint_activations]
+        if references == ["auto"]:
             references = ["device", "cpu"] if self.cuda and self.frozen_copy else ["device"]
-        recomputed = ["off", "on"] if self.checkpoint_activations == "auto" else [self.checkpoint_activations]
+        if recomputed == ["auto"]:
+            recomputed = ["off", "on"]
         for reference in references:
             for value in recomputed:
-                yield replace(self, reference=reference, checkpoint_activations=value)
+                yield self.changed("grpo.reference", reference).changed("optim.checkpoint_activations", value)
 
 
 def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
     """Return the setting of a recipe that its system's preset has filled."""
-    rollout, optim, grpo = recipe.rollout, recipe.optim, recipe.grpo
-    lora, system = recipe.lora, recipe.system
-    cuda, item = recipe.model.device == "cuda", BF16 if recipe.model.dtype == "bfloat16" else FP32
+    rollout, lora, system = recipe.rollout, recipe.lora, recipe.system
     searches = rollout.max_turns - 1 if system is None or load_system(system.name, system.options).needs_index else 0
     written = min(rollout.max_policy_tokens or rollout.max_context, rollout.max_turns * rollout.max_turn_tokens)
     return PlanSetting(
-        cuda=cuda,
-        item=item,
+        rollout=rollout,
+        optim=recipe.optim,
+        grpo=recipe.grpo,
+        cuda=recipe.model.device == "cuda",
+        item=BF16 if recipe.model.dtype == "bfloat16" else FP32,
         adapters=None if lora is None else (lora.rank, tuple(lora.targets)),
-        beta=grpo.beta > 0,
-        reference=grpo.reference,
-        micro_batch_tokens=optim.micro_batch_tokens,
-        loss_workspace_bytes=optim.loss_workspace_bytes,
-        checkpoint_activations=optim.checkpoint_activations,
-        moments=optim.optimizer_state_dtype,
-        offload=optim.offload,
-        # On CUDA by torch's varlen attention, which serves bfloat16; "flash" may be FlashAttention-3, without sharing.
-        share_rows=optim.share_prefix and (not cuda or (item == BF16 and optim.attention in ("auto", "torch"))),
-        share_prefix=rollout.share_prefix,
-        group=rollout.group_size,
-        questions=rollout.questions_per_step,
         length=rollout.max_context,
         sampled=min(written, rollout.max_context),
         searched=searches * rollout.max_passage_tokens,
-        running=rollout.max_num_seqs,
-        kv_tokens=rollout.kv_tokens,
-        page_size=rollout.kv_block_size,
         steps=recipe.run.steps,
-        updates=grpo.updates_per_batch,
-        epochs=grpo.epochs_per_batch,
-        recomputes=grpo.old_logprobs == "recomputed",
         gpus=gpus,
     )
 
 
-Change = tuple[str, dict[str, Any]]  # the words of a recipe, and the fields of a setting that they change
-
-
-def switches(setting: PlanSetting) -> list[Change]:
-    """Return the changes that need less memory, the cheapest first, without those that are made or left to the plan."""
-    s = setting
+def switches(s: PlanSetting) -> list[tuple[str, str]]:
+    """Return the keys and values that need less memory, the cheapest first, without those that are set or left to the
+    plan."""
     known = [
-        (s.checkpoint_activations == "off", "optim.checkpoint_activations", {"checkpoint_activations": "on"}),
-        (s.moments != "8bit", "optim.optimizer_state_dtype", {"moments": "8bit"}),
-        (s.cuda and s.frozen_copy and s.reference == "device", "grpo.reference", {"reference": "cpu"}),
-        (s.cuda and s.offload == "none", "optim.offload", {"offload": "moments"}),
-        (s.cuda and s.offload != "masters" and s.has_masters, "optim.offload", {"offload": "masters"}),
+        (s.optim.checkpoint_activations == "off", "optim.checkpoint_activations", "on"),
+        (s.optim.optimizer_state_dtype != "8bit", "optim.optimizer_state_dtype", "8bit"),
+        (s.cuda and s.frozen_copy and s.grpo.reference == "device", "grpo.reference", "cpu"),
+        (s.cuda and s.optim.offload == "none", "optim.offload", "moments"),
+        (s.cuda and s.optim.offload != "masters" and s.has_masters, "optim.offload", "masters"),
     ]
-    return [(f'{key} = "{next(iter(values.values()))}"', dict(values)) for there, key, values in known if there]
+    return [(key, value) for possible, key, value in known if possible]
 
 
 # Activations, in bytes a token
@@ -363,17 +349,17 @@ def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
         + (0 if s.adapters is None else FP32 * trained),
         "masters": FP32 * n // split if s.has_masters else 0,
         "gradients": FP32 * trained // split,
-        "moments": int(MOMENT_BYTES[s.moments] * trained) // split,
+        "moments": int(MOMENT_BYTES[s.optim.optimizer_state_dtype] * trained) // split,
         "reference": s.item * n // split if s.frozen_copy else 0,
     }
     host: Parts = {}
-    if s.cuda and s.offload != "none":
+    if s.cuda and s.optim.offload != "none":
         host["moments"], device["moments"] = device["moments"], 0
-    if s.cuda and s.offload == "masters" and device["masters"]:
+    if s.cuda and s.optim.offload == "masters" and device["masters"]:
         host |= {"masters": device["masters"], "gradients": device["gradients"]}
         # The loss adds to the head's own buffer, on the device.
         device |= {"masters": 0, "gradients": FP32 * head_weights(config)}
-    if s.cuda and s.reference == "cpu" and device["reference"]:
+    if s.cuda and s.grpo.reference == "cpu" and device["reference"]:
         host["reference"], device["reference"] = device["reference"], 2 * s.item * one_layer(config)
     return device, host
 
@@ -381,15 +367,19 @@ def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
 def micro_batch(s: PlanSetting) -> tuple[int, bool]:
     """Return (computed tokens of the largest micro-batch, whether an update has several): the budget, for trajectories
     of any length may fill it up, or all that an update has, and no less than one whole context."""
-    tokens = max(min(s.micro_batch_tokens, s.update_tokens), s.length)
+    tokens = max(min(s.optim.micro_batch_tokens, s.update_tokens), s.length)
     return tokens, s.update_tokens > tokens
 
 
 def kv_tokens(s: PlanSetting) -> tuple[int, int]:
     """Return (tokens of the KV pool that is wanted, those of the smallest that serves), in whole blocks and block 0."""
-    a_context = -(-s.length // s.page_size)
-    wanted = s.running * a_context if s.kv_tokens is None else max(s.kv_tokens // s.page_size, a_context)
-    return (1 + wanted) * s.page_size, (1 + a_context) * s.page_size
+    a_context = -(-s.length // s.rollout.kv_block_size)
+    wanted = (
+        s.rollout.max_num_seqs * a_context
+        if s.rollout.kv_tokens is None
+        else max(s.rollout.kv_tokens // s.rollout.kv_block_size, a_context)
+    )
+    return (1 + wanted) * s.rollout.kv_block_size, (1 + a_context) * s.rollout.kv_block_size
 
 
 def loss_workspace(config: ModelConfig, s: PlanSetting, rows: int) -> int:
@@ -397,10 +387,12 @@ def loss_workspace(config: ModelConfig, s: PlanSetting, rows: int) -> int:
     narrow = 3 * s.item * config.hidden_size * rows
     vocab = config.vocab_size
     if s.cuda:
-        budget = s.loss_workspace_bytes or WORKSPACE_BYTES["cuda"]
+        budget = s.optim.loss_workspace_bytes or WORKSPACE_BYTES["cuda"]
         row = 2 * FP32 * vocab if s.item == FP32 else s.item * vocab + (8 + 2 * s.item) * config.hidden_size
         return narrow + min(budget, max(rows, 16) * row)
-    chunk = min(default_chunk_rows(s.loss_workspace_bytes or WORKSPACE_BYTES["cpu"], vocab, 2 * FP32), MOST_ROWS, rows)
+    chunk = min(
+        default_chunk_rows(s.optim.loss_workspace_bytes or WORKSPACE_BYTES["cpu"], vocab, 2 * FP32), MOST_ROWS, rows
+    )
     slab = min(SLAB_BYTES, FP32 * head_weights(config)) if s.item != FP32 else 0
     return narrow + 2 * FP32 * max(chunk, 16) * vocab + 3 * FP32 * chunk * config.hidden_size + slab
 
@@ -416,7 +408,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
     if not s.cuda:
         base |= {"KV pool": wanted, "working memory": CPU_PROCESS}
     before = dict(base)
-    if s.steps * s.updates * s.epochs > 1:
+    if s.steps * s.grpo.updates_per_batch * s.grpo.epochs_per_batch > 1:
         before["moments"] = kept["moments"]
     rows = min(FORWARD_ROWS, s.samples * s.length)
     # A row of a forward that keeps nothing: gate and up, silu and its parts, and the residual stream.
@@ -442,7 +434,9 @@ def _update(
     whether the masters' gradients lie beside the GPU."""
     tokens, several = micro_batch(s)
     activations = tokens * activation_bytes(config, s, checkpointed)
-    in_loss = max(min(tokens, s.groups_of_update * s.group * s.sampled), 1)  # shorter prompts leave room for more
+    in_loss = max(
+        min(tokens, s.groups_of_update * s.rollout.group_size * s.sampled), 1
+    )  # shorter prompts leave room for more
     trains_head = s.adapters is None
     head = FP32 * head_weights(config)
     gradients = kept["gradients"] if several else head if trains_head else 0
@@ -479,7 +473,7 @@ def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
     setting = read_setting(recipe)
     trained = trained_weights_of(config, setting)
     adapters = 0 if setting.adapters is None else FP32 * trained
-    return FP32 * all_weights(config) + adapters + int(MOMENT_BYTES[setting.moments] * trained)
+    return FP32 * all_weights(config) + adapters + int(MOMENT_BYTES[setting.optim.optimizer_state_dtype] * trained)
 
 
 def checkpoints_at_a_time(recipe: Recipe) -> int:

@@ -6,8 +6,9 @@
 optim.checkpoint_activations and grpo.reference. memory.py and time.py have the formulas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ from thresher.common.errors import UserError
 from thresher.common.machine import cpu_memory
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.planning.memory import (
-    Change,
     Demand,
-    Place,
     PlanSetting,
     demand,
     kv_bytes,
@@ -54,7 +53,7 @@ class Plan:
     memory_bytes: int | None
     fits: bool | None
     checkpointed: bool
-    reference: Place | None = None
+    reference: str | None = None
     host: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
     bounds: dict[str, str] = field(default_factory=dict)
@@ -87,7 +86,7 @@ def plan(
     """Return the plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step."""
     setting = read_setting(recipe, gpus)
     needed, settled = _settled(config, setting, memory_bytes)
-    checkpointed = settled.checkpoint_activations == "on"
+    checkpointed = settled.optim.checkpoint_activations == "on"
     fits = None if memory_bytes is None else needed.total <= memory_bytes
     largest = {} if memory_bytes is None else _largest(config, setting, memory_bytes)
     # Of the largest settings those that more memory would not raise.
@@ -104,7 +103,7 @@ def plan(
         memory_bytes=memory_bytes,
         fits=fits,
         checkpointed=checkpointed,
-        reference=settled.reference if setting.frozen_copy else None,
+        reference=settled.grpo.reference if setting.frozen_copy else None,
         host=needed.host,
         largest=largest,
         bounds={name: why for name, (bound, why) in bounds.items() if largest.get(name) == bound},
@@ -118,7 +117,7 @@ def _settled(config: ModelConfig, setting: PlanSetting, memory: int | None) -> t
     """Return the demand, and the setting with no "auto" left: of the first choice that fits, of the last where none
     does."""
     for choice in setting.choices():
-        needed = demand(config, choice, memory, checkpointed=choice.checkpoint_activations == "on")
+        needed = demand(config, choice, memory, checkpointed=choice.optim.checkpoint_activations == "on")
         if memory is None or needed.total <= memory:
             break
     return needed, choice
@@ -136,7 +135,7 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
 
     found = {
         "optim.micro_batch_tokens": _micro_batch(config, setting, memory),
-        "rollout.max_context": _last(fits, setting.page_size, config.max_position_embeddings),
+        "rollout.max_context": _last(fits, setting.rollout.kv_block_size, config.max_position_embeddings),
     }
     rollout = demand(config, setting, memory, checkpointed=False).phases["rollout"]
     _, least = kv_tokens(setting)
@@ -161,13 +160,18 @@ def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]
     """Return the changes that make it fit: each that does alone, or with a smaller micro-batch; where none does, the
     switches one after the other until it fits."""
     known = switches(setting)
-    alone: list[Change] = [("", {}), *known]
-    if setting.adapters is None and setting.reference != "cpu" and setting.offload != "masters":
-        alone.append((f"[lora] with rank = {LORA[0]}", {"adapters": LORA}))
-    lines = [line for change in alone if (line := _line(config, [change], setting, memory))]
-    if not lines:
-        several = (known[:count] for count in range(2, len(known) + 1))
-        lines = [line for changes in several if (line := _line(config, changes, setting, memory))][:1]
+
+    def line(*changes: tuple[str, str]) -> str | None:
+        changed = setting
+        for key, value in changes:
+            changed = changed.changed(key, value)
+        return _line([f'{key} = "{value}"' for key, value in changes], config, changed, memory)
+
+    tried = [line(), *(line(change) for change in known)]
+    if setting.adapters is None and setting.grpo.reference != "cpu" and setting.optim.offload != "masters":
+        tried.append(_line([f"[lora] with rank = {LORA[0]}"], config, replace(setting, adapters=LORA), memory))
+    several = (line(*known[:count]) for count in range(2, len(known) + 1))
+    lines = list(filter(None, tried)) or list(islice(filter(None, several), 1))
     if setting.cuda and setting.gpus == 1:
         lines += _sharded(config, setting, memory)
     return lines or ["no setting makes it fit: take a smaller model or a shorter rollout.max_context"]
@@ -176,7 +180,7 @@ def _advice(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]
 def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
     """Return the largest micro-batch that fits, in tokens: no less than a context takes, no more than an update has."""
     return _last(
-        lambda tokens: _fits(config, replace(setting, micro_batch_tokens=tokens), memory),
+        lambda tokens: _fits(config, setting.changed("optim.micro_batch_tokens", tokens), memory),
         setting.length,
         max(setting.update_tokens, setting.length),
     )
@@ -199,18 +203,15 @@ def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str
     return []
 
 
-def _line(config: ModelConfig, changes: Sequence[Change], setting: PlanSetting, memory: int) -> str | None:
-    """Return the advice to make these changes, None where they do not suffice."""
-    for _, values in changes:
-        setting = replace(setting, **values)
-    words = [words for words, _ in changes if words]
-    if not _fits(config, setting, memory):
-        tokens = _advised_tokens(config, setting, memory)
+def _line(words: list[str], config: ModelConfig, changed: PlanSetting, memory: int) -> str | None:
+    """Return the advice to make a change, in these words, None where it does not suffice."""
+    if not _fits(config, changed, memory):
+        tokens = _advised_tokens(config, changed, memory)
         if tokens is None:
             return None
         words.append(f"optim.micro_batch_tokens = {tokens}")
-        setting = replace(setting, micro_batch_tokens=tokens)
-    total = _settled(config, setting, memory)[0].total
+        changed = changed.changed("optim.micro_batch_tokens", tokens)
+    total = _settled(config, changed, memory)[0].total
     return f"{' and '.join(words)} {'makes' if len(words) == 1 else 'make'} it fit: {total / GB:.1f} GB"
 
 
@@ -243,7 +244,7 @@ def check_memory(recipe: Recipe, folder: str | Path, ranks: int = 1, local: int 
     optim = replace(recipe.optim, checkpoint_activations="on" if found.checkpointed else "off")
     grpo = recipe.grpo
     if found.reference is not None:
-        grpo = replace(grpo, reference=found.reference)
+        grpo = replace(grpo, reference="cpu" if found.reference == "cpu" else "device")
     turned = []
     if recipe.optim.checkpoint_activations == "auto" and found.checkpointed:
         turned.append('optim.checkpoint_activations = "on"')

@@ -235,9 +235,10 @@ def sent_bytes(config: ModelConfig, s: PlanSetting) -> dict[str, float]:
     layers = s.item * config.num_hidden_layers * one_layer(config)
     tokens, _ = micro_batch(s)
     batches = -(-s.groups_of_update * s.computed_tokens // tokens)
-    a_batch = whole + layers + FP32 * trained_weights_of(config, s) + (layers if s.beta else 0)
-    an_update = batches * a_batch + (whole - layers if s.beta else 0)
-    updates = s.updates * (an_update * s.epochs + (batches * whole if s.recomputes else 0))
+    a_batch = whole + layers + FP32 * trained_weights_of(config, s) + (layers if s.grpo.beta > 0 else 0)
+    an_update = batches * a_batch + (whole - layers if s.grpo.beta > 0 else 0)
+    once_more = batches * whole if s.recomputes else 0
+    updates = s.grpo.updates_per_batch * (an_update * s.grpo.epochs_per_batch + once_more)
     share = (s.gpus - 1) / s.gpus
     return {"rollout": whole * share, "update": updates * share}
 
@@ -259,8 +260,8 @@ def link_rate(rates: DeviceRates, gpus: int) -> float | None:
 
 
 def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
-    prompt, batch = s.prompt, min(s.running, s.samples)
-    group = min(s.group, batch) if s.share_prefix else 1
+    prompt, batch = s.prompt, min(s.rollout.max_num_seqs, s.samples)
+    group = min(s.rollout.group_size, batch) if s.rollout.share_prefix else 1
     shape = DecodeShape(batch=batch, group=group, shared=prompt, own=max((s.length - prompt) // 2, 1))
     a_step = floor_s(decode_costs(config, shape), rates) / decode_share(config, shape)
     fed = s.samples * (s.length - prompt - s.sampled) + s.groups * prompt
@@ -272,14 +273,14 @@ def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointe
     tokens = s.groups * s.computed_tokens
     whole = tokens / s.length  # fewer trajectories where prompts are computed once, each with more rows in the loss
     shape = UpdateShape(
-        trajectories=whole / s.updates,
+        trajectories=whole / s.grpo.updates_per_batch,
         length=s.length,
         sampled=s.samples * s.sampled / whole,
         full=s.adapters is None,
-        reference=s.beta,
+        reference=s.grpo.beta > 0,
         checkpointed=checkpointed,
     )
     costs = update_costs(config, shape)
     forward = 2 * (layer_weights(config) + head_weights(config) * shape.sampled / s.length)
     recomputing = tokens * forward / rates.flops_per_s / UPDATE_SHARES["layers"] if s.recomputes else 0.0
-    return predicted_update_s(costs, rates) * tokens * s.epochs + recomputing
+    return predicted_update_s(costs, rates) * tokens * s.grpo.epochs_per_batch + recomputing
