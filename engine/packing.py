@@ -34,7 +34,7 @@ import torch
 
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.kernels.attention.parts import PartialAttention
+from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.rewards.advantages import group_advantages
@@ -244,7 +244,7 @@ def pack_shared(
     micro_batch_tokens: int,
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
-    partial: PartialAttention | None = None,
+    partial: AttentionWithLSE | None = None,
 ) -> list[Batch]:
     """As `pack`, but what items have in common at their beginnings is packed once where that is worth it; the rest, and
     all where nothing is, is packed by `pack`.
@@ -279,7 +279,7 @@ def pack_shared(
 
 
 def _shared_batch(
-    chosen: list[_Arrays], members: list[int], device: torch.device | str, partial: PartialAttention | None
+    chosen: list[_Arrays], members: list[int], device: torch.device | str, partial: AttentionWithLSE | None
 ) -> Batch:
     ordered = OrderedIds.of([one.fed_L for one in chosen])
     trie = build_trie(ordered)

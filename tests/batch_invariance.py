@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thresher.kernels.attention.paged import PIECE, SHARED_ROWS
+from thresher.kernels.attention.paged_cpu import PIECE, SHARED_ROWS
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.operands import ROW_MULTIPLE
 

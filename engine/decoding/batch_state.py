@@ -31,7 +31,7 @@ import torch
 
 from thresher.engine.decoding.scheduler import SamplingParams, TokenSequence
 from thresher.engine.decoding.stop_tags import Hit, TagMatcher
-from thresher.kernels.attention.paged import places
+from thresher.kernels.attention.paged_cpu import places
 from thresher.kernels.sampling import SamplingTensors
 from thresher.policy.tokenizer import Tokenizer
 

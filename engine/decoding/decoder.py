@@ -13,7 +13,7 @@ All that a step reads and writes lies in arrays (batch_state.py); between the en
 sequences, and one small tensor is read back: who has ended.
 
 What makes a sequence independent of the others: its noise is a function of its own seed and position; a row of the
-forward is batch-invariant, whether it was decoded or prefilled (CPU, float32; kernels/attention/paged.py); so neither
+forward is batch-invariant, whether it was decoded or prefilled (CPU, float32; kernels/attention/paged_cpu.py); so neither
 chunks of prefill, nor shared or recomputed keys, nor who else runs can be told from its tokens and log-probs.
 
 Axes: T rows of a step, N sequences that draw, L tokens of a sequence, H hidden, V vocabulary.
@@ -35,7 +35,7 @@ from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.scheduler import TokenSequence, start_scheduler
 from thresher.engine.decoding.speculative import ON_CPU, Costs, Drafter, Speculate
 from thresher.kernels import sampling
-from thresher.kernels.attention.paged import Ints, Pieces
+from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -204,7 +204,7 @@ class Decoder:
             if sequence in listed:
                 listed.remove(sequence)
 
-    def _make_room(self) -> Pieces:
+    def _make_room(self) -> QueryRuns:
         """Return the rows to feed for each running sequence in this step, and allocate blocks for them. The youngest
         sequences are preempted while there are too few blocks."""
         while True:
@@ -228,7 +228,7 @@ class Decoder:
         guesses, self.batch.drafted_B[:] = bool(self.batch.drafted_B.any()), 0
         return guesses
 
-    def _runs(self) -> Pieces:
+    def _runs(self) -> QueryRuns:
         """New rows: first the token of everyone who has one, then prompts and appended text, the oldest first, as far
         as the forward's rows go."""
         lane_N = self._lane_order()
@@ -243,7 +243,7 @@ class Decoder:
         count_N = np.clip(count_N, 0, np.maximum(left_N, 0))
         some = count_N > 0
         lane_N, start_N, count_N = lane_N[some], start_N[some], count_N[some]
-        return Pieces(lane_N, start_N, count_N, np.cumsum(count_N) - count_N)
+        return QueryRuns(lane_N, start_N, count_N, np.cumsum(count_N) - count_N)
 
     def _wanted_rows(self, lane_N: Ints) -> Ints:
         """Return how many tokens each lane has yet to be fed. Between turns the last token stays unfed: the next turn's
@@ -259,7 +259,7 @@ class Decoder:
 
     # --- The forward and the draw
 
-    def _forward(self, runs: Pieces) -> torch.Tensor | None:
+    def _forward(self, runs: QueryRuns) -> torch.Tensor | None:
         """Hidden states [T, H] of the rows; their keys and values are in the cache then."""
         rows = int(runs.count_N.sum())
         if not rows:
@@ -280,7 +280,7 @@ class Decoder:
         self.clock.forwards += 1
         return hidden_TH
 
-    def _count_prefilled(self, runs: Pieces) -> int:
+    def _count_prefilled(self, runs: QueryRuns) -> int:
         if not self._prefilling:
             return 0
         count_of = dict(zip(runs.table_N.tolist(), runs.count_N.tolist(), strict=True))
@@ -288,7 +288,7 @@ class Decoder:
             sequence.prefilled += count_of.get(sequence.lane, 0)
         return sum(count_of.get(sequence.lane, 0) for sequence in self._prefilling)
 
-    def _finish_prefills(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> None:
+    def _finish_prefills(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> None:
         """Pages that others waited for; and a prompt that is complete gives its last hidden state to all that share it,
         who begin in this very step."""
         complete = False
@@ -340,7 +340,7 @@ class Decoder:
         """Return the lanes that may draft, once all that was drawn is known; here it always is."""
         return lane_N
 
-    def _draw(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
+    def _draw(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
         """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
         sequences whose turn that ended."""
         batch = self.batch

@@ -21,7 +21,7 @@ counts alone (Drafter.looks). The GPU waits for the host then, which the costs o
     receive n    with drafts: known += those that came true, room -= as many
 
 The rest, who runs, blocks, prefixes, preemption, is decoder.py's. Sequences whose prompts share blocks read them once
-where that pays (kernels/attention/cached.py).
+where that pays (kernels/attention/paged_cuda.py).
 
 Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of a sequence, L tokens of a lane.
 """
@@ -53,8 +53,8 @@ from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
 from thresher.kernels.attention.backends.choice import Backend, load_attention
-from thresher.kernels.attention.cached import DecodeRows, SharedPrefix, decode_attention, prefix_pays
-from thresher.kernels.attention.paged import Ints, Pieces
+from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
+from thresher.kernels.attention.paged_cuda import DecodeRows, SharedPrefix, decode_attention, prefix_pays
 from thresher.kernels.layers import rotate_and_store
 from thresher.kernels.sampling import SamplingTensors
 from thresher.policy.model import Policy
@@ -187,7 +187,7 @@ class DeviceDecoder(Decoder):
 
     # --- Prefill
 
-    def _prefill(self, runs: Pieces) -> None:
+    def _prefill(self, runs: QueryRuns) -> None:
         """Keys and values of new rows; nothing is drawn."""
         if len(runs.table_N):
             step = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)

@@ -2,8 +2,8 @@
 one version of the weights (blocks.py has who owns what).
 
 A `PagedKV` holds, for each layer, keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head dimension,
-slots of a block; each lies as a BLAS's product wants it (kernels/attention/paged.py). A `DeviceKV` holds both as [P, K,
-S, D], as a GPU's kernels read them (kernels/attention/cached.py). `PagedStep` and `DeviceStep` are the `attend`
+slots of a block; each lies as a BLAS's product wants it (kernels/attention/paged_cpu.py). A `DeviceKV` holds both as [P, K,
+S, D], as a GPU's kernels read them (kernels/attention/paged_cuda.py). `PagedStep` and `DeviceStep` are the `attend`
 argument of one forward: they rotate, write the new rows' keys and values to their slots and attend.
 """
 
@@ -14,16 +14,16 @@ import numpy.typing as npt
 import torch
 
 from thresher.common.errors import UserError
-from thresher.kernels.attention.cached import PrefillRows, prefill_attention
-from thresher.kernels.attention.paged import (
+from thresher.kernels.attention.paged_cpu import (
     SLOT_STEP,
     CacheShape,
     Ints,
-    Pieces,
+    QueryRuns,
     paged_attention,
     paged_buckets,
     places,
 )
+from thresher.kernels.attention.paged_cuda import PrefillRows, prefill_attention
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.layers import rotate_and_store, rotated_heads
@@ -73,7 +73,7 @@ class PagedStep:
     """
 
     def __init__(
-        self, cache: PagedKV, table_BP: npt.NDArray[np.int64], runs: Pieces, shared_P: npt.NDArray[np.bool_] | None
+        self, cache: PagedKV, table_BP: npt.NDArray[np.int64], runs: QueryRuns, shared_P: npt.NDArray[np.bool_] | None
     ) -> None:
         self.cache = cache
         size, device = cache.shape.slots, cache.k_LPKDS.device
@@ -98,7 +98,7 @@ class PagedStep:
 
 
 def check_page_size(page_size: int) -> None:
-    """UserError for a number of slots that softmax would treat otherwise (paged.py, SLOT_STEP)."""
+    """UserError for a number of slots that softmax would treat otherwise (paged_cpu.py, SLOT_STEP)."""
     if page_size < 1 or page_size % SLOT_STEP:
         raise UserError(f"rollout.kv_block_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
 
@@ -133,7 +133,7 @@ class DeviceStep:
         self,
         cache: DeviceKV,
         table_BP: Ints,
-        runs: Pieces,
+        runs: QueryRuns,
         device: torch.device,
         fresh: TrainingAttention | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from thresher.engine.config.sections import OptimSection
 from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
 from thresher.kernels.attention.backends.parts import load_partial_attention
-from thresher.kernels.attention.parts import PartialAttention
+from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.varlen import TrainingAttention
 from thresher.policy.model import Policy
 
@@ -21,7 +21,7 @@ def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAtten
         raise UserError(f"optim.{error}") from None
 
 
-def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> PartialAttention | None:
+def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> AttentionWithLSE | None:
     """Return the backend's attention in parts, for items that share a beginning; None: each item is computed whole.
     Where None is not the recipe's choice, the reason is printed."""
     if not optim.share_prefix:

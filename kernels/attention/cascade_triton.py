@@ -218,7 +218,7 @@ class PassParts:
 
 
 def triton_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRows, splits: int | None) -> Tensor:
-    """`decode_attention` of cached.py, which has checked what comes here."""
+    """`decode_attention` of paged_cuda.py, which has checked what comes here."""
     (B, Q, N, D), (K, S) = q_BQND.shape, k_PKSD.shape[1:3]
     (sms, _), prefix = gpu(q_BQND.device), rows.prefix
     own_splits = splits or decode_splits(B, K, rows.table_BP.shape[1] * S, sms)

@@ -23,7 +23,7 @@ PADDED_AT_MOST = 0.75  # runs are padded to one length if the shortest is at lea
 SCORES = 1 << 20  # that the products hold at once
 
 
-class PairedRuns:
+class SegmentPairs:
     """Runs of query rows, each against one run of keys: causal, both the same run, or every key.
 
     lengths_q, lengths_k: of the runs, in the order packed. rows, keys: where they lie among T packed tokens, a slice
@@ -55,13 +55,13 @@ class PairedRuns:
         return self.once("cu_k", lambda: _cumulated(self.lengths_k, self.device))
 
 
-class PartialAttention(Protocol):
+class AttentionWithLSE(Protocol):
     """Attention of the query rows of a part to its keys, and its backward where these are only some of the keys."""
 
     by_level: bool  # one call for all segments with as many ancestors, else one for each
 
     def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: PairedRuns, /
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The part's rows of q, keys and values -> its output like q, and lse [T, N], float32 or wider."""
         ...
@@ -74,7 +74,7 @@ class PartialAttention(Protocol):
         v_TKD: torch.Tensor,
         out_TND: torch.Tensor,
         lse_TN: torch.Tensor,
-        part: PairedRuns,
+        part: SegmentPairs,
         /,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) of this part; out and lse are the merged ones."""
@@ -87,7 +87,7 @@ class MatmulAttention:
     by_level = False
 
     def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: PairedRuns
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q_TND.dtype, torch.float32)
         out_TND = torch.empty_like(q_TND)
@@ -108,7 +108,7 @@ class MatmulAttention:
         v_TKD: torch.Tensor,
         out_TND: torch.Tensor,
         lse_TN: torch.Tensor,
-        part: PairedRuns,
+        part: SegmentPairs,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide, heads = lse_TN.dtype, k_TKD.shape[1]
         dq_TND = torch.empty_like(q_TND, dtype=wide)
@@ -124,7 +124,7 @@ class MatmulAttention:
             dv_TKD[keys] += (probs.mT @ grad).transpose(0, 1)
         return dq_TND, dk_TKD, dv_TKD
 
-    def _blocks(self, q_TND: torch.Tensor, k_TKD: torch.Tensor, part: PairedRuns) -> Iterator[tuple[slice, slice]]:
+    def _blocks(self, q_TND: torch.Tensor, k_TKD: torch.Tensor, part: SegmentPairs) -> Iterator[tuple[slice, slice]]:
         """Some rows of a pair, and the keys that they see."""
         at_q = at_k = 0
         for count, keys in zip(part.lengths_q, part.lengths_k, strict=True):
@@ -134,7 +134,7 @@ class MatmulAttention:
                 yield slice(at_q + start, at_q + stop), slice(at_k, at_k + (stop if part.causal else keys))
             at_q, at_k = at_q + count, at_k + keys
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, part: PairedRuns, rows: slice, keys: slice) -> torch.Tensor:
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, part: SegmentPairs, rows: slice, keys: slice) -> torch.Tensor:
         """[K, rows of all its query heads, keys]; queries and keys of a causal pair are the same runs."""
         scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
         if part.causal:
@@ -179,7 +179,7 @@ class FlashCpuAttention:
         self._backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: PairedRuns
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not part.causal:
             out, lse = self._forward(_one(q_TND), _one(k_TKD), _one(v_TKD), 0.0, False)
@@ -202,7 +202,7 @@ class FlashCpuAttention:
         v_TKD: torch.Tensor,
         out_TND: torch.Tensor,
         lse_TN: torch.Tensor,
-        part: PairedRuns,
+        part: SegmentPairs,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         given = (grad_TND, q_TND, k_TKD, v_TKD, out_TND)
         if not part.causal:
@@ -253,7 +253,7 @@ class _Bucket:
             into_T.index_copy_(0, self.rows_T, rows)
 
 
-def _buckets(part: PairedRuns) -> list[_Bucket]:
+def _buckets(part: SegmentPairs) -> list[_Bucket]:
     runs = sorted(pairwise(accumulate(part.lengths_q, initial=0)), key=lambda run: (run[0] - run[1], run))
     found: list[list[Run]] = []
     for start, stop in runs:
@@ -275,7 +275,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache
-def cpu_attention() -> PartialAttention:
+def cpu_attention() -> AttentionWithLSE:
     """torch's flash attention where it does on a small part what `MatmulAttention` does, else that."""
     flash, plain = FlashCpuAttention(), MatmulAttention()
     with torch.inference_mode(False), torch.no_grad():
@@ -283,7 +283,7 @@ def cpu_attention() -> PartialAttention:
         q_TND, k_TKD, v_TKD = (torch.randn(5, heads, 8, generator=noise) for heads in (4, 2, 2))
         lse_TN = torch.full((5, 4), 3.0)
         for causal in (True, False):
-            part = PairedRuns([(0, 5)], [(0, 5)], causal, torch.device("cpu"))
+            part = SegmentPairs([(0, 5)], [(0, 5)], causal, torch.device("cpu"))
             given = (q_TND, k_TKD, v_TKD)
             try:
                 tried = *flash.forward(*given, part), *flash.backward(q_TND, *given, q_TND, lse_TN, part)

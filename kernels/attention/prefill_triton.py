@@ -109,7 +109,7 @@ def _prefill_kernel(
 
 
 def triton_prefill(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: PrefillRows) -> Tensor:
-    """`prefill_attention` of cached.py, which has checked what comes here."""
+    """`prefill_attention` of paged_cuda.py, which has checked what comes here."""
     (T, N, D), (K, S) = q_TND.shape, k_PKSD.shape[1:3]
     out_TND = q_TND.new_zeros(T, N, D)
     width = model_constants(N, K, D, S)["WIDTH"]

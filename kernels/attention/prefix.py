@@ -10,8 +10,8 @@ Backward merges nothing. With the merged o and lse, p[i, j] = e^(s[i, j] - lse[i
 ds = p (do . v[j] - do . o) too, so that each part yields its share of dq and its own dk, dv.
 
     PrefixForest      the layout, the `attend` of a forward; where nothing is shared, `Varlen` computes the same
-    PairedRuns        query rows against keys, pair by pair: what a library computes in one call (parts.py)
-    PartialAttention  who computes that: on a CPU torch (parts.py), on CUDA a library (backends/parts.py)
+    SegmentPairs        query rows against keys, pair by pair: what a library computes in one call (parts.py)
+    AttentionWithLSE  who computes that: on a CPU torch (parts.py), on CUDA a library (backends/parts.py)
 
 Deliberately absent: one Triton kernel on `end_T`, which needs neither parts nor a merge. It waits for a GPU.
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from thresher.kernels.attention.parts import PairedRuns, PartialAttention, Run, cpu_attention
+from thresher.kernels.attention.parts import AttentionWithLSE, Run, SegmentPairs, cpu_attention
 from thresher.kernels.layers import rotated_heads
 
 
@@ -40,7 +40,7 @@ class PrefixForest:
         lengths: Sequence[int],
         parents: Sequence[int],
         device: torch.device | str = "cpu",
-        attention: PartialAttention | None = None,
+        attention: AttentionWithLSE | None = None,
     ) -> None:
         self.lengths, self.parents = list(lengths), list(parents)
         self.device = torch.device(device)
@@ -66,15 +66,15 @@ class PrefixForest:
         )
         self.parts = list(self._parts(list(pairwise(starts)), level))
 
-    def _parts(self, own: list[Run], level: list[int]) -> Iterator[PairedRuns]:
+    def _parts(self, own: list[Run], level: list[int]) -> Iterator[SegmentPairs]:
         """The causal part first, which reaches every row."""
-        yield PairedRuns(own, own, True, self.device)
+        yield SegmentPairs(own, own, True, self.device)
         inner = [s for s, (_, stop) in enumerate(own) if self.ends[s] > stop]
         of_level: dict[int, list[int]] = {}
         for s in inner:
             of_level.setdefault(level[s] if self.attention.by_level else s, []).append(s)
         for group in of_level.values():
-            yield PairedRuns([(own[s][1], self.ends[s]) for s in group], [own[s] for s in group], False, self.device)
+            yield SegmentPairs([(own[s][1], self.ends[s]) for s in group], [own[s] for s in group], False, self.device)
 
     @cached_property
     def end_T(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Index tensors of a cached attention: which rows attend to which blocks. cached.py takes them, on the device.
+"""Index tensors of a cached attention: which rows attend to which blocks. paged_cuda.py takes them, on the device.
 
 A position p of a sequence lies in block table[p // S], slot p % S. All tensors are int32. Nothing here depends on a
 value that only the device knows, so that a CUDA graph may hold the tensors and replay with others in them.

@@ -24,7 +24,7 @@ from thresher.kernels import (
     sampling_triton,
 )
 from thresher.kernels import head_backend as backend
-from thresher.kernels.attention import cached, cascade_triton, prefill_triton
+from thresher.kernels.attention import cascade_triton, paged_cuda, prefill_triton
 from thresher.kernels.head_tiling import PERSISTENT
 from thresher.kernels.registry import specialisations_of, triton_modules
 
@@ -99,10 +99,10 @@ def attention(n: int) -> None:
 
     n = min(n, 65)  # a group has as many members as there are groups
     cache = torch.zeros(2, 2, 64, 64, dtype=torch.bfloat16)
-    prefix = cached.SharedPrefix(ints(n, n + 1), ints(n), ints(n, n + 2))
-    rows = cached.DecodeRows(ints(n, n + 3), ints(n + 1)[1:], ints(n + 1)[1:], ints(n), prefix)
+    prefix = paged_cuda.SharedPrefix(ints(n, n + 1), ints(n), ints(n, n + 2))
+    rows = paged_cuda.DecodeRows(ints(n, n + 3), ints(n + 1)[1:], ints(n + 1)[1:], ints(n), prefix)
     cascade_triton.triton_decode(torch.zeros(n, 1, 14, 64, dtype=torch.bfloat16), cache, cache, rows, n % 4 + 9)
-    runs = cached.PrefillRows(ints(n, n + 3), ints(n + 1)[1:], ints(n), ints(n), n)
+    runs = paged_cuda.PrefillRows(ints(n, n + 3), ints(n + 1)[1:], ints(n), ints(n), n)
     prefill_triton.triton_prefill(torch.zeros(n, 14, 64, dtype=torch.bfloat16), cache, cache, runs)
 
 

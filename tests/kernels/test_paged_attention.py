@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from attention_cases import QKV, make_qkv, variances
 from batch_invariance import needs_invariant_attention, using_threads
 
-from thresher.kernels.attention import paged
-from thresher.kernels.attention.paged import CacheShape, PagedBucket, Pieces, paged_attention, paged_buckets
+from thresher.kernels.attention import paged_cpu
+from thresher.kernels.attention.paged_cpu import CacheShape, PagedBucket, QueryRuns, paged_attention, paged_buckets
 from thresher.kernels.attention.tiles import row_tile
 
 # Query heads, key/value heads, head dimension: those of Qwen2.5 (0.5B, 1.5B, 3B, 7B), Llama 3.2 (1B, 3B) and 3.1 (8B),
@@ -90,7 +90,7 @@ class Cache:
 
     def buckets(self, runs: Sequence[Run], shared: bool = False) -> list[PagedBucket]:
         table_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-        pieces = Pieces(table_N, start_N, count_N, np.cumsum(count_N) - count_N)
+        pieces = QueryRuns(table_N, start_N, count_N, np.cumsum(count_N) - count_N)
         shared_P = np.isin(np.arange(len(self.k)), self.table_BP[self.longest]) if shared else None
         return paged_buckets(self.table_BP, pieces, self.shape, torch.device("cpu"), shared_P)
 
@@ -217,7 +217,7 @@ def test_so_it_has_in_long_sequences_and_small_pieces(
     heads: tuple[int, int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_invariant_attention(*heads)
-    monkeypatch.setattr(paged, "SCORE_ELEMENTS", 4 * LONG * heads[0])
+    monkeypatch.setattr(paged_cpu, "SCORE_ELEMENTS", 4 * LONG * heads[0])
     assert_equal_bits(Cache(heads, page_size, [LONG, 40, LONG - 1]))
 
 

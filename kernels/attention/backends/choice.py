@@ -3,12 +3,12 @@
     choice      training: whole sequences, with gradients        rollout: prompts and new tokens, against a cache
     auto        the first that serves of varlen_attn,            Triton's kernels where they serve, else torch
                 flash-attn, xformers and fused SDPA
-    torch       varlen_attn, else SDPA, its math kernel too      paged.py's products
+    torch       varlen_attn, else SDPA, its math kernel too      paged_cpu.py's products
     triton      refused: its kernels do not train                Triton's kernels
     flash       FlashAttention-3, else 2                         the same for fresh prompts, Triton for what follows
     xformers    xformers                                         the same for fresh prompts, Triton for what follows
 
-On a CPU all this is torch: `varlen_attention` in training, paged.py in a rollout; another choice is refused.
+On a CPU all this is torch: `varlen_attention` in training, paged_cpu.py in a rollout; another choice is refused.
 
 A dtype or head size that a library's documents rule out is refused with a message. Everything else is tried: two short
 sequences whose attention is known, with a backward where one will be needed. So a library built for another GPU or
@@ -35,7 +35,7 @@ from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_
 
 Choice = Literal["auto", "torch", "triton", "flash", "xformers"]
 Purpose = Literal["training", "rollout"]
-# "torch" is the CPU's in training, and paged.py's in a rollout; "sdpa" is SDPA's fused kernels, "math" its last one.
+# "torch" is the CPU's in training, and paged_cpu.py's in a rollout; "sdpa" is SDPA's fused kernels, "math" its last one.
 Backend = Literal["torch", "varlen", "sdpa", "math", "flash2", "flash3", "xformers", "triton"]
 
 LOW = (torch.bfloat16, torch.float16)

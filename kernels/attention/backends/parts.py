@@ -19,7 +19,7 @@ import torch
 
 from thresher.kernels.attention.backends.adapter import Unserved, first_line, load_part
 from thresher.kernels.attention.backends.choice import Backend
-from thresher.kernels.attention.parts import MatmulAttention, PairedRuns, PartialAttention, cpu_attention
+from thresher.kernels.attention.parts import AttentionWithLSE, MatmulAttention, SegmentPairs, cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 
 Tensors = tuple[torch.Tensor, ...]
@@ -27,7 +27,7 @@ OFF_BY = 0.02  # a norm's share that a library may be off in a trial; bfloat16 r
 
 
 class LibraryParts:
-    """A library's varlen forward and backward, whose log-sum-exp is [N, T], as a `PartialAttention`."""
+    """A library's varlen forward and backward, whose log-sum-exp is [N, T], as a `AttentionWithLSE`."""
 
     by_level = True
 
@@ -35,7 +35,7 @@ class LibraryParts:
         self._forward, self._backward = forward, backward
 
     def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: PairedRuns
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out_TND, lse_NT = self._forward(q_TND, k_TKD, v_TKD, part)
         return out_TND, lse_NT.t().contiguous()
@@ -48,13 +48,13 @@ class LibraryParts:
         v_TKD: torch.Tensor,
         out_TND: torch.Tensor,
         lse_TN: torch.Tensor,
-        part: PairedRuns,
+        part: SegmentPairs,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq_TND, dk_TKD, dv_TKD = self._backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN.t().contiguous(), part)
         return dq_TND, dk_TKD, dv_TKD
 
 
-def load_torch_parts() -> PartialAttention:
+def load_torch_parts() -> AttentionWithLSE:
     """torch's flash attention for CUDA; Unserved where this torch has none by that name."""
     try:
         forward = torch.ops.aten._flash_attention_forward
@@ -62,7 +62,7 @@ def load_torch_parts() -> PartialAttention:
     except AttributeError:
         raise Unserved(f"needs torch's _flash_attention_forward, which torch {torch.__version__} lacks") from None
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> Tensors:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SegmentPairs) -> Tensors:
         found: Tensors = forward(q, k, v, part.cu_q, part.cu_k, *_longest(part), 0.0, part.causal, False)
         return found[0], found[1]
 
@@ -73,7 +73,7 @@ def load_torch_parts() -> PartialAttention:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        part: PairedRuns,
+        part: SegmentPairs,
     ) -> Tensors:
         # The state of dropout's generator, and a place that is not used: there is no dropout.
         state = part.once("state", lambda: torch.zeros(2, dtype=torch.uint64, device=part.device))
@@ -85,7 +85,7 @@ def load_torch_parts() -> PartialAttention:
     return LibraryParts(attend, gradients)
 
 
-def load_flash2_parts() -> PartialAttention:
+def load_flash2_parts() -> AttentionWithLSE:
     """flash-attn 2's; Unserved without it."""
 
     def load(name: str) -> Any:
@@ -94,7 +94,7 @@ def load_flash2_parts() -> PartialAttention:
 
     forward, backward = load("_flash_attn_varlen_forward"), load("_flash_attn_varlen_backward")
 
-    def known(q: torch.Tensor, part: PairedRuns) -> dict[str, Any]:
+    def known(q: torch.Tensor, part: SegmentPairs) -> dict[str, Any]:
         longest_q, longest_k = _longest(part)
         return {
             "cu_seqlens_q": part.cu_q,
@@ -110,7 +110,7 @@ def load_flash2_parts() -> PartialAttention:
             "alibi_slopes": None,
         }
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> Tensors:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SegmentPairs) -> Tensors:
         found: Tensors = forward(q=q, k=k, v=v, **known(q, part))
         return found[0], found[1]
 
@@ -121,7 +121,7 @@ def load_flash2_parts() -> PartialAttention:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        part: PairedRuns,
+        part: SegmentPairs,
     ) -> Tensors:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         given = {"dout": grad, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
@@ -131,7 +131,7 @@ def load_flash2_parts() -> PartialAttention:
     return LibraryParts(attend, gradients)
 
 
-LOADERS: dict[Backend, Callable[[], PartialAttention]] = {
+LOADERS: dict[Backend, Callable[[], AttentionWithLSE]] = {
     "torch": cpu_attention,
     "varlen": load_torch_parts,
     "flash2": load_flash2_parts,
@@ -140,7 +140,7 @@ LOADERS: dict[Backend, Callable[[], PartialAttention]] = {
 
 def load_partial_attention(
     backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> PartialAttention:
+) -> AttentionWithLSE:
     """Parts by the library that `resolve_attention` chose for whole sequences. Unserved, its text to follow the word
     "which", where it has none or they do not run here."""
     if backend not in LOADERS:
@@ -155,7 +155,7 @@ def load_partial_attention(
     return attention
 
 
-def try_parts(attention: PartialAttention, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def try_parts(attention: AttentionWithLSE, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Two trees, one of them three segments deep, two query heads to a key head; Unserved where output or gradients
     differ from those of products in float32. What the library raises, it raises."""
     lengths, parents = [9, 3, 17, 1, 5, 4, 6], [-1, 0, 1, 1, 0, -1, 5]
@@ -175,5 +175,5 @@ def try_parts(attention: PartialAttention, device: torch.device, dtype: torch.dt
             raise Unserved(f"is off by {off:.3g} where the attention of parts is known")
 
 
-def _longest(part: PairedRuns) -> tuple[int, int]:
+def _longest(part: SegmentPairs) -> tuple[int, int]:
     return max(part.lengths_q), max(part.lengths_k)

@@ -9,7 +9,7 @@ from decoding_cases import Plan, TurnPlan, play
 from thresher.engine.decoding import decoder as clock_module
 from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
-from thresher.kernels.attention import cached
+from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prefills of 7 ms, decode steps and draws of 2 ms, on a GPU that has done what was read back and no more."""
-    monkeypatch.setattr(cached, "_runs_triton", lambda q: False)
+    monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     module = __import__(kind.__module__, fromlist=["CudaTimer"])
     monkeypatch.setattr(module, "CudaTimer", lambda device: CudaTimer(torch.device("cuda")))
     hidden, prefills, decodes = Policy.hidden, 0, 0

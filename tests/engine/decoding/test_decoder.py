@@ -16,7 +16,7 @@ from thresher.engine.decoding.decoder import Decoder, NotFiniteDraw
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.engine.decoding.scheduler import SamplingParams
 from thresher.kernels import sampling
-from thresher.kernels.attention import cached
+from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -204,7 +204,7 @@ def test_logits_that_are_not_finite_end_the_step_and_masked_columns_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One column of one row, at the third step of many: in whichever decoder, however it draws."""
-    monkeypatch.setattr(cached, "_runs_triton", lambda q: False)
+    monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     real, calls = sampling.head_logits, 0
 
     def head_logits(*operands: torch.Tensor) -> torch.Tensor:

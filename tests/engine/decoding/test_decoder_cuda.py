@@ -28,7 +28,7 @@ from thresher.engine.decoding.decoder_cuda import (
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import MOST, PATIENCE, PAUSE
 from thresher.engine.rollout.rollout import Rollout
-from thresher.kernels.attention import cached
+from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -52,7 +52,7 @@ def make_device_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) ->
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch reference in the place of attention's kernels: the interpreter would take minutes."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(cached, "_runs_triton", lambda q: False)
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -283,7 +283,7 @@ def test_on_the_kernels_themselves(
 ) -> None:
     """Prefill over history, decoding, a prefix that two share, and drafts, in Triton."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(cached, "_runs_triton", lambda q: True)
+    monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: True)
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     turns = (TurnPlan(room=3), TurnPlan(room=2, appended=((7, 8, 9),)))
     plans = [SequencePlan(prompt=n // 2, seed=n, turns=turns) for n in range(3)]

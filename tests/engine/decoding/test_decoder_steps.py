@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.kernels import sampling
-from thresher.kernels.attention import paged
+from thresher.kernels.attention import paged_cpu
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -101,7 +101,7 @@ def test_a_step_of_64_sequences_is_as_many_operations_as_one_of_4(
     siblings: bool, mixed: bool, steady: Callable[..., Decoder], way_to_draw: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if siblings:  # blocks of 64 are dense enough to be computed in place and those of 4 not: a choice, not a loop
-        monkeypatch.setattr(paged, "IN_PLACE_ROWS", 0)
+        monkeypatch.setattr(paged_cpu, "IN_PLACE_ROWS", 0)
     few, many = (steady(count, siblings, mixed) for count in (4, 64))
     few_ops, many_ops = ops(few.step), ops(many.step)
     assert few_ops == many_ops and len(few_ops) > 100

@@ -9,7 +9,7 @@ from decoding_cases import alone, blocks, make_decoder, play, random_world
 from model_cases import make_config
 
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
-from thresher.kernels.attention import cached
+from thresher.kernels.attention import paged_cuda
 from thresher.policy.config import RopeScaling
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def test_results_are_those_of_one_sequence_at_a_time(
     device: bool, policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not torch.cuda.is_available():
-        monkeypatch.setattr(cached, "_runs_triton", lambda q: False)  # the interpreter would take minutes
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)  # the interpreter would take minutes
     prompts, plans = random_world(Random(7), tiny_tokenizer.vocab_size, 8)
     wanted = alone(policy, tiny_tokenizer, prompts, plans)
     sizes = {"num_blocks": blocks(prompts, plans, 3), "page_size": 16, "max_running": 5}

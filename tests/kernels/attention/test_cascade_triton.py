@@ -13,7 +13,7 @@ from cached_cases import CachedCase
 pytest.importorskip("triton")
 
 from thresher.kernels.attention import cascade_triton, decode_triton
-from thresher.kernels.attention.cached import decode_attention
+from thresher.kernels.attention.paged_cuda import decode_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 

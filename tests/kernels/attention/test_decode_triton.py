@@ -15,7 +15,7 @@ from interpreter import bfloat16_to_nearest
 pytest.importorskip("triton")
 
 from thresher.kernels.attention import decode_triton
-from thresher.kernels.attention.cached import DecodeRows, decode_attention
+from thresher.kernels.attention.paged_cuda import DecodeRows, decode_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from thresher.kernels.attention import parts
 from thresher.kernels.attention.parts import (
+    AttentionWithLSE,
     FlashCpuAttention,
     MatmulAttention,
-    PairedRuns,
-    PartialAttention,
+    SegmentPairs,
     cpu_attention,
 )
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
@@ -79,7 +79,7 @@ def results(
 @given(forest=forests(), heads=st.sampled_from([(4, 2, 8), (1, 1, 4), (6, 2, 16)]))
 @settings(max_examples=60, derandomize=True, deadline=None)
 @pytest.mark.fast_cases(1)
-def test_a_forest_is_a_mask(attention: PartialAttention, forest: Forest, heads: tuple[int, int, int]) -> None:
+def test_a_forest_is_a_mask(attention: AttentionWithLSE, forest: Forest, heads: tuple[int, int, int]) -> None:
     layout = PrefixForest(*forest, attention=attention)
     truth = results(masked, torch.float64, layout, heads)
     for got, expected in zip(results(prefix_attention, torch.float64, layout, heads), truth, strict=True):
@@ -94,7 +94,7 @@ def test_a_forest_is_a_mask(attention: PartialAttention, forest: Forest, heads: 
 
 @pytest.mark.parametrize("forest", [HAND, CHAIN, ([7], [-1]), ([1, 1, 1], [-1, 0, 0])], ids=str)
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS, ids=lambda one: type(one).__name__)
-def test_a_path_is_a_sequence(attention: PartialAttention, forest: Forest) -> None:
+def test_a_path_is_a_sequence(attention: AttentionWithLSE, forest: Forest) -> None:
     layout = PrefixForest(*forest, attention=attention)
     starts = list(accumulate(layout.lengths, initial=0))
     q, k, v, _ = given_tensors(starts[-1], torch.float64)
@@ -177,7 +177,7 @@ def test_in_bfloat16_parts_and_their_merge_cost_a_few_roundings() -> None:
 def test_torchs_private_operators_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cpu_attention(), FlashCpuAttention)  # of the torch that the tests run on
 
-    def other_signature(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> None:
+    def other_signature(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SegmentPairs) -> None:
         raise TypeError("takes 3 positional arguments but 5 were given")
 
     for broken in (other_signature, lambda self, q, k, v, part: (q + 1, q.sum(-1))):

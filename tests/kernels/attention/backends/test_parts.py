@@ -16,7 +16,7 @@ from thresher.kernels.attention.backends import parts
 from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.kernels.attention.backends.parts import load_partial_attention
-from thresher.kernels.attention.parts import MatmulAttention, PairedRuns, cpu_attention
+from thresher.kernels.attention.parts import MatmulAttention, SegmentPairs, cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -24,16 +24,16 @@ FOREST = [5, 3, 2, 4, 1, 6, 2], [-1, 0, 1, 1, 0, -1, 5]
 PLAIN = MatmulAttention()
 
 
-def as_part(cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, causal: bool) -> PairedRuns:
+def as_part(cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, causal: bool) -> SegmentPairs:
     """What a library is told, checked as it would."""
     assert cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
     runs_q, runs_k = list(pairwise(cu_q.tolist())), list(pairwise(cu_k.tolist()))
     assert max_q == max(b - a for a, b in runs_q) and max_k == max(b - a for a, b in runs_k)
     assert not causal or runs_q == runs_k
-    return PairedRuns(runs_q, runs_k, causal, CPU)
+    return SegmentPairs(runs_q, runs_k, causal, CPU)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PairedRuns) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SegmentPairs) -> tuple[torch.Tensor, torch.Tensor]:
     assert q.dtype == k.dtype == v.dtype and all(x.stride(-1) == 1 for x in (q, k, v))
     out_TND, lse_TN = PLAIN.forward(q, k, v, part)
     return out_TND, lse_TN.t().contiguous()
@@ -46,7 +46,7 @@ def gradients(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    part: PairedRuns,
+    part: SegmentPairs,
 ) -> list[torch.Tensor]:
     assert grad.shape == q.shape == out.shape and lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
     assert grad.dtype == out.dtype == q.dtype and lse.dtype == torch.promote_types(q.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The torch reference of attention to a cache: against the formula, against paged.py, and what is refused."""
+"""The torch reference of attention to a cache: against the formula, against paged_cpu.py, and what is refused."""
 
 from dataclasses import replace
 
@@ -8,7 +8,8 @@ import torch
 from cached_cases import DEVICE, CachedCase, ints
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thresher.kernels.attention.cached import (
+from thresher.kernels.attention.paged_cpu import CacheShape, QueryRuns, paged_attention, paged_buckets
+from thresher.kernels.attention.paged_cuda import (
     PrefillRows,
     decode_attention,
     decode_splits,
@@ -16,7 +17,6 @@ from thresher.kernels.attention.cached import (
     prefix_pays,
     reference_cached_attention,
 )
-from thresher.kernels.attention.paged import CacheShape, Pieces, paged_attention, paged_buckets
 
 LENGTHS = [1, 16, 17, 63, 64, 65, 130]
 GROUPS = [(64, [2, 5]), (64, [3, 6, 4])]
@@ -46,11 +46,11 @@ def test_the_reference_with_shared_prefixes_is_right_and_in_float64_exact() -> N
 def test_the_reference_agrees_with_paged_attention() -> None:
     """The same rows of the same cache, in the layouts of the two."""
     case = CachedCase(HEADS, 16, [40, 65, 16])
-    case.k_PKSD.nan_to_num_(7.0), case.v_PKSD.nan_to_num_(7.0)  # paged.py asks for finite numbers
+    case.k_PKSD.nan_to_num_(7.0), case.v_PKSD.nan_to_num_(7.0)  # paged_cpu.py asks for finite numbers
     counts, heads = [3, 65, 1], CacheShape(HEADS[0], HEADS[1], 16)
     q_TND, runs, judged = case.prefill(counts, gap=0)
     start_N, row_N = (x.cpu().numpy().astype(np.int64) for x in (runs.start_N, runs.row_N))
-    pieces = Pieces(np.arange(3), start_N, np.array(counts), row_N)
+    pieces = QueryRuns(np.arange(3), start_N, np.array(counts), row_N)
     buckets = paged_buckets(case.table_BP.numpy().astype(np.int64), pieces, heads, torch.device("cpu"))
     k_PKDS = case.k_PKSD.transpose(2, 3).contiguous()
     judged.holds(paged_attention(q_TND.cpu(), k_PKDS, case.v_PKSD.contiguous(), buckets))

@@ -9,7 +9,7 @@ interpreter (TRITON_INTERPRET=1); others to `reference_cached_attention`, which 
 k and v of a layer are [P, K, S, D], the inner three axes contiguous; the blocks may lie any distance apart, as those of
 a [P, 2, K, S, D] do. A slot that no row sees may hold anything, NaN included: it is not multiplied.
 
-Deliberately absent: the same bits whatever a batch is made of. That is paged.py's promise, on a CPU.
+Deliberately absent: the same bits whatever a batch is made of. That is paged_cpu.py's promise, on a CPU.
 
 Axes: T rows of all runs, B sequences, Q rows of a sequence, N query heads (and runs, in PrefillRows), K key/value
 heads, R query heads of a KV head, D head dimension, P blocks, S slots of a block, J keys, G and M as in rows.py

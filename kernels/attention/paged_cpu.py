@@ -63,7 +63,7 @@ class SharedTiles:
 
 @dataclass(frozen=True, slots=True)
 class PagedBucket:
-    """Pieces of a step that are computed together: each has Q rows, and C blocks of its own behind those it shares.
+    """QueryRuns of a step that are computed together: each has Q rows, and C blocks of its own behind those it shares.
 
     block_BC: int64, flat, each piece's own blocks; 0 where it needs fewer.
     in_place: products run over so many of the cache's blocks, from block 0 on; 0: over the blocks of block_BC.
@@ -192,7 +192,7 @@ def _shared_parts(weights: torch.Tensor, v_PKSD: torch.Tensor, shared: SharedTil
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class QueryRuns:
     """Stretches of new rows, each of one sequence: its table's row, first position, length, and first row."""
 
     table_N: Ints
@@ -200,8 +200,8 @@ class Pieces:
     count_N: Ints
     row_N: Ints
 
-    def __getitem__(self, index: Ints) -> "Pieces":
-        return Pieces(self.table_N[index], self.start_N[index], self.count_N[index], self.row_N[index])
+    def __getitem__(self, index: Ints) -> "QueryRuns":
+        return QueryRuns(self.table_N[index], self.start_N[index], self.count_N[index], self.row_N[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class CacheShape:
 
 
 def paged_buckets(
-    table_BP: Ints, runs: Pieces, shape: CacheShape, device: torch.device, shared_P: Bools | None = None
+    table_BP: Ints, runs: QueryRuns, shape: CacheShape, device: torch.device, shared_P: Bools | None = None
 ) -> list[PagedBucket]:
     """Lay out a step's new rows, `runs`, one a sequence, of any length; their rows lie one after the other.
 
@@ -245,7 +245,7 @@ def places(count_N: Ints) -> Ints:
     return np.arange(int(ends_N[-1]) if len(ends_N) else 0) - np.repeat(ends_N - count_N, count_N)
 
 
-def _cut(runs: Pieces) -> Pieces:
+def _cut(runs: QueryRuns) -> QueryRuns:
     """Runs longer than PIECE in stretches of that."""
     if runs.count_N.max(initial=0) <= PIECE:
         return runs
@@ -253,10 +253,10 @@ def _cut(runs: Pieces) -> Pieces:
     run = np.repeat(np.arange(len(parts_N)), parts_N)
     offset = PIECE * places(parts_N)
     count_N = np.minimum(runs.count_N[run] - offset, PIECE)
-    return Pieces(runs.table_N[run], runs.start_N[run] + offset, count_N, runs.row_N[run] + offset)
+    return QueryRuns(runs.table_N[run], runs.start_N[run] + offset, count_N, runs.row_N[run] + offset)
 
 
-def _common(table_BP: Ints, pieces: Pieces, shape: CacheShape, shared_P: Bools | None) -> Ints:
+def _common(table_BP: Ints, pieces: QueryRuns, shape: CacheShape, shared_P: Bools | None) -> Ints:
     """Return for each piece the number of leading blocks that it has in common with another piece."""
     common_N = np.zeros_like(pieces.count_N)
     if shared_P is None:
@@ -276,7 +276,7 @@ def _common(table_BP: Ints, pieces: Pieces, shape: CacheShape, shared_P: Bools |
 
 
 def _alike(count_N: Ints, own_N: Ints, shape: CacheShape) -> Iterator[Ints]:
-    """Pieces to compute together: of like numbers of rows and of blocks, for both are filled up to the largest. Filling
+    """QueryRuns to compute together: of like numbers of rows and of blocks, for both are filled up to the largest. Filling
     costs time, and so does another bucket."""
     size_N = np.frexp(count_N - 1)[1]  # 1, 2, 3 to 4, 5 to 8 .. rows
     order = np.lexsort((own_N, size_N))
@@ -295,7 +295,7 @@ def _alike(count_N: Ints, own_N: Ints, shape: CacheShape) -> Iterator[Ints]:
 
 def _bucket(
     table_BP: Ints,
-    pieces: Pieces,
+    pieces: QueryRuns,
     blocks_B: Ints,
     common_B: Ints,
     shape: CacheShape,
@@ -342,7 +342,7 @@ def _bucket(
     return PagedBucket(block, in_place, query, unseen, out, take_T, shared)
 
 
-def _share(table_BP: Ints, pieces: Pieces, common_B: Ints, shape: CacheShape, device: torch.device) -> SharedTiles:
+def _share(table_BP: Ints, pieces: QueryRuns, common_B: Ints, shape: CacheShape, device: torch.device) -> SharedTiles:
     """Tiles of the blocks that pieces have in common; a block's queries fill as many as they need."""
     rows = int(pieces.count_N.max())
     piece_I = np.repeat(np.arange(len(common_B)), common_B)  # an item: a piece against one of its shared blocks
