@@ -115,7 +115,8 @@ def test_a_peer_of_one_turn_gets_as_many_tokens() -> None:
 
 def test_a_row_has_the_others_seconds_by_ours_and_a_wrong_model_is_not_timed() -> None:
     ours = Ours(make_step_setting(SMALL["demo"]))
-    steps = Steps({"shared": [Seconds(1, 2)], "unshared": [Seconds(1, 4)], "peer": [Seconds(2, 10)]}, [{"host": 0.0}])
+    seconds = {"shared": (1, 2, 1, 2), "unshared": (1, 4, 1, 4), "peer": (2, 10, 2, 10)}
+    steps = Steps({side: [Seconds(*spent)] for side, spent in seconds.items()}, [{"host": 0.0}])
     row = make_row(ours, steps, {}, {})
     assert (row["ratio_step"], row["ratio_update"], row["ratio_rollout"], row["shared_gain"]) == (5, 8, 2, 3)
     gaps = prove(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
