@@ -371,97 +371,79 @@ def _asks(record: Record) -> bool:
     return "question" in record
 
 
-def _has(record: Record, keys: tuple[str, ...]) -> bool:
+def _has(record: Record, keys: Iterable[str]) -> bool:
     return any(key in record for key in keys)
 
 
-def _has_answer(record: Record) -> bool:
-    return any(isinstance(record.get(key), str | list) for key in GOLD_KEYS)
+def _asks_with(
+    key: str, kinds: Any = object, *, also: str = "", without: Sequence[str] = ()
+) -> Callable[[Record], bool]:
+    """Return whether a record has a question, `key` with a value of `kinds`, `also`, and none of `without`."""
+
+    def fits(record: Record) -> bool:
+        fields = _asks(record) and key in record and (not also or also in record)
+        return fields and isinstance(record[key], kinds) and not _has(record, without)
+
+    return fits
 
 
-def _is_short(record: Record, question: str, answer: str) -> bool:
-    return question in record and isinstance(record.get(answer), str)
+def _is_answered(record: Record) -> bool:
+    return _asks(record) and any(isinstance(record.get(key), str | list) for key in GOLD_KEYS)
+
+
+def _is_native(record: Record) -> bool:
+    return _is_answered(record) and not _has(record, RICHER)
+
+
+def _is_plain(record: Record) -> bool:
+    return _is_answered(record) and not _has(record, (*RICHER, *GIVEN))
+
+
+def _is_verl(record: Record) -> bool:
+    return isinstance(record.get("reward_model"), dict) and "ground_truth" in record["reward_model"]
+
+
+def _is_trivia(record: Record) -> bool:
+    return "Question" in record and "QuestionId" in record
+
+
+def _is_bamboogle(record: Record) -> bool:
+    if "Question" in record and isinstance(record.get("Answer"), str):
+        return True
+    return _asks(record) and isinstance(record.get("answer"), str) and not _has(record, (*RICHER, *GIVEN))
 
 
 def _is_bare(record: Record) -> bool:
-    return not _has(record, (*RICHER, *GIVEN))
+    return record.keys() <= {"id", "_id", "question", "answer"}
 
 
 FORMATS = (
+    QuestionFormat("native", "our own records", read_native, _is_native, lambda r: _has(r, GIVEN)),
+    QuestionFormat("verl", "verl's training rows", read_verl, _is_verl),
     QuestionFormat(
-        "native",
-        "our own records",
-        read_native,
-        lambda r: _asks(r) and _has_answer(r) and not _has(r, RICHER),
-        lambda r: _has(r, GIVEN),
-    ),
-    QuestionFormat(
-        "verl",
-        "verl's training rows",
-        read_verl,
-        lambda r: isinstance(r.get("reward_model"), dict) and "ground_truth" in r["reward_model"],
-    ),
-    QuestionFormat(
-        "2wiki",
-        "2WikiMultiHopQA",
-        read_hotpotqa,
-        lambda r: _asks(r) and "evidences" in r and isinstance(r.get("context"), list | dict | str),
+        "2wiki", "2WikiMultiHopQA", read_hotpotqa, _asks_with("context", list | dict | str, also="evidences")
     ),
     QuestionFormat(
         "hotpotqa",
         "HotpotQA as its authors publish it (lists of pairs)",
         read_hotpotqa,
-        lambda r: _asks(r) and "evidences" not in r and isinstance(r.get("context"), list),
+        _asks_with("context", list, without=("evidences",)),
     ),
     QuestionFormat(
         "hotpotqa-hub",
         "HotpotQA from the hub (objects of lists)",
         read_hotpotqa,
-        lambda r: _asks(r) and "evidences" not in r and isinstance(r.get("context"), dict),
+        _asks_with("context", dict, without=("evidences",)),
     ),
-    QuestionFormat(
-        "musique", "MuSiQue", read_musique, lambda r: _asks(r) and isinstance(r.get("paragraphs"), list | str)
-    ),
-    QuestionFormat("dpr", "DPR's retrieval results", read_dpr, lambda r: _asks(r) and isinstance(r.get("ctxs"), list)),
-    QuestionFormat(
-        "triviaqa",
-        "TriviaQA as its authors publish it",
-        read_triviaqa,
-        lambda r: "Question" in r and "QuestionId" in r,
-    ),
-    QuestionFormat(
-        "triviaqa-hub",
-        "TriviaQA from the hub",
-        read_triviaqa_hub,
-        lambda r: _asks(r) and isinstance(r.get("answer"), dict),
-    ),
-    QuestionFormat("popqa", "PopQA", read_popqa, lambda r: _asks(r) and "possible_answers" in r),
-    QuestionFormat(
-        "flashrag",
-        "FlashRAG's questions",
-        read_flashrag,
-        lambda r: _asks(r) and "golden_answers" in r and not _has(r, GIVEN),
-    ),
-    QuestionFormat(
-        "bamboogle",
-        "Bamboogle",
-        read_bamboogle,
-        lambda r: _is_short(r, "Question", "Answer") or (_is_short(r, "question", "answer") and _is_bare(r)),
-        lambda r: "Question" in r,
-    ),
-    QuestionFormat(
-        "nq-open",
-        "NQ-open",
-        read_plain,
-        lambda r: _asks(r) and isinstance(r.get("answer"), list) and _is_bare(r),
-        lambda r: r.keys() <= {"id", "_id", "question", "answer"},
-    ),
-    QuestionFormat(
-        "plain",
-        "plain questions and answers",
-        read_plain,
-        lambda r: _asks(r) and _has_answer(r) and _is_bare(r),
-    ),
+    QuestionFormat("musique", "MuSiQue", read_musique, _asks_with("paragraphs", list | str)),
+    QuestionFormat("dpr", "DPR's retrieval results", read_dpr, _asks_with("ctxs", list)),
+    QuestionFormat("triviaqa", "TriviaQA as its authors publish it", read_triviaqa, _is_trivia),
+    QuestionFormat("triviaqa-hub", "TriviaQA from the hub", read_triviaqa_hub, _asks_with("answer", dict)),
+    QuestionFormat("popqa", "PopQA", read_popqa, _asks_with("possible_answers")),
+    QuestionFormat("flashrag", "FlashRAG's questions", read_flashrag, _asks_with("golden_answers", without=GIVEN)),
+    QuestionFormat("bamboogle", "Bamboogle", read_bamboogle, _is_bamboogle, lambda r: "Question" in r),
+    QuestionFormat("nq-open", "NQ-open", read_plain, _asks_with("answer", list, without=(*RICHER, *GIVEN)), _is_bare),
+    QuestionFormat("plain", "plain questions and answers", read_plain, _is_plain),
 )
 NAMES = tuple(fmt.name for fmt in FORMATS)
 

@@ -118,10 +118,6 @@ class VectorFile:
         """Verify rows here and there, by their blocks, as `verify`."""
         if self._blocks is None or self._blocks.whole or not len(row_S):
             return
-        if self._row_bytes > self._blocks.block:  # which no encoder makes
-            for row in row_S.tolist():
-                self.verify(row, row + 1)
-            return
         first_S = self._header_bytes() + row_S * self._row_bytes
         borders = np.concatenate([first_S, first_S + self._row_bytes - 1])
         self._blocks.check(np.unique(borders // self._blocks.block).tolist())
