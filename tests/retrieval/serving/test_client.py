@@ -37,13 +37,13 @@ class Stub:
         self.identity: str | None = None
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.sent, self.over = threading.Event(), threading.Event()
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def log_message(self, *arguments: Any) -> None:
-                pass
+            def log_message(self, *arguments: Any) -> None: ...
 
             def do_GET(self) -> None:
                 self.answer(*stub.health)
@@ -52,26 +52,52 @@ class Stub:
                 stub.paths.append(self.path)
                 stub.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
                 said = stub.script.pop(0)
-                if said == "break":
-                    # Lingering for no time at all makes the close a reset.
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    self.close_connection = True
-                elif said == "half":
-                    self.wfile.write(b'HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"result": ')
-                    self.close_connection = True
-                elif said == "sleep":
-                    threading.Event().wait(0.3)  # time.sleep may be cut short by a test
-                    self.close_connection = True
-                else:
-                    self.answer(*said)
+                if not isinstance(said, str):
+                    return self.answer(*said)
+                self.close_connection = True
+                with suppress(ConnectionError):
+                    getattr(self, f"do_{said}")()
+                stub.sent.set()
+
+            def do_break(self) -> None:
+                # Lingering for no time at all makes the close a reset.
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+            def do_half(self) -> None:
+                self.wfile.write(b'HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"result": ')
+
+            def do_sleep(self) -> None:
+                threading.Event().wait(0.3)  # time.sleep may be cut short by a test
+
+            def do_drip(self) -> None:
+                self.head(content_length=10**6)
+                while not stub.over.wait(0.01):
+                    self.wfile.write(b" ")
+
+            def do_flood(self) -> None:
+                self.head(content_length=2**22)
+                self.wfile.write(b" " * 2**22)
+
+            def do_inflate(self) -> None:
+                data = gzip.compress(b" " * 2**22)
+                self.head(content_encoding="gzip", content_length=len(data))
+                self.wfile.write(data)
+
+            def do_chunk(self) -> None:
+                self.head(transfer_encoding="chunked")
+                while not stub.over.is_set():
+                    self.wfile.write(b"10000\r\n%s\r\n" % (b" " * 2**16))
+
+            def head(self, status: int = 200, **headers: Any) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), str(value))
+                self.end_headers()
 
             def answer(self, status: int, body: Any) -> None:
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                if stub.identity is not None:
-                    self.send_header("thresher-index", stub.identity)
-                self.end_headers()
+                identity = {} if stub.identity is None else {"thresher_index": stub.identity}
+                self.head(status, content_length=len(data), **identity)
                 self.wfile.write(data)
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -84,6 +110,7 @@ class Stub:
 def stub() -> Iterator[Stub]:
     stub = Stub()
     yield stub
+    stub.over.set()
     stub.server.shutdown()
     stub.thread.join()
     stub.server.server_close()
@@ -257,100 +284,43 @@ def test_another_index_behind_the_same_address(stub: Stub) -> None:
         remote.search(["s"], 1)
 
 
-@pytest.mark.parametrize(
-    ("url", "address"),
-    [
-        ("http://h:1", "http://h:1/retrieve"),
+def test_addresses() -> None:
+    for url, address in (
         ("http://h:1/", "http://h:1/retrieve"),
         ("https://h/retrieve/", "https://h/retrieve"),
         ("http://[::1]:8000/deep", "http://[::1]:8000/deep/retrieve"),
-    ],
-)
-def test_addresses(url: str, address: str) -> None:
-    assert RemoteRetriever(url).url == address
+    ):
+        assert RemoteRetriever(url).url == address
+    for url in ("h:8000", "ftp://h", "http://", "http://h:x", "http://h:99999", "http://h/?a=1", "x"):
+        with pytest.raises(UserError, match=r"is no address of a retrieval server; expected one such as http://127"):
+            RemoteRetriever(url)
 
 
-@pytest.mark.parametrize("url", ["h:8000", "ftp://h", "http://", "http://h:x", "http://h:99999", "http://h/?a=1", "x"])
-def test_no_address(url: str) -> None:
-    with pytest.raises(UserError, match=r"is no address of a retrieval server; expected one such as http://127"):
-        RemoteRetriever(url)
+QUESTION = [[{"role": "user", "content": "q"}]]
 
 
-@pytest.mark.parametrize("encoding", ["", "gzip", "chunked"])
-def test_an_answer_of_any_size_is_not_read(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", ["flood", "inflate", "chunk"])
+def test_an_answer_of_any_size_is_not_read(stub: Stub, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that announces its length, nor one that inflates, nor one without end."""
     monkeypatch.setattr(http_module, "MOST_BYTES", 2**20)
-    sent = threading.Event()
-
-    class Flood(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))  # unread bytes would reset the connection at its end
-            self.send_response(200)
-            data = b" " * 2**22
-            if encoding == "gzip":
-                data = gzip.compress(data)
-                self.send_header("content-encoding", "gzip")
-            if encoding == "chunked":
-                self.send_header("transfer-encoding", "chunked")
-            else:
-                self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            try:
-                while encoding == "chunked":
-                    self.wfile.write(b"10000\r\n%s\r\n" % (b" " * 2**16))
-                self.wfile.write(data)
-            except ConnectionError:
-                pass
-            sent.set()
-            self.close_connection = True
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Flood) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        remote = RemoteRetriever(f"http://127.0.0.1:{server.server_port}")
-        remote._asked_health = True
-        with pytest.raises(Unanswered, match="gives an answer of more than 1,048,576 bytes; give the address of"):
-            remote.search(["q"], 1)
-        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "m")
-        with pytest.raises(UserError, match="gives an answer of more than 1,048,576 bytes; give the address of"):
-            endpoint.complete([[{"role": "user", "content": "q"}]])
-        assert sent.wait(20) and remote.retries == 0 and endpoint.requests == 1
-        server.shutdown()
+    stub.script = [answer] * 2
+    remote, endpoint = RemoteRetriever(stub.url), Endpoint(stub.url, "m")
+    with pytest.raises(Unanswered, match="gives an answer of more than 1,048,576 bytes; give the address of"):
+        remote.search(["q"], 1)
+    with pytest.raises(UserError, match="gives an answer of more than 1,048,576 bytes; give the address of"):
+        endpoint.complete(QUESTION)
+    assert stub.sent.wait(20)
+    assert remote.retries == 0 and endpoint.requests == 1
 
 
-def test_the_limit_on_time_is_of_the_whole_answer() -> None:
+def test_the_limit_on_time_is_of_the_whole_answer(stub: Stub) -> None:
     """A byte at a time, each within the limit of one read."""
-    over = threading.Event()
-
-    class Drip(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-length", "1000000")
-            self.end_headers()
-            with suppress(ConnectionError):
-                while not over.wait(0.01):
-                    self.wfile.write(b" ")
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        ended = threading.Timer(60, over.set)  # without the limit the test fails here, and does not hang
-        ended.start()
-        try:
-            remote = RemoteRetriever(url, timeout=0.5, patience=0.1)
-            remote._asked_health = True
-            with pytest.raises(Unanswered, match=r"an answer that took longer than 0\.5 s"):
-                remote.search(["q"], 1)
-            with pytest.raises(UserError, match=r"a reply that took longer than 0\.5 s"):
-                Endpoint(url, "m", timeout=0.5, patience=0.1).complete([[{"role": "user", "content": "q"}]])
-            assert not over.is_set()
-        finally:
-            ended.cancel()
-            over.set()
-            server.shutdown()
+    stub.script = ["drip"] * 9
+    ended = threading.Timer(60, stub.over.set)  # without the limit the test fails here, and does not hang
+    ended.start()
+    with pytest.raises(Unanswered, match=r"an answer that took longer than 0\.5 s"):
+        RemoteRetriever(stub.url, timeout=0.5, patience=0.1).search(["q"], 1)
+    with pytest.raises(UserError, match=r"a reply that took longer than 0\.5 s"):
+        Endpoint(stub.url, "m", timeout=0.5, patience=0.1).complete(QUESTION)
+    assert not stub.over.is_set()
+    ended.cancel()
