@@ -76,12 +76,6 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path, record, message):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_row_number_may_not_meet_a_given_id(tmp_path):
-    path = write(tmp_path / "c.jsonl", {"id": "1", "title": "A", "text": "x"}, {"title": "B", "text": "y"})
-    with pytest.raises(UserError, match=r"c\.jsonl:2: the id '1' was used before, at .*c\.jsonl:1"):
-        read_corpus(path)
-
-
 @pytest.mark.parametrize(("name", "content"), [("c.jsonl", b""), ("c.jsonl", b"\n\n"), ("c.json", b"[]")])
 def test_an_empty_corpus_is_refused(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
@@ -96,17 +90,6 @@ def test_a_corpus_made_by_hand_obeys_the_same_rules():
         Corpus([])
     with pytest.raises(UserError, match="the id 'a' occurs twice"):
         Corpus([Passage("a", "", "x"), Passage("a", "", "y")])
-
-
-def test_the_hash_is_over_the_content_not_the_file(tmp_path):
-    records = [{"id": "0", "title": "A", "text": "x"}, {"id": "1", "title": "B", "text": "y"}]
-    plain = write(tmp_path / "c.jsonl", *records)
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    (tmp_path / "c.json").write_text(json.dumps(records, indent=2))
-    wiki = write(tmp_path / "w.jsonl", *({"id": r["id"], "contents": f'"{r["title"]}"\n{r["text"]}'} for r in records))
-    read = [read_corpus(path) for path in (plain, tmp_path / "c.jsonl.gz", tmp_path / "c.json", wiki)]
-    assert len({corpus.sha256 for corpus in read}) == 1 and len(read[0].sha256) == 64
-    assert read[0].path == plain
 
 
 @pytest.mark.parametrize(
@@ -379,11 +362,6 @@ def test_real_corpora(shared_data, tmp_path):
     assert stored.sha256 == scale.sha256 and stored[:200] == scale[:200] and stored[-200:] == scale[-200:]
     dice = read_corpus(shared_data / "hotpotqa/hotpot_train_100_corpus.json")[0]
     assert dice.title == "Demon Dice" and "and Tim Brown. In it, each player" in dice.text
-
-
-def test_chunks_that_share_an_id_are_refused(shared_data):
-    with pytest.raises(UserError, match=r"ultrarag_corpus_example\.jsonl:\d: the id '\d+' was used before"):
-        read_corpus(shared_data / "formats/ultrarag_corpus_example.jsonl")
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_words": 3}])

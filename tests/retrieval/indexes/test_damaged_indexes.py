@@ -94,19 +94,13 @@ def test_every_flip_ends_in_a_sentence_or_changes_nothing(world, built, root, na
                 assert f"{path}: " in str(error), (path, bit, error)
                 found += 1
             path.write_bytes(whole)
-    assert found >= 6 * (len(files_of(root / name)) - 1)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_files_cut_short_or_longer_are_named(world, root, name) -> None:
-    for path in files_of(root / name):
-        whole = path.read_bytes()
         for data in (whole + b"x", whole[:-2], b""):
             path.write_bytes(data)
             with pytest.raises(UserError) as caught:
                 load_retriever(root / name, world[0]).search(QUERIES, 5)
             assert f"{path}: " in str(caught.value)
         path.write_bytes(whole)
+    assert found >= 6 * (len(files_of(root / name)) - 1)
 
 
 @pytest.mark.parametrize("name", ["flat", "ivf", "hnsw", "bm25"])
@@ -116,13 +110,8 @@ def test_files_of_another_index_of_the_same_kind_are_refused(world, root, name) 
     if name == "bm25":
         build_bm25(Corpus(other[0][::-1]), root / "other")
     else:
-        build_folder(
-            world[0],
-            other[1],
-            root / "other",
-            BuildSettings(kind=parse_kind(KINDS[name], COUNT, DIM), recall=0.5),
-            print,
-        )
+        settings = BuildSettings(kind=parse_kind(KINDS[name], COUNT, DIM), recall=0.5)
+        build_folder(world[0], other[1], root / "other", settings, print)
     swapped = 0
     for path in files_of(root / name):
         theirs = root / "other" / path.relative_to(root / name)
