@@ -41,6 +41,8 @@ def test_threads_sleep_unless_somebody_said_how_they_wait() -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         assert waiting({name: "x"}) == {"OPENBLAS_THREAD_TIMEOUT": "4"}
     assert waiting({"OPENBLAS_THREAD_TIMEOUT": "20"}) == {"OMP_WAIT_POLICY": "passive"}
+    for name, value in {"MALLOC_MMAP_THRESHOLD_": "1000", "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000"}.items():
+        assert not keep_memory({name: value})
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is on Linux")
@@ -51,11 +53,6 @@ def test_large_blocks_are_not_mapped_anew() -> None:
     assert int(played(FAULTS, "prepared")) < 1000
     assert int(played(FAULTS, "plain")) > 10 * 1000
     assert int(played(FAULTS, "prepared", MALLOC_ARENA_MAX="2")) > 10 * 1000, "the user's own settings stand"
-
-
-def test_settings_of_malloc_are_left_alone() -> None:
-    assert not keep_memory({"MALLOC_MMAP_THRESHOLD_": "1000"})
-    assert not keep_memory({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000"})
 
 
 def test_the_command_line_decides_before_torch_is_loaded() -> None:

@@ -87,21 +87,11 @@ def test_a_toy_family_is_sampled_from_and_adapted(
 
 
 def test_a_familys_rules_are_its_own(toy_family: str) -> None:
-    written = {
-        "architectures": ["ToyForCausalLM"],
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 300.0,
-        "tie_word_embeddings": True,
-        "vocab_size": 29,
-        "head_dim": 12,
-        "hidden_act": "gelu",  # refused by Qwen2; nothing that a toy reads
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 29, "head_dim": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    rest = {"rms_norm_eps": 1e-6, "rope_theta": 300.0, "tie_word_embeddings": True}
+    # Qwen2 refuses the activation; a toy reads nothing of it.
+    written = {"architectures": ["ToyForCausalLM"], "hidden_act": "gelu", **sizes, **heads, **rest}
     config = config_from_dict(written, "here")
     assert (config.model_type, config.head_dim) == ("toy", 12)
     assert config.replace(hidden_size=64).head_dim == 12, "an independent head_dim follows nothing"

@@ -51,14 +51,6 @@ def refusal(folder: Path, expected: dict[str, torch.Size], **options: Any) -> st
     return str(caught.value)
 
 
-def test_single_file_roundtrip(tmp_path: Path) -> None:
-    tensors = make()
-    write_weights(tmp_path / "new" / "folder", tensors)
-    assert names(tmp_path / "new" / "folder") == [SINGLE]
-    assert_same(tmp_path / "new" / "folder", tensors)
-    assert b'"__metadata__":{"format":"pt"}' in (tmp_path / "new/folder" / SINGLE).read_bytes()
-
-
 @pytest.mark.parametrize(("limit", "shards"), [(1, 6), (100, 3), (160, 2), (256, 2), (273, 2), (274, 1)])
 def test_sharded_roundtrip(tmp_path: Path, limit: int, shards: int) -> None:
     """The tensors take 160, 96, 6, 8, 0 and 4 bytes: 274 in all, in this order."""
@@ -67,6 +59,7 @@ def test_sharded_roundtrip(tmp_path: Path, limit: int, shards: int) -> None:
     assert_same(tmp_path, tensors)
     if shards == 1:
         assert names(tmp_path) == [SINGLE]
+        assert b'"__metadata__":{"format":"pt"}' in (tmp_path / SINGLE).read_bytes()
         return
     files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
     assert names(tmp_path) == [*files, INDEX]
@@ -95,19 +88,8 @@ def test_read_tensors_are_independent_of_a_later_write(tmp_path: Path) -> None:
     assert torch.equal(tensor, first[name])
 
 
-@pytest.mark.parametrize("old", [10**6, 100, 1])
-@pytest.mark.parametrize("new", [10**6, 100, 1])
-def test_the_other_layout_is_removed(tmp_path: Path, old: int, new: int) -> None:
-    write_weights(tmp_path, make(0), max_shard_bytes=old)
-    (tmp_path / "notes.txt").write_text("mine")
-    write_weights(tmp_path, make(1), max_shard_bytes=new)
-    assert_same(tmp_path, make(1))
-    count = {10**6: 1, 100: 3, 1: 6}[new]
-    assert len(names(tmp_path)) == count + 1 + (count > 1) and "notes.txt" in names(tmp_path)
-
-
-@pytest.mark.parametrize(("old", "new"), [(10**6, 10**6), (10**6, 100), (100, 10**6), (100, 100), (1, 100)])
-@pytest.mark.parametrize("calls_before_the_end", range(8))
+@pytest.mark.parametrize(("old", "new"), [(10**6, 10**6), (10**6, 100), (100, 10**6), (100, 100), (1, 100), (100, 1)])
+@pytest.mark.parametrize("calls_before_the_end", [*range(8), 99])
 def test_an_interrupted_write_never_mixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int, new: int, calls_before_the_end: int
 ) -> None:
@@ -132,8 +114,11 @@ def test_an_interrupted_write_never_mixes(
     try:
         found = dict(read_weights(tmp_path, shapes(make())))
     except UserError:
-        assert not finished and new == 100 and old != 10**6
+        assert not finished and new <= 100 and old != 10**6
         return
+    if finished:  # the other layout, and shards that are left over, are gone
+        count = {10**6: 1, 100: 3, 1: 6}[new]
+        assert len(names(tmp_path)) == count + (count > 1)
     seed = 1 if finished else 0
     assert all(torch.equal(found[name], tensor) for name, tensor in make(seed).items())
 

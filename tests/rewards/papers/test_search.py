@@ -56,20 +56,9 @@ def test_the_parts_explain_the_reward() -> None:
     assert search_r1_reward(pieces, "Lyon") == RewardResult(
         0.0, {"answer": 0.0, "em": False, "f1": pytest.approx(2 / 3), "answered": True, "searches": 2}, "Lyon, France"
     )
-    assert eval_rar_reward(pieces, "Lyon") == RewardResult(
-        0.1,
-        {
-            "answer": 0.0,
-            "evaluation": 0.1,
-            "em": False,
-            "f1": pytest.approx(2 / 3),
-            "answered": True,
-            "searches": 2,
-            "evaluations": 2,
-            "evaluate_contains": True,
-        },
-        "Lyon, France",
-    )
+    measures = {"em": False, "f1": pytest.approx(2 / 3), "answered": True, "searches": 2, "evaluations": 2}
+    parts = {"answer": 0.0, "evaluation": 0.1, "evaluate_contains": True}
+    assert eval_rar_reward(pieces, "Lyon") == RewardResult(0.1, parts | measures, "Lyon, France")
     silent = eval_rar_reward(transcript("p:hm"), "Lyon")
     assert (silent.reward, silent.answer, silent.parts["answered"], silent.parts["f1"]) == (0.0, None, False, 0.0)
 
