@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from thresher.cli import flags
 from thresher.cli.flags import Count, Device, Float, Port, SearchParameters, Texts, Verify, checked
@@ -84,8 +84,13 @@ class Plan(
         advised = advice(self.passages, dim, memory)
         if not words:
             console.console.print(advised[0].upper() + advised[1:] + ".", soft_wrap=True)
-        record = {"passages": self.passages, "dim": dim, "memory_bytes": memory, "threads": threads, "sample": sample}
-        record |= {"disk_bytes_per_second": written, "encoded_per_second": encoded}
+        record: dict[str, Any] = {"passages": self.passages, "dim": dim, "memory_bytes": memory}
+        record |= {
+            "threads": threads,
+            "sample": sample,
+            "disk_bytes_per_second": written,
+            "encoded_per_second": encoded,
+        }
         record |= {"plans": [asdict(row) for row in plans], "advice": advised}
         console.answer(record)
         if self.out is not None:

@@ -9,9 +9,7 @@ import pytest
 
 from thresher import recipes
 from thresher.cli import main as cli
-from thresher.engine.world import files as invent
 from thresher.engine.world import stages as demo
-from thresher.engine.world.facts import Size
 
 
 def test_a_command_that_makes_no_sense_is_status_2(
@@ -47,16 +45,6 @@ def test_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     ends(RuntimeError("ours"))  # leaves Python with a trace and status 1
     with pytest.raises(RuntimeError, match="ours"):
         cli.run([])
-
-
-def test_invent_passes_on_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr(invent, "invent_files", lambda *arguments: called.append(arguments) or {})
-    assert cli.run(["data", "invent", "--out", "o", "--seed", "3", "--aware", "0.5", "--passage-format", "{text}"]) == 0
-    assert cli.run(["data", "invent", "--out", "o"]) == 0
-    assert cli.run(["data", "invent", "--out", "o", "--forms", "32"]) == 0
-    plain = ("o", 0, Size(), " {text}")
-    assert called == [("o", 3, Size(aware=0.5), "{text}", 0), (*plain, 0), (*plain, 32)]
 
 
 def test_a_chain_of_commands_goes_through_the_parser(

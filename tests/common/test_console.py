@@ -51,30 +51,32 @@ def test_an_exact_text_is_kept_where_no_terminal_reads_it(
     assert capsys.readouterr().out == expected
 
 
+class Screen:
+    """A console, and time.monotonic, moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, terminal: bool = False, width: int = 160) -> None:
+        self.now, self.written = 0.0, io.StringIO()
+        monkeypatch.setattr(console.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(console, "console", Console(file=self.written, width=width, force_terminal=terminal))
+
+    def lines(self) -> list[str]:
+        return self.written.getvalue().splitlines()
+
+
 def test_without_a_terminal_a_line_is_printed_every_tenth_of_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.StringIO()
-    monkeypatch.setattr(console, "console", Console(file=written, width=100))
+    screen = Screen(monkeypatch)
     with console.progress_line("train", 40) as line:
         for done in range(1, 41):
             line.to(done, f"reward {done}")
-    lines = written.getvalue().splitlines()
+    lines = screen.lines()
     assert [text.split()[1] for text in lines] == [f"{done}/40" for done in range(4, 41, 4)]
     assert lines[-1].endswith("reward 40") and "left 0 s" in lines[-1]
-
-
-class Clock:
-    """time.monotonic, moved by hand."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(console.time, "monotonic", lambda: self.now)
 
 
 def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, written, made = Clock(monkeypatch), io.StringIO(), []
-    monkeypatch.setattr(console, "console", Console(file=written, width=40))
+    clock, made = Screen(monkeypatch, width=40), []
     with console.progress_line("train", 100) as line:
         line.from_before(40)  # resumed
         for step in (41, 42):
@@ -86,7 +88,7 @@ def test_inside_a_step_a_plain_line_comes_every_half_minute_with_what_is_within(
                 clock.now += 45
                 nested.to(1, "")
             line.to(step, "reward 1")
-    assert written.getvalue().splitlines() == [
+    assert clock.lines() == [
         "train 40/100  rollout 30/60  left 30 s  7 searches",
         "train 40/100  rollout 60/60  left 0 s  7 searches",
         "train 40/100  evaluation  eval 1/4  left 2 min",
@@ -126,41 +128,32 @@ def test_what_is_polled_is_a_part_of_the_line(terminal: bool, monkeypatch: pytes
 def test_a_stage_without_a_line_shows_nothing_and_one_on_a_terminal_rewrites_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, written = Clock(monkeypatch), io.StringIO()
-    monkeypatch.setattr(console, "console", Console(file=written, width=160, force_terminal=True))
+    clock = Screen(monkeypatch, terminal=True)
     with console.stage("rollout", 3) as inner:
         clock.now += 99
         inner.at(1, lambda: "x")
-    assert written.getvalue() == ""
+    assert clock.lines() == []
     with console.progress_line("train", 9) as line, console.stage("update", 8) as inner:
         clock.now += 1
         inner.at(2, lambda: "70 tokens")
         line.to(1, "reward 1")
-    assert "update 2/8  left 3 s  70 tokens" in written.getvalue() and written.getvalue().count("\n") == 1
+    shown = clock.written.getvalue()
+    assert "update 2/8  left 3 s  70 tokens" in shown and shown.count("\n") == 1
 
 
-def test_a_stage_begins_when_the_one_before_was_last_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, written = Clock(monkeypatch), io.StringIO()
-    monkeypatch.setattr(console, "console", Console(file=written, width=100))
-    with console.stages() as on_stage:
-        clock.now += 10
+def test_stages_and_work_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(monkeypatch)
+    with console.stages() as on_stage:  # one begins when the one before was last heard of
+        screen.now += 10
         on_stage("encoding", 20, 100)
-        clock.now += 3
+        screen.now += 3
         on_stage("linking", 1, 10)
-    assert written.getvalue().splitlines() == ["encoding 20/100  left 40 s", "linking 1/10  left 27 s"]
-
-
-def test_work_of_unknown_length_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, written = Clock(monkeypatch), io.StringIO()
-    monkeypatch.setattr(console, "console", Console(file=written, width=100))
-    with console.counting("questions checked:") as counter:
+    with console.counting("checked:") as counter:
         for done in range(1, 62):
-            clock.now += 1
+            screen.now += 1
             counter(done * 1000)
-    assert written.getvalue().splitlines() == [
-        "questions checked: 30,000  1,000 a second",
-        "questions checked: 60,000  1,000 a second",
-    ]
+    stages = ["encoding 20/100  left 40 s", "linking 1/10  left 27 s"]
+    assert screen.lines() == [*stages, "checked: 30,000  1,000 a second", "checked: 60,000  1,000 a second"]
 
 
 def test_what_is_shown_is_kept_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,6 +201,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         ({"eos_token_id": "2"}, 'eos_token_id is "2"'),
         ({"eos_token_id": [2, "3"]}, "eos_token_id is "),
         ({"eos_token_id": 64}, "eos_token_id 64 is outside the vocabulary of 64"),
+        ({"bos_token_id": -1}, "bos_token_id is -1"),
         ({"hidden_size": 30}, "hidden_size 30 is not a multiple of num_attention_heads 4"),
         ({"hidden_size": 12}, "is odd"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),

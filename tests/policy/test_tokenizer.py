@@ -98,7 +98,7 @@ def test_training_puts_special_tokens_last(small: Tokenizer, qwen: Tokenizer) ->
         assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
-def test_training_is_deterministic(small: Tokenizer, tmp_path: Path) -> None:
+def test_training_is_deterministic_and_read_by_transformers(small: Tokenizer, tmp_path: Path) -> None:
     """The trainer counts in hash maps; other processes with other hash seeds must give the same file."""
     code = (
         "import sys; from thresher.policy.tokenizer import train_bpe\n"
@@ -109,27 +109,20 @@ def test_training_is_deterministic(small: Tokenizer, tmp_path: Path) -> None:
     small.save(tmp_path / "c")
     contents = {(tmp_path / run / "tokenizer.json").read_bytes() for run in "abc"}
     assert len(contents) == 1
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "c" / "tokenizer.json"))
+    for text in ["Anna's 42 <|im_end|> ünï \n\n x", "</search><answer> Greyford"]:
+        assert theirs(text, add_special_tokens=False).input_ids == small.encode_template(text)
 
 
-@pytest.mark.parametrize(
-    ("size", "specials", "complaint"),
-    [
+def test_training_refuses_what_does_not_fit() -> None:
+    for size, specials, complaint in (
         (258, ["<a>", "<b>", "<c>"], "no room"),
         (300, ["<a>", "<a>"], "different and not empty"),
         (300, ["a"], "added token 'a' has id 2[0-9]+ as such and 64 in the vocabulary"),
-    ],
-)
-def test_training_refuses_what_does_not_fit(size: int, specials: list[str], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        train_bpe(["answer " * 20 + "answer\n" + "answer"], size, specials)
-
-
-def test_transformers_reads_what_we_train(small: Tokenizer, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    small.save(tmp_path)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    for text in ["Anna's 42 <|im_end|> ünï \n\n x", "</search><answer> Greyford"]:
-        assert theirs(text, add_special_tokens=False).input_ids == small.encode_template(text)
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            train_bpe(["answer " * 20 + "answer\n" + "answer"], size, specials)
 
 
 def test_batches_templates_and_lookups(small: Tokenizer) -> None:
@@ -165,11 +158,8 @@ def test_half_characters_are_refused(small: Tokenizer, method: str) -> None:
 def test_saving_is_byte_for_byte(small: Tokenizer, tmp_path: Path) -> None:
     data = stored(small, tmp_path / "plain")
     odd = json.dumps(data, indent=7).encode() + b"\n\n"
-    files = {
-        "tokenizer.json": odd,
-        "chat_template.jinja": b"{{ 'x' }}\r\n",
-        "tokenizer_config.json": b'{ "eos_token":"<|im_end|>" }',
-    }
+    settings_file = b'{ "eos_token":"<|im_end|>" }'
+    files = {"tokenizer.json": odd, "chat_template.jinja": b"{{ 'x' }}\r\n", "tokenizer_config.json": settings_file}
     (tmp_path / "read").mkdir()
     for name, content in files.items():
         (tmp_path / "read" / name).write_bytes(content)

@@ -37,13 +37,10 @@ def test_by_hand(rewards: list[float], options: dict, expected: list[float]) -> 
     assert group_advantages(rewards, **options) == pytest.approx(expected, rel=1e-9)
 
 
-ALL_EQUAL = [[0.1] * 7, [0.1] * 3, [1 / 3] * 11, [13.0], [0.0], [0.7] * 10, [-2.3] * 6, [1e-300] * 5]
-
-
-@pytest.mark.parametrize("rewards", ALL_EQUAL)
 @pytest.mark.parametrize("options", [{}, {"std_floor": 0.0}, {"std_floor": 0.0, "sample_std": True, "eps": 1e-4}])
-def test_equal_rewards_give_exactly_zero(rewards: list[float], options: dict) -> None:
-    assert group_advantages(rewards, **options) == [0.0] * len(rewards)
+def test_equal_rewards_give_exactly_zero(options: dict) -> None:
+    for rewards in ([0.1] * 7, [0.1] * 3, [1 / 3] * 11, [13.0], [0.0], [0.7] * 10, [-2.3] * 6, [1e-300] * 5):
+        assert group_advantages(rewards, **options) == [0.0] * len(rewards)
 
 
 def test_rewards_that_differ_by_rounding_are_equal() -> None:

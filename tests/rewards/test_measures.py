@@ -41,11 +41,7 @@ def test_the_shared_metrics(answer: str | None, golds: list[str], expected: tupl
         ("abc", "cab", 1.0),  # a bag of characters: this is why it flatters
         ("Rome", ["Oslo"], 0.25),  # o, of four and four
         ("ab cd", "abcd", 8 / 9),  # the space counts
-        ("abc", "xyz", 0.0),
         ("yes", "eyes", 0.0),
-        ("", "", 0.0),
-        ("The", "the", 0.0),
-        ("Lyon", ["xx", "Lyons"], 8 / 9),
     ],
 )
 def test_character_f1(answer: str, golds: str | list[str], expected: float) -> None:
@@ -63,12 +59,9 @@ def test_containment_lenient_and_strict() -> None:
     assert sub_em(text, ["Rome", "art"]) and not answer_recalled(text, ["art"]) and answer_recalled(text, ["Paris"])
 
 
-@pytest.mark.parametrize(
-    ("passages", "evidence", "expected"),
-    [(500, 20, 25.0), (500, 1, 500.0), (20, 40, 0.5), (0, 5, 0.0), (500, 0, None), (0, 0, None)],
-)
-def test_compression(passages: int, evidence: int, expected: float | None) -> None:
-    assert compression_ratio(passages, evidence) == expected
+def test_compression() -> None:
+    cases = {(500, 20): 25.0, (500, 1): 500.0, (20, 40): 0.5, (0, 5): 0.0, (500, 0): None, (0, 0): None}
+    assert {lengths: compression_ratio(*lengths) for lengths in cases} == cases
 
 
 LOG3 = 1 / math.log2(3)
@@ -90,6 +83,9 @@ LOG3 = 1 / math.log2(3)
     ],
 )
 def test_rankings(relevant: list[bool], k: int, ndcg: float, recall: float) -> None:
+    for measure in (ndcg_at, recall_at):
+        with pytest.raises(UserError, match="at least 1"):
+            measure(relevant, 0)
     assert ndcg_at(relevant, k) == pytest.approx(ndcg)
     assert recall_at(relevant, k) == recall
 
@@ -106,12 +102,6 @@ def test_a_better_ranking_never_scores_lower(relevant: list[bool], k: int) -> No
             assert ndcg_at(swapped, k) >= value - 1e-12
     if any(relevant):
         assert ndcg_at(sorted(relevant, reverse=True), k) == 1.0
-
-
-@pytest.mark.parametrize("measure", [ndcg_at, recall_at])
-def test_a_ranking_of_no_length_is_refused(measure: object) -> None:
-    with pytest.raises(UserError, match="at least 1"):
-        measure([True], 0)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

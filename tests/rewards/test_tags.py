@@ -243,6 +243,7 @@ OUTLINES = [
     ("a half tag after, as a token may leave it", ["p:<a>x</a></"], None),
     ("unclosed", ["p:<a>x</a><b>y"], None),
     ("never opened", ["p:<a>x</a>y</b>"], None),
+    ("closed by another", ["p:<a>x</b>"], None),
     ("crossed", ["p:<a>x<b>y</a>z</b>"], None),
     ("nested in another", ["p:<a>x<b>y</b>z</a>"], None),
     ("a tag over two pieces", ["p:<a>x</", "p:a><", "p:b>y</b>"], AB),
