@@ -1,16 +1,9 @@
-"""A recipe: everything that decides a run, read from one TOML file.
-
-Its sections, with every key, its bounds and its default, are in sections.py.
+"""A recipe: everything that decides a run, read from one TOML file. Its sections are in sections.py.
 
     recipe = load_recipe("recipes/demo/recipe.toml", ["run.seed=1", "grpo.kl_value=k2"])
 
-Paths are kept as written, relative to the current directory. A section that only some commands use (data,
-retrieval, system, sft) may be absent; the command asks for it with `recipe.need(DataSection)`.
-
-`--set` says "key=value": a value is read as TOML and, where it is none, taken as a bare string. Nothing behind the
-equals sign takes a key away; the empty string is `key=""`. A recipe that came with Thresher is found by its name.
-
-Deliberately absent: inheritance between files, and environment variables or templating in values.
+Paths are relative to the current directory. Sections that only some commands use (data, retrieval, system, sft) may be
+absent; a command asks for one with `recipe.need(DataSection)`.
 """
 
 import hashlib
@@ -21,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,30 +55,19 @@ SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)
 # What a resumed run may change: what it keeps, the machine it runs on, where its servers are, and how long it goes on,
 # as long as the learning rate of no step depends on that (Recipe.scheduled_steps).
 MAY_CHANGE = frozenset(
-    {
-        "run.steps",
-        "run.save_every",
-        "run.keep_checkpoints",
-        "run.keep_trajectories",
-        "run.token_stats_mib",
-        "run.threads",
-        "run.verify",
-        "run.trackers",
-        "sft.save_every",
-    }
-    | {
-        "model.device",
-        "rollout.attention",
-        "rollout.kv_tokens",
-        "rollout.share_prefix",
-        "rollout.num_draft_tokens",
-        "grpo.reference",
-    }
-    | {"optim.attention", "optim.share_prefix", "optim.checkpoint_activations", "optim.offload"}
-    | {"optim.micro_batch_tokens", "optim.loss_workspace_bytes", "optim.schedule_steps"}
-    | {"retrieval.url", "retrieval.timeout", "retrieval.patience"}
-    | {f"judge.{key}" for key in ("device", "batch_tokens", "cache_size", "url", "key_env", "timeout", "retry_seconds")}
-    | {"judge.concurrency", "judge.replies"}
+    f"{section}.{key}"
+    for section, keys in {
+        "run": "steps save_every keep_checkpoints keep_trajectories token_stats_mib threads verify trackers",
+        "sft": "save_every",
+        "model": "device",
+        "rollout": "attention kv_tokens share_prefix num_draft_tokens",
+        "grpo": "reference",
+        "optim": "attention share_prefix checkpoint_activations offload micro_batch_tokens loss_workspace_bytes "
+        "schedule_steps",
+        "retrieval": "url timeout patience",
+        "judge": "device batch_tokens cache_size url key_env timeout retry_seconds concurrency replies",
+    }.items()
+    for key in keys.split()
 )
 # Keys that decide where and in which portions a rollout is computed, and no trajectory.
 COMPUTING_KEYS = (
@@ -136,14 +119,14 @@ class Recipe(Section):
             )
 
     def scheduled_steps(self) -> int | None:
-        """The steps that the learning rate's schedule is laid out for; None where every step has the same."""
+        """Return the steps that the learning rate's schedule spans; None where every step has the same rate."""
         if self.optim.schedule == "constant" and self.optim.warmup_ratio == 0:
             return None
         return self.optim.schedule_steps or self.run.steps
 
     def going_on(self, stored: "Recipe") -> "Recipe":
-        """This recipe for a run that was begun with `stored`. At a learning rate that is constant after a warm-up, the
-        warm-up keeps its length in steps where run.steps is another, unless this recipe names `schedule_steps`."""
+        """Return this recipe for a run that was begun with `stored`: with a constant schedule the warm-up keeps its
+        length in steps though run.steps changed, unless this recipe names `schedule_steps`."""
         began = stored.scheduled_steps()
         if self.optim.schedule != "constant" or self.optim.schedule_steps is not None:
             return self
@@ -152,7 +135,7 @@ class Recipe(Section):
         return replace(self, optim=replace(self.optim, schedule_steps=began))
 
     def need(self, kind: type[S]) -> S:
-        """The section of this class. UserError if the recipe has none."""
+        """Return the section of this class. UserError if the recipe has none."""
         name = next(name for name, hint in hints(type(self)).items() if section_in(hint) is kind)
         section = getattr(self, name)
         if not isinstance(section, kind):
@@ -164,12 +147,12 @@ class Recipe(Section):
         return replace(self, rollout=replace(self.rollout, max_num_seqs=min(self.rollout.max_num_seqs, count)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain tables, as TOML holds them: tuples are lists, and what is None is left out."""
+        """Return plain tables, as TOML holds them: tuples as lists, and without what is None."""
         tables: dict[str, Any] = plain(self)
         return tables
 
     def to_toml(self) -> str:
-        """The resolved recipe, defaults included, as a file that `load_recipe` reads back to an equal one."""
+        """Return the recipe, defaults included, as a TOML file that `load_recipe` reads back to an equal one."""
         return to_toml(self.to_dict())
 
     def write(self, path: str | Path) -> None:
@@ -177,15 +160,15 @@ class Recipe(Section):
         atomic_write_text(path, self.to_toml())
 
     def keys(self) -> dict[str, Any]:
-        """Dotted key -> value, of what is set, defaults included."""
+        """Return dotted key -> value, of what is set, defaults included."""
         return dict(_leaves(self.to_dict()))
 
     def digest(self) -> str:
-        """SHA-256, in hex, of everything that a resumed run may not change (all but MAY_CHANGE)."""
+        """Return the SHA-256, in hex, of all keys that a resumed run may not change (all but MAY_CHANGE)."""
         return hashlib.sha256(json.dumps(self._fixed(), sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: "Recipe") -> list[str]:
-        """One "section.key is A, not B" for each key that makes the digests differ, A being ours."""
+        """Return "section.key is A, not B" for each key that makes the digests differ, A being ours."""
         ours, theirs = self._fixed(), other._fixed()
         return [
             f"{key} is {shown(ours.get(key), 'unset')}, not {shown(theirs.get(key), 'unset')}"
@@ -195,7 +178,6 @@ class Recipe(Section):
         ]
 
     def _fixed(self) -> dict[str, Any]:
-        """Dotted key -> value, of what is set and may not change."""
         return {key: value for key, value in self.keys().items() if key not in MAY_CHANGE}
 
 
@@ -213,19 +195,17 @@ def load_recipe(
     overrides: Sequence[str] = (),
     preset: Callable[[str], dict[str, dict[str, Any]]] | None = None,
 ) -> Recipe:
-    """Read a recipe from a TOML file, then apply overrides of the form "section.key=value", in order.
+    """Read a recipe from a TOML file, or by the name of one that came with Thresher; then apply overrides, in order.
 
-    `preset` gives, by the name of the recipe's system, values for keys that neither file nor overrides set.
-
-    A value is read as TOML and, where it is none, taken as a bare string: `k2` needs no quotes, the string
-    "3" does; without a value, as in "section.key=", the file's is taken away. Raises UserError for an absent or
-    malformed file, an unknown key, and a value of the wrong type or out of range, each by its place.
+    overrides: "section.key=value". A value is read as TOML and, where it is none, taken as a bare string; an empty
+    value removes the key. preset: from the name of the recipe's system to values for keys that are not set. UserError
+    for an absent or malformed file, an unknown key, and a value of the wrong type or out of range.
     """
     return make_recipe(read_tables(path), str(path), overrides, preset)
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file, of any content; by its name one that came with Thresher (`find_recipe`)."""
+    """Return the tables of a TOML file, of any content; the path is as in `find_recipe`."""
     path = find_recipe(path)
     if path.is_dir():
         found = min(path.glob("*.toml"), default=None)  # in a run's folder, or one of recipes
@@ -247,7 +227,7 @@ def make_recipe(
     overrides: Sequence[str] = (),
     preset: Callable[[str], dict[str, dict[str, Any]]] | None = None,
 ) -> Recipe:
-    """`load_recipe` of tables, which are changed in place; `where` names them in errors."""
+    """Return the recipe of tables, which are changed in place. where: names them in errors. Else as `load_recipe`."""
     overrides = [current_override(text) for text in overrides]
     flags = {override(tables, text) for text in overrides}
     for text in filter(unsets, overrides):
@@ -278,8 +258,8 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def override(table: dict[str, Any], text: str) -> str:
-    """Set one "section.key=value" in nested tables, or take away what "section.key=" or "section=" names; returns its
-    dotted key."""
+    """Set "section.key=value" in nested tables, or remove what "section.key=" or "section=" names; return the dotted
+    key."""
     dotted, equals, written = text.partition("=")
     path = [part.strip() for part in dotted.split(".")]
     if equals and all(path) and not written.strip():
@@ -296,7 +276,7 @@ def override(table: dict[str, Any], text: str) -> str:
 
 
 def unsets(text: str) -> bool:
-    """Return whether an override takes its key away."""
+    """Return True if an override removes its key."""
     _, equals, written = text.partition("=")
     return bool(equals) and not written.strip()
 
@@ -361,11 +341,7 @@ def _shipped(name: Path) -> Path | None:
 def _read(path: Path) -> ShippedRecipe:
     text = path.read_text(encoding="utf-8")
     tables = tomllib.loads(text)
-    head = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        head.append(line.removeprefix("#").strip())
+    head = [line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), text.splitlines())]
     return ShippedRecipe(
         name=path.relative_to(FOLDER).as_posix(),
         path=path,

@@ -2,11 +2,8 @@
 
     folder A, folder B  ->  questions matched by id  ->  B - A, its 95% interval, a p-value   (rewards/statistics.py)
 
-Beside it the study of evidence with and without reasoning before it: of the questions whose passages hold a gold string
-in both runs, the share whose gold is recalled by the text of only one of them. Evidence and rationale are also held
-against each other across the two runs, for a run without rationale has none to compare a rationale with.
-
-Deliberately absent: more than two runs at once, and a correction for looking at many measures.
+Beside it the study of evidence with and without reasoning: of the questions whose passages hold a gold string in both
+runs, the share whose gold is recalled by the text of only one run. p-values are not corrected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +14,8 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.records import read_object, read_records
+from thresher.engine.evaluation.metrics import NAMES, shown
+from thresher.rewards.statistics import compare_paired, overlap
 
 Measures = Mapping[str, float | None]
 
@@ -27,7 +26,7 @@ ACROSS = frozenset({"recall_evidence", "recall_rationale"})
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A folder of `thresher eval`: what it says of itself, and each question's text and measures by id."""
+    """A folder of `thresher eval`: its metrics.json, and each question's text and measures by id."""
 
     path: Path
     figures: dict[str, Any]
@@ -45,8 +44,8 @@ class Evaluation:
 
 
 def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
-    """Raise UserError for a folder that holds no finished evaluation, for one without measures of each question and,
-    unless `unverified`, for one that is not as it was written."""
+    """Read a finished evaluation. UserError for any other folder, for a question without measures and, unless
+    `unverified`, for files that are not as they were written."""
     path = Path(path)
     if not (path / "metrics.json").is_file():
         state = "an unfinished evaluation" if (path / "settings.json").is_file() else "no evaluation"
@@ -56,31 +55,22 @@ def read_evaluation(path: str | Path, unverified: bool = False) -> Evaluation:
     figures = read_object(path / "metrics.json", unverified=unverified)
     mark = figures.get("trajectories")
     for number, record in read_records(path / "trajectories.jsonl", unverified=unverified, expected=mark):
-        found, parts = record.get("measures"), record.get("parts")
-        if not isinstance(found, dict) or not isinstance(parts, dict):
-            raise UserError(
-                f"{path / 'trajectories.jsonl'}: line {number} has no measures; evaluate again with this version"
-            )
-        _check_numbers(found, f"{path / 'trajectories.jsonl'}: line {number}")
+        found, where = record.get("measures"), f"{path / 'trajectories.jsonl'}: line {number}"
+        if not isinstance(found, dict) or not isinstance(record.get("parts"), dict):
+            raise UserError(f"{where} has no measures; evaluate again with this version")
+        for name, value in found.items():
+            if not (value is None or (isinstance(value, int | float) and abs(value) < LARGEST)):
+                raise UserError(
+                    f"{where}: measures.{name}: expected a number or null, got {str(value)[:80]}; evaluate again"
+                )
         id_ = str(record.get("id"))
         questions[id_] = str(record.get("question"))
         measures[id_] = found
     return Evaluation(path, figures, questions, measures)
 
 
-def _check_numbers(measures: Mapping[str, Any], where: str) -> None:
-    """Raise UserError, starting with `where`, for a measure that is no number, no yes or no, and not null."""
-    for name, value in measures.items():
-        if not (value is None or (isinstance(value, int | float) and abs(value) < LARGEST)):
-            raise UserError(
-                f"{where}: measures.{name}: expected a number or null, got {str(value)[:80]}; evaluate again"
-            )
-
-
 def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
     """Return all that compare.json holds. UserError where no question is in both, or one id means two questions."""
-    from thresher.rewards.statistics import compare_paired
-
     ids = [id_ for id_ in first.measures if id_ in second.measures]
     if not ids:
         raise UserError(f"{first.path} and {second.path}: no question is in both; compare runs on the same questions")
@@ -89,8 +79,9 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
             raise UserError(f"question {id_} is another in {second.path} than in {first.path}; give ids that differ")
     differences = {}
     incomparable = _incomparable(first, second)
-    for name in _common_names(first, second, ids):
-        if name in incomparable:
+    in_first, in_second = ({name for id_ in ids for name in run.measures[id_]} for run in (first, second))
+    for name in NAMES:
+        if name in incomparable or name not in in_first & in_second:
             continue
         a, b = ([run.measures[id_].get(name) for id_ in ids] for run in (first, second))
         if (found := compare_paired(a, b)) is not None:
@@ -108,8 +99,6 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    from thresher.engine.evaluation.metrics import NAMES
-
     first, second = result["first"], result["second"]
     lines = [
         f"# {second['name']} against {first['name']}",
@@ -136,29 +125,17 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _common_names(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list[str]:
-    """Return the measures that both runs have, in the order of the table."""
-    from thresher.engine.evaluation.metrics import NAMES
-
-    there = [{name for id_ in ids for name in run.measures[id_]} for run in (first, second)]
-    return [name for name in NAMES if name in there[0] & there[1]]
-
-
 def _recalled(first: Evaluation, second: Evaluation, ids: Sequence[str]) -> list[dict[str, Any]]:
     """Return the overlap of what two texts recall, for every pair of texts that says something."""
-    from thresher.rewards.statistics import overlap
-
-    def holds(run: Evaluation, id_: str, name: str) -> bool:
-        return bool(run.measures[id_].get(name))
-
-    # Evidence cannot hold what the passages do not. Where nobody knows of the passages, all questions count.
+    # Evidence cannot hold what the passages do not. A question whose passages are unknown counts.
     known = [id_ for id_ in ids if all(run.measures[id_].get("recall_passages") != 0 for run in (first, second))]
     found = []
     for a, b in product(RECALLS, RECALLS):
         has = any(a in first.measures[id_] for id_ in known) and any(b in second.measures[id_] for id_ in known)
         if not has or (a != b and not {a, b} <= ACROSS):
             continue
-        shares = overlap([holds(first, id_, a) for id_ in known], [holds(second, id_, b) for id_ in known])
+        recalled = ([bool(run.measures[id_].get(n)) for id_ in known] for run, n in ((first, a), (second, b)))
+        shares = overlap(*recalled)
         if shares is not None:
             found.append({"first": a, "second": b, **asdict(shares)})
     return found
@@ -198,8 +175,6 @@ def _described(run: Evaluation) -> dict[str, Any]:
 
 def difference_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return (key, first, second, difference, interval, p, questions, test) as words; shares differ in points."""
-    from thresher.engine.evaluation.metrics import NAMES, shown
-
     rows: list[tuple[str, ...]] = []
     for key, found in result["differences"].items():
         scale, digits = (100, 1) if NAMES[key][1] == "share" else (1, 2)
@@ -221,12 +196,9 @@ def difference_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def recall_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    def text(name: str) -> str:
-        return str(name).removeprefix("recall_")
-
     return [
         (
-            f"{text(row['first'])}, {text(row['second'])}",
+            f"{row['first'].removeprefix('recall_')}, {row['second'].removeprefix('recall_')}",
             *(f"{row[key]:.1%}" for key in ("both", "only_first", "only_second", "neither")),
             f"{row['count']:,}",
         )

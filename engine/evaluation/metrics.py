@@ -1,23 +1,9 @@
-"""Shared metrics: what is measured of every trajectory, whatever its system rewards.
+"""Metrics that every trajectory has, whatever its system rewards, and the table of one evaluation.
 
-    answers     em, f1, char_f1 (over characters), f1_plain (f1 without the rule for yes and no: MuSiQue's), em_arena,
-                f1_arena (texts as ARENA's code normalises them, without that rule), sub_em (a gold is a substring),
-                contains (.. as whole tokens), answered, verdict (an LLM judge's yes)
-    evidence    recall_evidence, recall_rationale, recall_notes, recall_evaluation, recall_refinement,
-                recall_analysis: a gold string stands in such a span; compression: the passages' length over the
-                evidence's; no_evidence: there is none to measure; evidence_tokens, rationale_tokens: their lengths
-    references  relevance_precision, relevance_recall: named against gold
-    retrieval   ndcg@5, recall@5, recall_passages: of the passages given or found, in their order, those with a gold
-                string being positive
-    work        actions (turns), invalid_actions (those answered by a line of feedback), searches (valid ones),
-                evaluations, refinements and named (references) where a system has them, response_tokens (the policy's),
-                branch_tokens (its, in contexts of their own), tokens
-
-A measure that a question has no value for is None and left out of means, never a 0 that nobody measured; which measures
-a system has at all follows from its tags. The parts of its own reward stand beside these, under their own names.
-
-Deliberately absent: latency, which belongs to a batch and not to a trajectory (engine/evaluation/run.py), and two
-runs in one table (engine/evaluation/compare.py).
+A measure without a value for a question is None and left out of means. A system's tags decide which measures it has.
+Parts of the system's own reward are beside these, under their own names. f1_plain is F1 without the rule for yes and
+no (MuSiQue's); recall_X: a gold string is in such a span; the retrieval measures take passages with a gold string as
+positive.
 """
 
 from collections import Counter
@@ -86,15 +72,14 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
 }
 LENGTHS = ("compression", "evidence_tokens", "rationale_tokens", "response_tokens", "branch_tokens", "tokens")
 COUNTS = ("evaluations", "refinements", "named")  # measures that only the reward of a system with such tags can give
-# Among a reward's parts stand measures that have a place of their own above: evaluate_contains as recall_evaluation.
+# Parts of rewards that are measures above: evaluate_contains is recall_evaluation.
 NOT_PARTS = frozenset(
     {"em", "f1", "answered", "searches", "evaluate_contains", "refine_contains", "entailment", *COUNTS}
 )
 
 
 def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
-    """Return the measures of one trajectory, reward first; `tags` are its system's and say which spans it is to
-    write."""
+    """Return the measures of one trajectory, reward first. tags: its system's."""
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
     segments = Counter(segment.source for segment in trajectory.segments)
@@ -155,9 +140,8 @@ def ranking_measures(relevant: Sequence[bool]) -> Values:
 
 
 def means(rows: Sequence[Mapping[str, float | None]]) -> Values:
-    """Return name -> mean over the rows that have a value; None where none has. Names of NAMES in its order, then
-    others."""
-    names = sorted({name: None for row in rows for name in row}, key=_place)
+    """Return name -> mean over the rows with a value; None without any. Names in the order of NAMES, then others."""
+    names = sorted({name: None for row in rows for name in row}, key=lambda name: _PLACES.get(name, len(_PLACES)))
     return {name: mean([row.get(name) for row in rows]) for name in names}
 
 
@@ -177,17 +161,13 @@ def _value(part: float | None) -> float | None:
     return None if part is None else float(part)  # a flag is 1.0 or 0.0
 
 
-def _place(name: str) -> int:
-    return _PLACES.get(name, len(_PLACES))
-
-
 def _all_spans(tag: str) -> Callable[[RewardInput], list[str]]:
-    """Return every such span that the policy closed up to its answer; no gold forms across two of them."""
+    """Return every such span that the policy closed up to its answer, each as a text of its own."""
     return lambda attempt: [span.text for span in blocks(up_to_answer(attempt.pieces), tag)]
 
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}
-# Tag -> the measure, and the texts that it looks in: of EviOmni's spans the first, which is the one its reward reads.
+# Tag -> the measure, and the texts that it looks in. EviOmni's reward reads the first of its spans.
 _RECALLS: dict[str, tuple[str, Callable[[RewardInput], list[str]]]] = {
     "extract": ("recall_evidence", lambda attempt: [evidence_of(attempt.pieces)]),
     "reason": ("recall_rationale", lambda attempt: [rationale_of(attempt.pieces)]),
@@ -210,7 +190,7 @@ class Measured:
 
 
 def measured(scored: Sequence[Scored], tags: Sequence[str] = ()) -> list[Measured]:
-    """Return each trajectory's measures. tags: the system's, for the metrics of what it writes between them."""
+    """Return each trajectory's measures. tags: the system's."""
     return [
         Measured(
             (entry.trajectory.group, entry.trajectory.sample),
@@ -223,8 +203,7 @@ def measured(scored: Sequence[Scored], tags: Sequence[str] = ()) -> list[Measure
 
 
 def summary_of(rows: Sequence[Measured]) -> dict[str, Any]:
-    """Return means over trajectories: the shared metrics, the parts of the system's own reward, and how many
-    trajectories ended for which reason."""
+    """Return means over trajectories of the measures and of the reward's parts, and counts of reasons."""
     return {
         "questions": len(rows),
         **means([row.measures for row in rows]),
@@ -259,16 +238,16 @@ FACTS = {  # what an evaluation says of itself, and how the table calls it
 
 
 def figures_of(measures: Sequence[Values], parts: Sequence[Values]) -> dict[str, Any]:
-    """Return means, intervals and counts of the questions' measures and parts, one of each a question.
+    """Return means, intervals and counts of the questions' measures and parts.
 
-    Every mean stands under its measure's key, the reward's parts under "parts", intervals as [low, high] under
-    "intervals" (those of parts as "parts.NAME"), under "counted" how many questions had a value, where not all had, and
-    under "deviations" the standard deviations of lengths, for lengths that differ much do not fit a batch.
+    Keys: each measure's mean, "parts", "intervals" ([low, high]; of a part as "parts.NAME"), "counted" (questions with
+    a value, where some have none), and "deviations" (standard deviations of lengths).
     """
     averages, part_averages = means(measures), means(parts)
     columns = {name: [row.get(name) for row in measures] for name in averages}
     columns |= {f"parts.{name}": [row.get(name) for row in parts] for name in part_averages}
-    found = intervals(columns, shares=[name for name in columns if _is_share(name)])
+    shares = [name for name in columns if NAMES.get(name.removeprefix("parts."), ("", ""))[1] == "share"]
+    found = intervals(columns, shares=shares)
     return {
         "questions": len(measures),
         **averages,
@@ -287,10 +266,6 @@ def figures_of(measures: Sequence[Values], parts: Sequence[Values]) -> dict[str,
     }
 
 
-def _is_share(name: str) -> bool:
-    return NAMES.get(name.removeprefix("parts."), ("", ""))[1] == "share"
-
-
 def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
     """Return (key, mean, interval, questions) of all that `figures_of` found, as words."""
     values = {name: figures[name] for name in figures if name in NAMES}
@@ -306,7 +281,7 @@ def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
 def markdown(title: str, figures: Mapping[str, Any]) -> str:
     """Return the table with a line on each of FACTS that is known."""
     lines = [f"# {title}", ""]
-    lines += [f"- {name}: {_plain(figures[key])}" for key, name in FACTS.items() if figures.get(key) is not None]
+    lines += [f"- {name}: {_cell(figures[key])}" for key, name in FACTS.items() if figures.get(key) is not None]
     lines += ["", "| Measure | | Mean | 95% interval | Questions |", "|---|---|--:|:-:|--:|"]
     for key, value, between, count in rows_of(figures):
         name = NAMES[key][0] if key in NAMES else f"Reward's part: {key.removeprefix('parts.')}"
@@ -321,10 +296,7 @@ def markdown(title: str, figures: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cell(text: str) -> str:
-    """Return a text that can break out of neither its table cell nor its line."""
+def _cell(value: object) -> str:
+    """Return a value that can break out of neither its table cell nor its line."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
     return " ".join(text.replace("|", "\\|").split())
-
-
-def _plain(value: object) -> str:
-    return cell(f"{value:g}" if isinstance(value, float) else str(value))
