@@ -68,18 +68,22 @@ class Bar:
     text: str
     spread: tuple[float, float] | None = None
 
+    @property
+    def end(self) -> float:
+        return self.spread[1] if self.spread is not None else sum(length for length, _, _ in self.parts)
+
 
 def _bars(
     axes: Axes,
     names: Sequence[str],
     bars: Sequence[Bar | None],
-    longest: float,
     room: float,
     bins: int,
     height: float = 0.72,
     boxed: bool = False,
 ) -> None:
-    """Draw one bar a name, the first on top, and a gap for None. `longest` times `room` is the width of the panel."""
+    """Draw one bar a name, the first on top, and a gap for None. The longest times `room` is the panel's width."""
+    longest = max((bar.end for bar in bars if bar is not None), default=0.0) or 1.0
     for place, bar in enumerate(bars):
         if bar is None:
             axes.text(0, place, " not here", va="center", color=GREY, fontsize=8)
@@ -90,7 +94,7 @@ def _bars(
             end += length
         if bar.spread is not None:
             axes.plot(bar.spread, (place, place), color=DARK, lw=1.0, solid_capstyle="butt")
-            end = bar.spread[1]
+            end = bar.end
         said = axes.text(end + 0.02 * longest, place, bar.text, va="center", fontsize=8, color=DARK)
         if boxed:
             said.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8})
@@ -141,10 +145,6 @@ def draw_loss(rows: Rows, path: Path) -> None:
         mib = max(one[name]["workspace_mib"], 0.0)
         return Bar([(mib, colors[name], None)], rounded(mib))
 
-    def panel(axes: Axes, bars: Sequence[Bar | None]) -> None:
-        ends = (bar.spread[1] if bar.spread else bar.parts[0][0] for bar in bars if bar is not None)
-        _bars(axes, names, bars, max(ends, default=0.0) or 1.0, 1.5, 4, boxed=True)
-
     with _figure(
         path,
         1.3 + 2.75 * len(shown),
@@ -159,9 +159,9 @@ def draw_loss(rows: Rows, path: Path) -> None:
         for (top, bottom), row, one in zip(grid.T, shown, found, strict=True):
             floor = row["floor_ms"]["measured"]
             top.set_title(f"H {row['shape']['hidden']:,} · V {row['shape']['vocab']:,}")
-            panel(top, [time(name, one, floor) for name in names])
+            _bars(top, names, [time(name, one, floor) for name in names], 1.5, 4, boxed=True)
             top.axvline(floor, color=ORANGE, lw=1.4, ls=(0, (3, 2)), zorder=3)
-            panel(bottom, [memory(name, one) for name in names])
+            _bars(bottom, names, [memory(name, one) for name in names], 1.5, 4, boxed=True)
         grid[0, 0].set_ylabel("time, ms\n(times the floor)")
         grid[1, 0].set_ylabel("memory beside\ndX and dW, MiB")
 
@@ -177,6 +177,11 @@ def draw_rollout(rows: Rows, path: Path) -> None:
         panels.setdefault((row["shape"], row["tokens"]), []).append(row)
     names = ["ours", *dict.fromkeys(row["peer"] for row in rows if row["peer"] is not None)]
     head = rows[0]
+
+    def rate(values: Mapping[str, float], color: str, behind: str = "") -> Bar:
+        text = f"{values['p50']:,.0f}{behind}"
+        return Bar([(values["p50"], color, None)], text, (values["p20"], values["p80"]))
+
     with _figure(
         path,
         1.3 + 2.6 * max(2, len(panels)),
@@ -190,22 +195,13 @@ def draw_rollout(rows: Rows, path: Path) -> None:
     ) as figure:
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axes, ((shape, tokens), shown) in zip(grid, panels.items(), strict=True):
-            found: dict[str, tuple[dict[str, float] | None, str]] = {"ours": (shown[0]["ours_tokens_per_s"], "")}
+            found = {"ours": rate(shown[0]["ours_tokens_per_s"], BLUE)}
             for row in shown:
-                if row["peer"] is not None:
-                    ratio = "" if row["ratio"] is None else f" (ours {row['ratio']['p50']:.2g}×)"
-                    found[row["peer"]] = (row["peer_tokens_per_s"], ratio)
-            bars: list[Bar | None] = []
-            for name in names:
-                values, behind = found.get(name, (None, ""))
-                if values is None:
-                    bars.append(None)
-                    continue
-                parts = [(values["p50"], BLUE if name == "ours" else PEER, None)]
-                bars.append(Bar(parts, f"{values['p50']:,.0f}{behind}", (values["p20"], values["p80"])))
+                if row["peer"] is not None and row["ratio"] is not None:
+                    ratio = f" (ours {row['ratio']['p50']:.2g}×)"
+                    found[row["peer"]] = rate(row["peer_tokens_per_s"], PEER, ratio)
             axes.set_title(f"{shape}, {tokens} sampled")
-            longest = max(values["p80"] for values, _ in found.values() if values is not None)
-            _bars(axes, names, bars, longest, 1.7, 3)
+            _bars(axes, names, [found.get(name) for name in names], 1.7, 3)
 
 
 # bench step
@@ -246,8 +242,7 @@ def draw_step(rows: Rows, path: Path) -> None:
                 bars.append(Bar(parts, text))
             lengths = row["lengths"]
             axes.set_title(f"{shape}: {lengths['questions']} x {lengths['group']} trajectories")
-            longest = scale * max(row[side]["step_s"]["p50"] for side in STEP_SIDES if row[side] is not None)
-            _bars(axes, list(STEP_SIDES.values()), bars, longest, 1.6, 3, height=0.66)
+            _bars(axes, list(STEP_SIDES.values()), bars, 1.6, 3, height=0.66)
         figure.legend(*grid[0].get_legend_handles_labels(), loc="upper right", ncols=2, fontsize=8, frameon=False)
 
 

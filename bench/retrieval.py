@@ -31,9 +31,8 @@ import numpy as np
 import torch
 
 from thresher.bench.harness import append_rows, check_files, facts, in_turn, print_files, ratios, spread
-from thresher.bench.retrieval_build import built
 from thresher.bench.retrieval_server import measure_service
-from thresher.bench.retrieval_sets import PassageSource, VectorSet, real_set, synthetic_near, synthetic_set
+from thresher.bench.retrieval_sets import PassageSource, VectorSet, built, real_set, synthetic_near, synthetic_set
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
 from thresher.common.files import show_bytes

@@ -1,4 +1,4 @@
-"""The vectors of `thresher bench retrieval`, in files that stay: synthetic ones, and real passages, encoded.
+"""The vectors of `thresher bench retrieval`, in files that stay, and the indexes that are built over them.
 
 A folder for each set, so that a second run makes nothing twice and may be killed at any time. Real passages are drawn
 from the corpus by a fixed seed, so that a set of any size is a fair sample of it.
@@ -10,11 +10,14 @@ Axes: N passages, Q questions, B rows of a chunk, D dimension, R ranks.
 """
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,8 @@ from thresher.retrieval.corpus import open_corpus
 from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.exact import Rows
 from thresher.retrieval.indexes.faiss_library import faiss
+from thresher.retrieval.indexes.kinds import INDEX_FILE, Kind, parse_kind
+from thresher.retrieval.indexes.structures import SCRATCH, grow, read_structure
 from thresher.retrieval.indexes.vector_file import VectorFile, sample_rows
 from thresher.retrieval.questions import read_queries
 
@@ -32,6 +37,7 @@ QUESTIONS = 512
 # Rows that are made between two looks at the clock, and synthetic ones between two writes.
 ENCODED, WRITTEN = 256, 16_384
 SOURCE_FILE, VECTORS_FILE, QUESTIONS_FILE = "source.json", "vectors.npy", "questions.npy"
+RECORD, BEGUN = "built.json", "begun"
 SEED = 0
 CHUNK = 4096
 RANKS = (1, 5, 10, 100)
@@ -255,3 +261,63 @@ def _check_source(folder: Path, wanted: dict[str, str]) -> None:
     for name, value in wanted.items():
         if begun.get(name) != value:
             raise UserError(f"{folder}: holds vectors of another {name}; give another --work, or remove the folder")
+
+
+# An index of bare vectors is built in a process of its own, by the code of `thresher index build` between encoding and
+# tuning. Its memory is VmHWM: the most that was resident at once, the mapped part of the vectors' file included. What a
+# folder holds is built once; a build that was cut off is gone on with, and its figures say so.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """A structure on the disk: seconds and bytes of memory of the process that finished it, bytes of the file, and
+    whether it had gone on with what another left."""
+
+    folder: Path
+    seconds: float
+    peak_bytes: int
+    disk_bytes: int
+    resumed: bool
+
+    def read(self, kind: Kind, vectors: VectorFile) -> Any:
+        """Read FAISS's index; a graph gets its vectors."""
+        return read_structure(self.folder / INDEX_FILE, kind, vectors)
+
+
+def built(kind: Kind, vectors: VectorFile, folder: Path, seconds: float) -> Built | None:
+    """Build the structure of `kind` over `vectors` in `folder`, unless it is there; None if `seconds` did not suffice.
+    RuntimeError, with its last line, when the process fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / RECORD).is_file():
+        arguments = [str(vectors.path), str(vectors.rows), str(vectors.dim), kind.name, str(folder)]
+        command = [sys.executable, "-P", "-m", "thresher.bench.retrieval_sets", *arguments]
+        try:
+            subprocess.run(command, timeout=seconds, check=True, stderr=subprocess.PIPE, text=True)
+        except subprocess.TimeoutExpired:
+            return None
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
+            raise RuntimeError(f"{kind.name} over {vectors.rows} vectors was not built: {lines[-1]}") from None
+    record = json.loads((folder / RECORD).read_text("utf-8"))
+    return Built(folder=folder, disk_bytes=(folder / INDEX_FILE).stat().st_size, **record)
+
+
+def _build(path: Path, rows: int, dim: int, name: str, folder: Path) -> None:
+    resumed = (folder / BEGUN).exists()
+    (folder / BEGUN).touch()
+    started = time.perf_counter()
+    grow(parse_kind(name, rows, dim), VectorFile(path, rows, dim), folder, lambda what, done, of: None)
+    figures = {"seconds": time.perf_counter() - started, "peak_bytes": _peak_bytes(), "resumed": resumed}
+    for scratch in SCRATCH:
+        (folder / scratch).unlink(missing_ok=True)
+    (folder / RECORD).write_text(json.dumps(figures) + "\n", "utf-8")
+
+
+def _peak_bytes() -> int:
+    """Return VmHWM of this process; what its parent had is not in it, as it would be in `ru_maxrss`."""
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    _build(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))

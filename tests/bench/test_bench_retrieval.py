@@ -26,13 +26,14 @@ from thresher.bench.retrieval import (
     rotation,
     run_retrieval_bench,
 )
-from thresher.bench.retrieval_build import RECORD, built
 from thresher.bench.retrieval_sets import (
     CHUNK,
+    RECORD,
     Law,
     PassageSource,
     SyntheticVectors,
     VectorSet,
+    built,
     neighbours,
     real_set,
     synthetic_set,
