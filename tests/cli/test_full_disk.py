@@ -5,17 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_cases import finished_folder, recipe_in
+from cli_cases import recipe_in
 from full_disk import files_of_at_most, modes_that_hold
 
 from thresher.cli import main as cli
 from thresher.engine.store.run_folder import to_be_resumed
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_folder(tmp_path_factory.mktemp("whole"))
-
 
 WRITERS = {
     "init": "init --config {at}/config.json --tokenizer {at}/model --out {at}/out",

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cli_cases import finished_folder
 
 from thresher.cli import main as cli
 from thresher.cli.main import interrupted
@@ -23,11 +22,6 @@ from thresher.engine.training import train as train_module
 from thresher.engine.training.sft import SftTrainer
 from thresher.engine.world.stages import BEGUN, demo
 from thresher.retrieval.building import build as build_module
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_folder(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +60,10 @@ COMMANDS: dict[str, tuple[str, Any, str, int, str | None, str]] = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_what_it_keeps_and_goes_on(
-    world: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     template, owner, function, call, kept, flag = COMMANDS[name]
-    words = template.format(at=world, out=tmp_path / "out").split()
+    words = template.format(at=finished, out=tmp_path / "out").split()
     number = signal.SIGINT if name in ("sft", "rollout") else signal.SIGTERM
     real, calls = getattr(owner, function), [0]
 
@@ -106,11 +100,11 @@ def test_the_command_that_goes_on_goes_back_no_more(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_has_not_gone_back_yet_is_told_to_again(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["train", f"{world}/recipe.toml", "--out", f"{tmp_path}/run"]) == 0
+    assert cli.run(["train", f"{finished}/recipe.toml", "--out", f"{tmp_path}/run"]) == 0
     capsys.readouterr()
-    words = f"train {world}/recipe.toml --out {tmp_path}/run --resume --resume-from 0".split()
+    words = f"train {finished}/recipe.toml --out {tmp_path}/run --resume --resume-from 0".split()
     signalling = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     for owner, function, gone_back in ((train_module, "load_run_context", False), (Rollout, "run", True)):
         with monkeypatch.context() as patch:

@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cli_cases import NAMES, finished_folder, recipe_in, write
+from cli_cases import NAMES, recipe_in, write
 from stored_cases import stored
 
 from thresher.cli import main as cli
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_folder(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
@@ -26,10 +21,8 @@ def here(finished: Path, tmp_path: Path) -> Path:
     return recipe_in(shutil.copytree(finished, tmp_path / "here"))
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} | {
-        str(path.relative_to(folder)): b"" for path in folder.rglob("*") if path.is_dir()
-    }
+def tree(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 @pytest.fixture
@@ -117,9 +110,6 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-# what is wrong with a model
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -139,10 +129,7 @@ def enlarge(here: Path) -> None:
 
 MODELS: list[tuple[Callable[[Path], None], str]] = [
     (lambda here: truncate(here / "model/model.safetensors"), "model.safetensors: "),
-    (
-        lambda here: edit(here / "model/config.json", intermediate_size=32),
-        "has shape [16, 24], the config asks for [16, 32]",
-    ),
+    (lambda here: edit(here / "model/config.json", intermediate_size=32), "[16, 24], the config asks for [16, 32]"),
     (lambda here: edit(here / "model/config.json", model_type="mistral"), "config.json: model_type is"),
     (enlarge, "the model's head only"),
     (lambda here: shutil.rmtree(here / "model"), "model"),
@@ -159,18 +146,12 @@ def test_a_damaged_model(
     assert expected in refused(*commands(here)[command])
 
 
-# what is wrong with questions, corpus, transcripts and index
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("{", "questions.jsonl:3: not valid JSON at column 2"),
         ('{"question": "Who?"}', "questions.jsonl:3: no gold answer"),
-        (
-            '{"id": "Anna Bell", "question": "Who?", "answer": "x"}',
-            "questions.jsonl:3: the id 'Anna Bell' was used before",
-        ),
+        ('{"id": "Anna Bell", "question": "Who?", "answer": "x"}', "questions.jsonl:3: the id 'Anna Bell' was used"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "eval", "eval --questions"])
@@ -206,9 +187,6 @@ def test_an_index_that_was_cut_short_and_a_malformed_transcript(here: Path, refu
     truncate(here / "index/vectors.npy")
     for command in ("train", "eval"):
         assert "vectors.npy: expected" in refused(*commands(here)[command])
-
-
-# what is wrong with a recipe
 
 
 @pytest.mark.parametrize(
@@ -248,9 +226,6 @@ def test_a_recipe_that_is_not_there_or_lacks_what_is_needed(here: Path, refused:
     (here / "bare.toml").write_text(f'[model]\npath = "{here}/model"\n')
     for command in ("train", "eval", "sft"):
         assert "the recipe has no section [" in refused(command, str(here / "bare.toml"), "--out", str(here / "out"))
-
-
-# what is in the way
 
 
 def test_what_exists_is_left_alone(here: Path, refused: Callable[..., str]) -> None:
