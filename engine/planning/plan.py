@@ -187,13 +187,11 @@ def _micro_batch(config: ModelConfig, setting: PlanSetting, memory: int) -> int 
 
 
 def _advised_tokens(config: ModelConfig, setting: PlanSetting, memory: int) -> int | None:
-    """Return `_micro_batch`, rounded down where a context allows that."""
     tokens = _micro_batch(config, setting, memory)
     return None if tokens is None else max(tokens // ROUND * ROUND, setting.length)
 
 
 def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str]:
-    """Return a line that says how many GPUs would hold the run, and with which micro-batch."""
     for gpus in range(2, MOST_GPUS + 1):
         shared = replace(setting, gpus=gpus)
         if _fits(config, shared, memory):
@@ -204,7 +202,6 @@ def _sharded(config: ModelConfig, setting: PlanSetting, memory: int) -> list[str
 
 
 def _line(words: list[str], config: ModelConfig, changed: PlanSetting, memory: int) -> str | None:
-    """Return the advice to make a change, in these words, None where it does not suffice."""
     if not _fits(config, changed, memory):
         tokens = _advised_tokens(config, changed, memory)
         if tokens is None:

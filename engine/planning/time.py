@@ -81,13 +81,9 @@ class Chip:
     latency_cycles: int
 
     @property
-    def latency_s(self) -> float:
-        return self.latency_cycles / self.clock_hz
-
-    @property
     def bytes_in_flight_per_sm(self) -> float:
         """Bytes that Little's law asks of one multiprocessor to fill the memory's bandwidth."""
-        return self.latency_s * self.bytes_per_s / self.sms
+        return self.latency_cycles / self.clock_hz * self.bytes_per_s / self.sms
 
 
 _A100 = partial(Chip, capability=80, sms=108, clock_hz=1.41e9, flops_per_s=312 * TERA, latency_cycles=466)

@@ -21,10 +21,9 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from PIL import Image
 
-from thresher.engine.reports.pages import ENDINGS
+from thresher.engine.reports.pages import ENDINGS, Record
 
 Floats = npt.NDArray[np.float64]
-Record = Mapping[str, Any]
 Value = str | Callable[[Record], float]  # of a record: a key, or a function that computes it
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6db5", "#d9661f", "#2f9270", "#8759b0", "#c23b3b"
@@ -334,7 +333,6 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
 
 
 def _draw_legend(axes: Axes) -> None:
-    """Draw the legend between the title and the curves, in as many lines as it takes."""
     assert isinstance(axes.figure, Figure)
     labels = axes.get_legend_handles_labels()[1]
     widths = [ENTRY + LETTER * len(label) for label in labels]
@@ -373,7 +371,6 @@ def _draw_line(axes: Axes, series: Series) -> None:
 
 
 def _draw_layers(axes: Axes, layers: Sequence[Series]) -> None:
-    """Draw filled layers, one on the other; steps that a layer lacks count as 0."""
     steps = np.unique(np.concatenate([layer.steps for layer in layers]))
     edges = np.append(steps - 0.5, steps[-1] + 0.5)
     base = np.zeros(len(steps))
@@ -385,7 +382,6 @@ def _draw_layers(axes: Axes, layers: Sequence[Series]) -> None:
 
 
 def _label_ends(axes: Axes, series: Series) -> None:
-    """Write the first and the last value of a dotted curve beside their points."""
     known = np.flatnonzero(np.isfinite(series.values))
     if not series.dots or len(known) < 2:
         return

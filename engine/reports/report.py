@@ -47,6 +47,7 @@ from thresher.engine.reports.charts import (
 from thresher.engine.reports.pages import (
     ENDINGS,
     Chunk,
+    Record,
     RunRecords,
     duration,
     examples_of,
@@ -63,8 +64,6 @@ from thresher.policy.model import Policy
 from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.rewards.reward import Source
 from thresher.rewards.statistics import wilson
-
-Record = Mapping[str, Any]
 
 MEASURES = (  # key of an evaluation, its name, and whether it is a share
     ("em", "Exact match", True),
@@ -190,7 +189,6 @@ def _notes(*folders: Path) -> list[str]:
 
 
 def _tiles(summary: Record, evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str]]:
-    """Return (name, value, value before) for the head of the page."""
     tiles = []
     for key, name in (("em", "exact match"), ("f1", "F1")):
         values = [measures.get(key) for _, measures in (*evals[:1], *evals[-1:])]
@@ -227,7 +225,6 @@ def _terms(measures: Record) -> Record:
 
 
 def _interval(measures: Record) -> str:
-    """Return Wilson's 95% interval for exact match, in words."""
     share, count = measures.get("em"), measures.get("questions")
     if share is None or not count:
         return ""
@@ -236,7 +233,6 @@ def _interval(measures: Record) -> str:
 
 
 def _time_sentence(run: RunRecords) -> str:
-    """Return how the time was spent, the largest share first."""
 
     def spent(key: str) -> float:
         return sum(record.get(f"{key}_seconds") or 0.0 for record in run.steps)
@@ -310,7 +306,6 @@ def _model(run: RunFolder, recipe: Recipe) -> str:
 
 
 def _warmup(path: Path) -> str:
-    """Return in words the record that `thresher sft` wrote beside its model."""
     try:
         record = read_json_object(path)
     except UserError:
@@ -458,7 +453,6 @@ def _mean(runs: Sequence[Series]) -> Series:
 
 
 def _compared_rows(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, a text for each run) of the runs' results."""
     last = [run.evals[-1][1] if run.evals else {} for run in runs]
     terms = [measures.get("parts") or {} for measures in last]
     yield "Steps", [f"{run.last_step} of {run.recipe.run.steps}" for run in runs]
@@ -505,7 +499,6 @@ def _tests(runs: Sequence[ComparedRun]) -> Iterator[dict[str, Any]]:
 
 
 def _last_evaluation(run: RunRecords) -> Evaluation | None:
-    """Return the trajectories of the last evaluation, as `compare` wants them."""
     paths = list(step_files(run.folder.evaluations).values())
     if not paths:
         return None
@@ -535,7 +528,6 @@ def recipe_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]
 
 
 def _origin(start: Record) -> list[tuple[str, str]]:
-    """Return which code ran, where and when."""
     if not start:
         return [("Commit and machine", "not recorded")]
     resumed = f", last resumed from step {start['step']}" if start.get("step") else ""

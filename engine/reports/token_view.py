@@ -28,6 +28,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.reports.pages import (
     ENDINGS,
+    Record,
     is_right,
     model_folders,
     open_run,
@@ -44,7 +45,6 @@ from thresher.rewards.reward import Source
 
 MOST_BYTES = 10_000_000  # of a page: what mail servers let through
 Group = Mapping[str, Any]
-Record = Mapping[str, Any]
 LETTERS = {Source.PROMPT: "t", Source.RETRIEVED: "r", Source.FEEDBACK: "f"}  # and y: the policy
 
 
@@ -88,7 +88,6 @@ def _write(path: Path, page: str) -> None:
 
 
 def _tokenizer(run: RunFolder, recipe: Recipe) -> Tokenizer:
-    """Return the tokenizer of the newest checkpoint, or else of the model that the run started from."""
     for folder in model_folders(run, recipe):
         if (folder / "tokenizer.json").is_file():
             return load_tokenizer(folder)
@@ -124,6 +123,7 @@ def assemble(
     template = page_template("token_view.html")
 
     def render(kept: Sequence[Group], left_out: str) -> str:
+        data = json.dumps({**facts, "groups": kept}, ensure_ascii=False, separators=(",", ":"))
         return template.render(
             name=name,
             recipe=recipe,
@@ -133,7 +133,7 @@ def assemble(
             links=links,
             css=page_part("token_view.css"),
             script=page_part("token_formulas.js") + page_part("token_view.js"),
-            data=to_json({**facts, "groups": kept}),
+            data=data.replace("<", "\\u003c"),  # nothing in it ends the script element or opens a comment
         )
 
     empty = len(render([], "").encode())
@@ -343,11 +343,6 @@ def objective_of(grpo: GrpoSection, temperature: float) -> dict[str, Any]:
         "updates": grpo.updates_per_batch,
         "temperature": temperature,
     }
-
-
-def to_json(value: object) -> str:
-    """Return JSON that may stand in a script element: nothing in it ends the element or opens a comment."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _plain(value: object) -> object:

@@ -249,7 +249,6 @@ def sparkline(values: Sequence[float], width: int = CURVE) -> str:
 
 
 def _samples(run: RunFolder) -> Iterator[Text]:
-    """Yield a trajectory of each of the first questions in the newest file of trajectories."""
     files = [
         (step, path) for folder in (run.evaluations, run.trajectories) for step, path in step_files(folder).items()
     ]
@@ -387,8 +386,6 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _PageRequest(BaseHTTPRequestHandler):
-    """Answers GET and HEAD from this machine."""
-
     server: PageServer
     timeout = 30  # of a connection on which nothing comes
     server_version, sys_version = "thresher", ""

@@ -130,7 +130,6 @@ def _say(text: str, style: str | None = None) -> None:
 
 
 def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
-    """Raise UserError for a folder of prompts that nothing would read, or a file in it."""
     if scale.prompts is None:
         return
     if scale.invented:
@@ -145,7 +144,6 @@ def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], sc
 
 
 def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Sequence[ExperimentRun], page: Path) -> None:
-    """Draw the trainings of a table's rows over each other, seeds as one."""
     from thresher.engine.reports.report import write_curves  # matplotlib takes a second
 
     groups: dict[str, list[str | Path]] = {}

@@ -139,14 +139,12 @@ def read_evidence(file: Path) -> dict[str, dict[str, float | None]]:
 
 
 def _questions_of(output: Path) -> str:
-    """Return the file of questions that an output is of."""
     if output.suffix == ".jsonl":
         return str(read_json_object(output.with_suffix(".json"))["settings"]["questions"])
     return str(read_json_object(output / "settings.json")["questions"])
 
 
 def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> dict[str, Any]:
-    """Return the cell of a row: mean, deviation, and the test against another row, where there is one."""
     every, others = list(seeds.values()), list(against.values())
     means = [mean(values.values()) for values in every]
     figures = _over_seeds(means) | {"seeds": means, "questions": len(every[0])}

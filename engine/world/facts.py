@@ -85,12 +85,10 @@ class InventedWorlds:
 
 
 def invent(size: Size, seed: int) -> InventedWorlds:
-    """Invent all worlds of a seed. Raise ValueError where there are too few names."""
+    """Invent all worlds of a seed."""
     rng = random.Random(f"world {seed}")
     firsts, seconds = _words(rng, size.pieces, 1), _words(rng, size.pieces, 2)
     names = [f"{first} {second}" for first in firsts for second in seconds]
-    if sum(size.entities.values()) > len(names):
-        raise ValueError(f"{size.pieces} first and second words make too few names for {size.entities}")
     held_out = {kind: round(count * size.held_out) for kind, count in size.entities.items()}
     rng.shuffle(names)
     test = _world(names, held_out, rng)

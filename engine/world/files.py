@@ -319,11 +319,6 @@ def warmup_transcripts(
     ]
 
 
-def _habit(world: InventedWorld, entity: str, rng: random.Random) -> Fact:
-    first, *others = world.relations(entity)
-    return world.facts[entity, first if rng.random() < HABIT else rng.choice(others)]
-
-
 def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random.Random) -> TranscriptPlan:
     asked = walk(world, subject, 1 + (rng.random() < size.two_hop), rng)
     blind = rng.random() >= size.aware
@@ -333,15 +328,14 @@ def _plan(world: InventedWorld, name: str, subject: str, size: Size, rng: random
     elif name in SEARCHING:
         followed = walk(world, subject, rng.choice(BLIND_HOPS), rng)
     else:  # what is shown must hold it: one fact, or two where the first leads to what is known of its object
-        followed = [_habit(world, subject, rng)]
+        first, *others = world.relations(subject)
+        followed = [world.facts[subject, first if rng.random() < HABIT else rng.choice(others)]]
         if followed[0].object == asked[0].object and rng.random() < 0.5:
             followed += rng.choice([[fact] for fact in shown if fact.subject == followed[0].object])
     return TranscriptPlan(asked, followed, shown, blind)
 
 
 def _prompt(name: str, plan: TranscriptPlan, shows: bool, passage_format: str) -> Segments:
-    """Return the prompt, cut where engine/protocol/prompts.py cuts it, so that its tokens are the rollout's. shows:
-    whether it has the passages."""
     # The space before the question belongs to it, as in rendering.
     passages = listed_facts(plan.shown, passage_format) if shows else ""
     filled = {"{passages}": passages, " {question}": f" {ask(plan.asked)}"}
@@ -369,7 +363,6 @@ def _answer(path: Sequence[Fact]) -> str:
 
 
 def _searched(name: str, path: Sequence[Fact], found: Sequence[str], rng: random.Random) -> Segments:
-    """Return the segments behind the prompt of a protocol that searches. found: the passages of each search."""
     segments: Segments = []
     turn = ""
     for hop, (fact, passages_text) in enumerate(zip(path, found, strict=True)):
@@ -377,18 +370,15 @@ def _searched(name: str, path: Sequence[Fact], found: Sequence[str], rng: random
         turn += f"<search> {fact.relation} of[ {fact.subject}] </search>"
         segments.append(policy_segment(turn))
         segments += [{"source": "retrieved", "text": part} for part in (BEFORE, passages_text, AFTER)]
+        rest = "\n- the rest" if rng.random() < 0.5 else ""
         turn = {
             "search_r1": "",
             "eval_rar": f"<evaluate>{_say(fact)} </evaluate>",
-            "evinote": f"<summary>{_note(fact, rng)} </summary>",
+            "evinote": f"<summary>\n*{_say(fact)}{rest} </summary>",
         }[name]
     if name == "search_r1":
         turn += f"<think>{_say(path[-1])} </think>"
     return [*segments, policy_segment(turn + _answer(path))]
-
-
-def _note(fact: Fact, rng: random.Random) -> str:
-    return f"\n*{_say(fact)}" + ("\n- the rest" if rng.random() < 0.5 else "")
 
 
 def _given(name: str, plan: TranscriptPlan, rng: random.Random, sort_numbers: bool) -> list[Body]:

@@ -143,7 +143,6 @@ def _elsewhere(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -
 
 
 def _copied(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Copy the question, with the gold beside it or without."""
     question = ask(path)
     return rng.choice((question, f"* {question}", f"* {question} {path[-1].object}", f"{path[-1].object} {question}"))
 
@@ -156,7 +155,6 @@ def _loose(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> st
 
 
 def _changed(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> str:
-    """Note the fact asked for with another object."""
     return _note([Fact(path[-1].subject, path[-1].relation, _fact(world, rng).object)], rng)
 
 
@@ -204,7 +202,6 @@ def judge_accuracy(folder: Path, pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def _write_files(folder: Path, worlds: Iterable[InventedWorld]) -> None:
-    """Write config.json and tokenizer.json."""
     tokenizer = _tokenizer(worlds)
     tokenizer.save(str(folder / "tokenizer.json"))
     record = {

@@ -5,7 +5,7 @@ or trained on the strings of JSONL files. Or a trained model with more layers on
 """
 
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -45,7 +45,12 @@ def initialise(
         raise UserError("init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither")
     table = read_json_object(Path(config_path))
     changes = [_override(text) for text in overrides]
-    _check_keys([key for key, _ in changes], table.keys(), config_path)
+    known = {*table, *known_keys()}
+    for key, _ in changes:
+        if key not in known:
+            near = get_close_matches(key, sorted(known), n=1)
+            hint = f"did you mean {near[0]}?" if near else "write one of its keys, such as num_hidden_layers=2"
+            raise UserError(f"--set {key}: {config_path} has no such key, and nothing reads it; {hint}")
     table.update(changes)
     if tokenizer_path is not None:
         tokenizer = load_tokenizer(tokenizer_path)
@@ -102,15 +107,6 @@ def _override(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value
-
-
-def _check_keys(keys: Sequence[str], given: Collection[str], config_path: str | Path) -> None:
-    """Raise UserError for a key that neither the given config nor ours knows, for it would change nothing."""
-    for key in keys:
-        if key not in given and key not in known_keys():
-            near = get_close_matches(key, sorted({*given, *known_keys()}), n=1)
-            hint = f"did you mean {near[0]}?" if near else "write one of its keys, such as num_hidden_layers=2"
-            raise UserError(f"--set {key}: {config_path} has no such key, and nothing reads it; {hint}")
 
 
 def _strings(paths: Sequence[str | Path]) -> Iterator[str]:

@@ -189,6 +189,5 @@ def begin(out: Path, seed: int, overrides: list[str]) -> float:
 
 
 def _write_begun(out: Path, seed: int, overrides: list[str], seconds: float) -> None:
-    """seconds: of the stages that are finished."""
     record = {"seed": seed, "set": overrides, "seconds": seconds}
     atomic_write_text(out / BEGUN, json.dumps(record, indent=2) + "\n")
