@@ -168,6 +168,9 @@ def test_a_published_record_is_recognised_and_becomes_a_question(
 
 def test_every_format_has_a_case() -> None:
     assert {name for name, _, _ in CASES} == set(NAMES) and len(set(NAMES)) == len(FORMATS)
+    # A file of the one that is named as the other is refused.
+    for name, record in (("hotpotqa", WIKI), ("flashrag", NATIVE), ("nq-open", {**NQ, "context": []}), ("plain", DPR)):
+        assert not find_format(name).fits(record)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import encoder_folders as folders
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from batch_invariance import needs_invariant_rows, weight_shapes
@@ -314,16 +315,12 @@ def test_fingerprint(copy: Callable[[str], Path]) -> None:
 # Tokenizers
 
 
+@pytest.mark.parametrize("lower", [True, False])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"do_lower_case": True},
-        {"do_lower_case": False},
-        {"do_lower_case": True, "strip_accents": False},
-        {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
-    ],
+    "more", [{}, {"strip_accents": True, "tokenize_chinese_chars": False}, {"strip_accents": False}]
 )
-def test_a_vocabulary_without_tokenizer_json(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_vocabulary_without_tokenizer_json(lower: bool, more: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"do_lower_case": lower, **more}
     folders.save_tokenizer(tmp_path, **settings)
     expected = transformers.AutoTokenizer.from_pretrained(tmp_path)(folders.TEXTS)["input_ids"]
     assert load_wordpiece(tmp_path, len(folders.VOCABULARY), 1000).encode(folders.TEXTS) == (expected, 0)
@@ -335,17 +332,10 @@ def test_a_vocabulary_without_tokenizer_json(settings: dict[str, Any], tmp_path:
 
 def test_padding_and_truncation_in_the_file_are_switched_off(copy: Callable[[str], Path]) -> None:
     folder = copy("model")
-    record = json.loads((folder / "tokenizer.json").read_text())
-    record["padding"] = {
-        "strategy": {"Fixed": 12},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "[PAD]",
-    }
-    record["truncation"] = {"direction": "Right", "max_length": 12, "strategy": "LongestFirst", "stride": 0}
-    folders.write(folder / "tokenizer.json", record)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding(length=12)
+    tokenizer.enable_truncation(12)
+    tokenizer.save(str(folder / "tokenizer.json"))
     (short, long), cut = load_wordpiece(folder, len(folders.VOCABULARY), 20).encode(["the", "the " * 15])
     assert (len(short), len(long), cut) == (3, 17, 0)
 
@@ -507,59 +497,45 @@ def test_modules_that_are_refused(copy: Callable[[str], Path]) -> None:
         assert "modules.json: expected a JSON list" in folders.refusal(lambda: load_encoder(folder)), bad
 
 
-def spoil(name: str, content: bytes | None) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def alter(folder: Path, files: dict[str, Any]) -> None:
+    """Write each file: text, no file for None, a JSON file with other values for a dict."""
+    for name, content in files.items():
+        path = folder / name
         if content is None:
-            (folder / name).unlink()
+            path.unlink(missing_ok=True)
+        elif isinstance(content, dict):
+            folders.write(path, (json.loads(path.read_text()) if path.exists() else {}) | content)
         else:
-            (folder / name).write_bytes(content)
-
-    return change
+            path.write_text(content)
 
 
-def no_tokenizer(folder: Path) -> None:
-    for file in (*folder.glob("tokenizer*"), *folder.glob("vocab*")):
-        file.unlink()
-
-
-def vocabulary(text: str, config: dict[str, Any]) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / "tokenizer.json").unlink()
-        (folder / "vocab.txt").write_text(text)
-        folders.write(folder / "tokenizer_config.json", config)
-
-    return change
-
-
-def without_special_tokens(folder: Path) -> None:
-    record = json.loads((folder / "tokenizer.json").read_text())
-    folders.write(folder / "tokenizer.json", record | {"post_processor": None})
-
-
-LOWER = {"do_lower_case": True}
+LOWER = {"tokenizer.json": None, "tokenizer_config.json": {"do_lower_case": True}}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("files", "said"),
     [
-        (spoil("config.json", None), "config.json: no such file"),
-        (spoil("config.json", b"{"), "config.json: line 1 is not valid JSON"),
-        (spoil("model.safetensors", None), "holds neither model.safetensors nor"),
-        (spoil("model.safetensors", b"\x10"), "truncated or not safetensors"),
-        (spoil("tokenizer.json", b"{}"), "tokenizer.json: not a tokenizers file"),
-        (no_tokenizer, "holds neither tokenizer.json nor vocab.txt"),
-        (without_special_tokens, "puts no token of its own before and after a text"),
-        (vocabulary("\n".join(folders.SPECIAL), {}), "do_lower_case is None, expected true or false"),
-        (vocabulary("\n".join(folders.SPECIAL[:3]), LOWER), "vocab.txt: lacks the token [SEP]"),
+        ({"config.json": None}, "config.json: no such file"),
+        ({"config.json": "{"}, "config.json: line 1 is not valid JSON"),
+        ({"model.safetensors": None}, "holds neither model.safetensors nor"),
+        ({"model.safetensors": "\x10"}, "truncated or not safetensors"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json: not a tokenizers file"),
+        ({"tokenizer.json": None, "vocab.txt": None}, "holds neither tokenizer.json nor vocab.txt"),
+        ({"tokenizer.json": {"post_processor": None}}, "puts no token of its own before and after a text"),
         (
-            vocabulary("\n".join([*folders.VOCABULARY, "more"]), LOWER),
+            {"tokenizer.json": None, "tokenizer_config.json": "{}", "vocab.txt": "\n".join(folders.SPECIAL)},
+            "do_lower_case is None, expected true or false",
+        ),
+        (LOWER | {"vocab.txt": "\n".join(folders.SPECIAL[:3])}, "vocab.txt: lacks the token [SEP]"),
+        (
+            LOWER | {"vocab.txt": "\n".join([*folders.VOCABULARY, "more"])},
             f"has {len(folders.VOCABULARY) + 1} tokens, but the model {len(folders.VOCABULARY)}",
         ),
     ],
 )
-def test_bad_folders(copy: Callable[[str], Path], change: Callable[[Path], None], said: str) -> None:
+def test_bad_folders(copy: Callable[[str], Path], files: dict[str, Any], said: str) -> None:
     folder = copy("e5-base")
-    change(folder)
+    alter(folder, files)
     found = folders.refusal(lambda: load_encoder(folder))
     assert said in found and str(folder) in found
 
@@ -593,6 +569,7 @@ def test_a_vocabulary_much_smaller_than_the_model_is_anothers(tmp_path: Path) ->
 
 
 def test_half_a_pair(tmp_path: Path) -> None:
+    assert "no such folder; give the folder of an encoder" in folders.refusal(lambda: load_encoder(tmp_path / "none"))
     folder = folders.dpr_pair(tmp_path / "dpr")
     said = folders.refusal(lambda: load_encoder(folder / "ctx_encoder"))
     assert "holds one half of DPR (DPRContextEncoder); put both halves into one folder" in said
@@ -600,15 +577,7 @@ def test_half_a_pair(tmp_path: Path) -> None:
     assert "ctx_encoder: no such folder; DPR's encoders are a pair" in folders.refusal(lambda: load_encoder(folder))
     shutil.copytree(folder / "question_encoder", folder / "ctx_encoder")
     assert "holds a DPRQuestionEncoder, expected a DPRContextEncoder" in folders.refusal(lambda: load_encoder(folder))
-
-
-def test_halves_of_unlike_width(tmp_path: Path) -> None:
-    folder = folders.dpr_pair(tmp_path / "dpr")
     shutil.rmtree(folder / "ctx_encoder")
     config = transformers.DPRConfig(**folders.SIZES | {"hidden_size": 16})
     folders.save_model(folder / "ctx_encoder", folders.random_model(transformers.DPRContextEncoder, config))
     assert "queries get 32 dimensions and passages 16" in folders.refusal(lambda: load_encoder(folder))
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    assert "no such folder; give the folder of an encoder" in folders.refusal(lambda: load_encoder(tmp_path / "none"))
