@@ -126,7 +126,9 @@ def convert(
     if corpus is not None:
         write_jsonl(corpus, map(passage_record, pool.passages.values()))
     if skipped is not None:
-        write_jsonl(skipped, _skipped_records(tallies))
+        keys = ("where", "id", "reason")
+        found_out = ((tally.name, record) for tally in tallies for record in tally.skipped)
+        write_jsonl(skipped, ({"source": name, **dict(zip(keys, record, strict=True))} for name, record in found_out))
     figures = {"questions": written, **counts, "sources": [tally.figures() for tally in tallies]}
     if corpus is not None:
         figures |= {"passages in the corpus": len(pool.passages), "passages given another id": pool.renamed}
@@ -277,12 +279,6 @@ def _check_outcome(tallies: Sequence[Tally], corpus: str | Path | None, pool: Po
     if corpus is not None:
         texts = sum(len(passage.title) + len(passage.text) for passage in pool.passages.values())
         need_room(Path(corpus), _written(corpus, texts), "the corpus")
-
-
-def _skipped_records(tallies: Sequence[Tally]) -> Iterator[Record]:
-    for tally in tallies:
-        for where, id_, reason in tally.skipped:
-            yield {"source": tally.name, "where": where, "id": id_, "reason": reason}
 
 
 def _check_paths(sources: Sequence[MixSource], outputs: Sequence[Path], aliases: str | Path | None) -> None:

@@ -100,17 +100,14 @@ class LexicalEncoder:
 
     def encode_queries(self, queries: list[str]) -> Vectors:
         """Return float32 [len(queries), dim], rows of norm 1; a query without a known word is a zero row."""
-        return self._encode(queries)
+        vectors_ND = np.zeros((len(queries), self.dim), np.float32)
+        for start in range(0, len(queries), CHUNK):
+            vectors_ND[start : start + CHUNK] = self._encode_chunk(queries[start : start + CHUNK])
+        return vectors_ND
 
     def encode_passages(self, passages: list[str]) -> Vectors:
-        """Return float32 [len(passages), dim], rows of norm 1; a passage without a known word is a zero row."""
-        return self._encode(passages)
-
-    def _encode(self, texts: list[str]) -> Vectors:
-        vectors_ND = np.zeros((len(texts), self.dim), np.float32)
-        for start in range(0, len(texts), CHUNK):
-            vectors_ND[start : start + CHUNK] = self._encode_chunk(texts[start : start + CHUNK])
-        return vectors_ND
+        """Return `encode_queries` of passages."""
+        return self.encode_queries(passages)
 
     def _encode_chunk(self, texts: list[str]) -> npt.NDArray[np.float64]:
         rows: list[int] = []

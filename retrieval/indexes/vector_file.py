@@ -23,6 +23,7 @@ from thresher.common.hashes import Blocks
 Array = npt.NDArray[Any]
 # Bytes mapped or copied at a time while an index is built.
 SLICE_BYTES = 64 * 2**20
+HEADER_BYTES = 128
 # Threads that read single rows, each at least so many of them.
 READERS, READ_FEWEST = 4, 128
 
@@ -40,7 +41,7 @@ class VectorFile:
     @property
     def size(self) -> int:
         """Bytes of the whole file."""
-        return self._header_bytes() + self.rows * self._row_bytes
+        return HEADER_BYTES + self.rows * self._row_bytes
 
     def done(self) -> int:
         """Return how many rows are safely on the disk."""
@@ -50,7 +51,7 @@ class VectorFile:
             return self.rows if self.path.stat().st_size == self.size else 0
         counted = self._counted.read_text("ascii")
         rows = int(counted) if counted.isdecimal() else 0
-        return rows if self.path.stat().st_size >= self._header_bytes() + rows * self._row_bytes else 0
+        return rows if self.path.stat().st_size >= HEADER_BYTES + rows * self._row_bytes else 0
 
     def append(self, values_ND: Array) -> None:
         """Write the next rows, [n, dim], behind those that are `done`. The last ones finish the file."""
@@ -60,9 +61,9 @@ class VectorFile:
         with writing(self.path):
             if start == 0:
                 self._counted.unlink(missing_ok=True)
-                self._write_header()
+                self.path.write_bytes(self._header())
             with self.path.open("r+b") as file:
-                file.seek(self._header_bytes() + start * self._row_bytes)
+                file.seek(HEADER_BYTES + start * self._row_bytes)
                 file.write(np.ascontiguousarray(values_ND, self.dtype).data)
                 file.truncate()
                 file.flush()
@@ -83,7 +84,7 @@ class VectorFile:
     def read(self, first: int, count: int) -> Array:
         """Return rows first .. first + count - 1, mapped on their own."""
         self.verify(first, first + count)
-        offset = self._header_bytes() + first * self._row_bytes
+        offset = HEADER_BYTES + first * self._row_bytes
         return np.asarray(np.memmap(self.path, self.dtype, "r", offset, (count, self.dim)))
 
     def rows_at(self, row_S: npt.NDArray[np.int64]) -> Array:
@@ -111,19 +112,19 @@ class VectorFile:
     def verify(self, first: int, stop: int) -> None:
         """Compare the rows first .. stop - 1 with the file's hashes, if any. Damaged where they differ."""
         if self._blocks is not None and first < stop:
-            offset = self._header_bytes()
+            offset = HEADER_BYTES
             self._blocks.touch(offset + first * self._row_bytes, offset + stop * self._row_bytes)
 
     def _verify_rows(self, row_S: npt.NDArray[np.int64]) -> None:
         """Verify rows here and there, by their blocks, as `verify`."""
         if self._blocks is None or self._blocks.whole or not len(row_S):
             return
-        first_S = self._header_bytes() + row_S * self._row_bytes
+        first_S = HEADER_BYTES + row_S * self._row_bytes
         borders = np.concatenate([first_S, first_S + self._row_bytes - 1])
         self._blocks.check(np.unique(borders // self._blocks.block).tolist())
 
     def _read_into(self, descriptor: int, taken_SD: Array, row_S: npt.NDArray[np.int64]) -> None:
-        offset = self._header_bytes()
+        offset = HEADER_BYTES
         for row_D, row in zip(taken_SD, row_S.tolist(), strict=True):
             if os.preadv(descriptor, [row_D.data], offset + row * self._row_bytes) != self._row_bytes:
                 raise UserError(f"{self.path}: ends before row {row}; build the index again")
@@ -155,16 +156,10 @@ class VectorFile:
         self._counted.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
-    def _header_bytes(self) -> int:
-        return len(self._header())
-
-    def _write_header(self) -> None:
-        self.path.write_bytes(self._header())
-
     def _header(self) -> bytes:
         described = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.rows}, {self.dim}), }}"
-        # Version 1.0 of the format: magic, version, length of the text; padded so that the rows begin at byte 128.
-        text = described.ljust(117) + "\n"
+        # Version 1.0 of the format: magic, version, length of the text, the text, padded.
+        text = described.ljust(HEADER_BYTES - 11) + "\n"
         return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
 
 

@@ -393,7 +393,7 @@ class Batcher:
 
     def _answer(self, batch: _Batch) -> None:
         try:
-            found = self._find([query for _, queries in batch for query in queries], batch[0][0].k)
+            found = self._search([query for _, queries in batch for query in queries], batch[0][0].k)
         except Exception as error:
             if len(batch) == 1:
                 self._fail(batch[0][0], error)
@@ -401,6 +401,7 @@ class Batcher:
                 for one in batch:
                     self._answer([one])
             return
+        self.batches += 1
         start = 0
         for request, queries in batch:
             request.found += found[start : start + len(queries)]
@@ -414,11 +415,6 @@ class Batcher:
                 self._remove(request)
         if request.answer.set_running_or_notify_cancel():
             request.answer.set_exception(error)
-
-    def _find(self, queries: list[str], k: int) -> Found:
-        found = self._search(queries, k)
-        self.batches += 1
-        return found
 
 
 RETRY = (("retry-after", "1"),)
@@ -495,7 +491,12 @@ class App:
         """Return the answer to a request of `client`, whose body `read_body` awaits or refuses."""
         try:
             if not host_allowed(hosts, self._names):
-                raise _other_host(hosts)
+                found = f"names {hosts[0][:80]!r}" if len(hosts) == 1 else f"is there {len(hosts)} times"
+                raise Refused(
+                    403,
+                    f"the Host header {found}; expected an IP address, localhost or this machine's name once; "
+                    "serve-retriever --allow-host NAME adds another",
+                )
             answer = await self._answer(method, path, read_body, client)
         except Refused as refused:
             answer = _refusal(refused)
@@ -573,15 +574,6 @@ class App:
                 ("waiting_queries", "gauge", "queries that no search has begun for", self.batcher.waiting),
             )
         )
-
-
-def _other_host(hosts: Sequence[str]) -> Refused:
-    found = f"names {hosts[0][:80]!r}" if len(hosts) == 1 else f"is there {len(hosts)} times"
-    return Refused(
-        403,
-        f"the Host header {found}; expected an IP address, localhost or this machine's name once; "
-        "serve-retriever --allow-host NAME adds another",
-    )
 
 
 def _refusal(refused: Refused) -> Reply:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from thresher.cli import main as cli
@@ -29,7 +28,6 @@ from thresher.retrieval.building.plan import (
     measure_words,
     plan,
     show_seconds,
-    synthetic_vectors,
 )
 from thresher.retrieval.indexes.bm25 import build_bm25
 from thresher.retrieval.indexes.kinds import PROCESS_BYTES, estimate, usual_kinds
@@ -273,13 +271,6 @@ def test_a_plan_of_this_machine(small: Calibration):
     assert small.multiply() > 0 and small.product(8, False, 4096).rotation == 0
 
 
-def test_vectors_are_of_norm_1_the_same_every_time_and_fall_off():
-    vectors = synthetic_vectors(500, 64)
-    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
-    assert (vectors == synthetic_vectors(500, 64)).all() and (vectors != synthetic_vectors(500, 64, seed=1)).any()
-    assert (vectors[:, :8] ** 2).sum() > 4 * (vectors[:, -8:] ** 2).sum()
-
-
 def test_a_calibration_that_would_mean_nothing():
     with pytest.raises(UserError, match="sample is 1999; expected at"):
         Calibration(8, 1999)
@@ -313,19 +304,3 @@ def test_a_plan_of_words_speaks_of_words(tmp_path: Path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "1,000,000 passages, " in printed and "--encoder bm25" in printed
     assert "x 768" not in printed and "Encoding" not in printed and "Build" not in printed
-
-
-def test_the_command_joins_indexes(tmp_path: Path, capsys):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"title": "a", "text": "one two"}\n{"title": "b", "text": "two three"}\n')
-    for name, encoder in (("words", "bm25"), ("split", "bm25:tokens=split,variant=okapi")):
-        assert (
-            cli.run(["index", "build", "--corpus", str(corpus), "--encoder", encoder, "--out", str(tmp_path / name)])
-            == 0
-        )
-    members = [str(tmp_path / "words"), str(tmp_path / "split")]
-    assert cli.run(["index", "hybrid", *members, "--depth", "7", "--out", str(tmp_path / "both")]) == 0
-    assert json.loads((tmp_path / "both/hybrid.json").read_text())["depth"] == 7
-    capsys.readouterr()
-    assert cli.run(["index", "hybrid", members[0], "--out", str(tmp_path / "lone")]) == 2
-    assert "at least 2 indexes, got 1" in capsys.readouterr().err
