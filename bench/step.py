@@ -220,8 +220,9 @@ def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[
         last = time.monotonic()
         while our_round(None):
             pass
-    for warm in (*steps.of.values(), steps.parts):
-        del warm[:WARMUP]
+    warm: list[list[Any]] = [*steps.of.values(), steps.parts]
+    for taken in warm:
+        del taken[:WARMUP]
     return gaps, steps
 
 

@@ -29,14 +29,8 @@ CHATML = (
 SIZES = ("0.5B", "1.5B", "3B", "7B")
 MODELS = ("Qwen2.5-0.5B", *(f"Qwen2.5-{size}-Instruct" for size in SIZES), "eviomni", "M", "G")
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
-CONFIG = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 32_768,
-    "initializer_range": 0.1,
-    "rope_theta": 10_000.0,
-}
+CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 32_768}
+CONFIG |= {"initializer_range": 0.1, "rope_theta": 10_000.0}
 TEACHING = """
 [model]
 path = "untaught/model"
@@ -70,16 +64,9 @@ TRANSCRIPT = {
         {"source": "policy", "text": "<evaluate>Anna Bell.</evaluate> <answer>Anna Bell</answer>"},
     ],
 }
-SMALL_WORLD = Size(
-    people=12,
-    places=9,
-    works=12,
-    pieces=12,
-    train_questions=40,
-    test_questions=4,
-    warmup_worlds=2,
-    transcripts=32,
-)
+WORDS = {"people": 12, "places": 9, "works": 12, "pieces": 12}
+SMALL_WORLD = Size(**WORDS, train_questions=40, test_questions=4, warmup_worlds=2, transcripts=32)
+DATA = ("train", "dev", "questions", *(f"data/{name}" for name in ("hotpotqa_train", "hotpotqa_dev", "dev")))
 
 
 def make_world(folder: Path, tokenizer: Tokenizer) -> None:
@@ -139,29 +126,15 @@ def _data(folder: Path) -> None:
         {"id": f"p{n}", "title": name, "text": f"{name} is the mayor of town {n}."} for n, name in enumerate(NAMES)
     ]
     asked: list[dict[str, Any]] = [
-        {
-            "id": f"q{n}",
-            "question": f"Who is the mayor of town {n}?",
-            "golden_answers": [name],
-            "gold_titles": [name],
-            "passages": [passages[n], passages[n - 1]],
-            "gold_indices": [1],
-        }
+        {"id": f"q{n}", "question": f"Who is the mayor of town {n}?", "golden_answers": [name], "gold_titles": [name]}
+        | {"passages": [passages[n], passages[n - 1]], "gold_indices": [1]}
         for n, name in enumerate(NAMES)
     ]
     write_lines(folder / "corpus.jsonl", passages)
     with gzip.open(folder / "wiki.jsonl.gz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(passage) + "\n" for passage in passages)
     (folder / "data").mkdir()
-    for name in (
-        "train",
-        "dev",
-        "questions",
-        "data/hotpotqa_train",
-        "data/hotpotqa_dev",
-        "data/nq_hotpotqa_train",
-        "data/dev",
-    ):
+    for name in (*DATA, "data/nq_hotpotqa_train"):
         write_lines(folder / f"{name}.jsonl", asked)
     write_lines(folder / "in.jsonl", [TRANSCRIPT])
     (folder / "teacher").mkdir()
@@ -169,30 +142,20 @@ def _data(folder: Path) -> None:
     taught = {"passages": passages[:1], "segments": [{"source": "policy", "text": said}]}
     write_lines(folder / "teacher" / "trajectories.jsonl", [TRANSCRIPT | taught])
     (folder / "recipe.toml").write_text(SFT)
-    hotpot = [
-        {
-            "_id": question["id"],
-            "question": question["question"],
-            "answer": question["golden_answers"][0],
-            "supporting_facts": [[question["gold_titles"][0], 0]],
-            "context": [[passage["title"], [passage["text"]]] for passage in question["passages"]],
-        }
-        for question in asked
-    ]
+    both = [{"question": one["question"], "answer": one["golden_answers"][0]} for one in asked]
+    shown = [[(passage["title"], passage["text"]) for passage in one["passages"]] for one in asked]
     for name in ("hotpot_train", "2wiki_train"):
-        (folder / f"{name}.json").write_text(json.dumps([{**one, "_id": f"{name}-{one['_id']}"} for one in hotpot]))
+        facts = [
+            {"_id": f"{name}-q{n}", "supporting_facts": [[NAMES[n], 0]], "context": [[t, [text]] for t, text in pairs]}
+            for n, pairs in enumerate(shown)
+        ]
+        (folder / f"{name}.json").write_text(json.dumps([one | two for one, two in zip(facts, both, strict=True)]))
+    paragraphs = [
+        [{"idx": i, "title": t, "paragraph_text": text, "is_supporting": i == 0} for i, (t, text) in enumerate(pairs)]
+        for pairs in shown
+    ]
     musique = [
-        {
-            "id": f"musique-{question['id']}",
-            "question": question["question"],
-            "answer": question["golden_answers"][0],
-            "answerable": True,
-            "paragraphs": [
-                {"idx": n, "title": passage["title"], "paragraph_text": passage["text"], "is_supporting": n == 0}
-                for n, passage in enumerate(question["passages"])
-            ],
-        }
-        for question in asked
+        {"id": f"musique-q{n}", **one, "answerable": True, "paragraphs": paragraphs[n]} for n, one in enumerate(both)
     ]
     write_lines(folder / "musique_train.jsonl", musique)
 
@@ -210,10 +173,7 @@ def _downloads(world: Path) -> None:
         shutil.copy(world / "musique_train.jsonl", folder / "musique" / f"musique_ans_v1.0_{name}.jsonl")
     write_lines(folder / "2wiki" / "id_aliases.json", [{"Q_id": "Q1", "aliases": ["Somebody"], "demonyms": []}])
     asked = [{"id": one["_id"], "question": one["question"], "golden_answers": [one["answer"]]} for one in hotpot]
-    given = [
-        {"title": [title for title, _ in one["context"]], "content": [text for _, text in one["context"]]}
-        for one in hotpot
-    ]
+    given = [dict(zip(("title", "content"), zip(*one["context"], strict=True), strict=True)) for one in hotpot]
     bare = ("nq/train", "nq/dev", "nq/test", "triviaqa/test", "popqa/test", "bamboogle/test", "musique/dev")
     for path in (*bare, "hotpotqa/train", "hotpotqa/dev", "2wikimultihopqa/dev"):
         records = [
