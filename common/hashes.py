@@ -118,21 +118,20 @@ def write_hashes(folder: Path, leave_out: Collection[str] = ()) -> None:
 
 def write_list(path: Path, files: Mapping[str, Path]) -> None:
     """Write the hashes of these files (name -> place) as `path`."""
-    listed = {}
-    for name, place in files.items():
-        size = place.stat().st_size
-        listed[name] = {"bytes": size, "digests": _digests(place, BLOCK, range(-(-size // BLOCK)))}
+    listed = {name: dict(zip(("bytes", "digests"), _hash_file(place), strict=True)) for name, place in files.items()}
     record = {"format": FORMAT, "block": BLOCK, "files": listed, "own": _own(BLOCK, listed)}
     atomic_write_text(path, json.dumps(record, indent=0) + "\n")
 
 
 def content_digest(files: Iterable[Path]) -> str:
     """Return a digest of the names and contents of these files. UserError where one cannot be read."""
-    listed = []
-    for path in files:
-        size = path.stat().st_size
-        listed.append([path.name, size, _digests(path, BLOCK, range(-(-size // BLOCK)))])
+    listed = [[path.name, *_hash_file(path)] for path in files]
     return _digest(json.dumps(listed).encode("utf-8", "surrogatepass"))
+
+
+def _hash_file(path: Path) -> tuple[int, list[str]]:
+    size = path.stat().st_size
+    return size, _digests(path, BLOCK, range(-(-size // BLOCK)))
 
 
 def read_hashes(folder: Path, expected: bool = False, file: str = FILE) -> Hashes | None:

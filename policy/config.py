@@ -155,18 +155,12 @@ def read_config(folder: str | Path) -> ModelConfig:
         return config
     generation = read_json_object(generation_path)
     where = str(generation_path)
-    changes: dict[str, Any] = {}
-    if eos := _token_ids(generation, "eos_token_id", where):
-        changes["eos_token_ids"] = eos
-    for key in ("bos_token_id", "pad_token_id"):
-        if (token := _token_id(generation, key, where)) is not None:
-            changes[key] = token
+    found: dict[str, Any] = {"eos_token_ids": _token_ids(generation, "eos_token_id", where) or None}
+    found |= {key: _token_id(generation, key, where) for key in ("bos_token_id", "pad_token_id")}
+    changes = {key: value for key, value in found.items() if value is not None}
     # Keys with an underscore are transformers' notes to itself, void once the values above are written out.
-    changes["generation_extra"] = {
-        key: value
-        for key, value in generation.items()
-        if key not in ("eos_token_id", "bos_token_id", "pad_token_id") and not key.startswith("_")
-    }
+    own = {key: value for key, value in generation.items() if key not in ("eos_token_id", *found) and key[:1] != "_"}
+    changes["generation_extra"] = own
     return _with_location(where, lambda: dataclasses.replace(config, **changes))
 
 
@@ -177,21 +171,16 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
     rules = rules_of(model_type)
     _refuse_unsupported(d, rules, where)
     values: dict[str, Any] = {key: _integer(d, key, where) for key in (*_INTEGERS, *rules.integers)}
-    if d.get("head_dim") is None:
-        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-    else:
-        values["head_dim"] = _integer(d, "head_dim", where)
-    values["model_type"] = model_type
-    values["rms_norm_eps"] = _number(d, "rms_norm_eps", where)
+    quotient = values["hidden_size"] // values["num_attention_heads"]
+    values["head_dim"] = quotient if d.get("head_dim") is None else _integer(d, "head_dim", where)
+    values |= {"model_type": model_type, "rms_norm_eps": _number(d, "rms_norm_eps", where)}
     values["rope_theta"], values["rope_scaling"] = _rope(d, where)
     if "initializer_range" in d:
         values["initializer_range"] = _number(d, "initializer_range", where)
-    if not isinstance(tied := _present(d, "tie_word_embeddings", where, "true or false"), bool):
-        raise _wrong(where, "tie_word_embeddings", tied, "true or false")
-    values["tie_word_embeddings"] = tied
+    key = "tie_word_embeddings"
+    values[key] = _checked(d, key, where, "true or false", lambda value: isinstance(value, bool))
     values["eos_token_ids"] = _token_ids(d, "eos_token_id", where)
-    values["bos_token_id"] = _token_id(d, "bos_token_id", where)
-    values["pad_token_id"] = _token_id(d, "pad_token_id", where)
+    values |= {key: _token_id(d, key, where) for key in ("bos_token_id", "pad_token_id")}
     known = values.keys() | _NOT_KEPT | {"eos_token_id"} | rules.constants.keys()
     values["extra"] = {key: value for key, value in d.items() if key not in known}
     return _with_location(where, lambda: ModelConfig(**values))
@@ -290,25 +279,24 @@ def _with_location(where: str, build: Callable[[], Found]) -> Found:
         raise UserError(f"{where}: {error}") from None
 
 
-def _present(d: dict[str, Any], key: str, where: str, expected: str) -> Any:
+def _checked(d: dict[str, Any], key: str, where: str, expected: str, fits: Callable[[Any], bool]) -> Any:
     if key not in d:
         raise UserError(f"{where}: key {key} is missing, expected {expected}; add it or fetch the file again")
+    if not fits(d[key]):
+        raise _wrong(where, key, d[key], expected)
     return d[key]
 
 
 def _integer(d: dict[str, Any], key: str, where: str) -> int:
     expected = f"a positive integer up to {LARGEST_SIZE:,}"
-    value = _present(d, key, where, expected)
-    if not _is_integer(value) or not 1 <= value <= LARGEST_SIZE:
-        raise _wrong(where, key, value, expected)
-    return int(value)
+    return int(_checked(d, key, where, expected, lambda value: _is_integer(value) and 1 <= value <= LARGEST_SIZE))
 
 
 def _number(d: dict[str, Any], key: str, where: str) -> float:
-    value = _present(d, key, where, "a positive number")
-    if not (_is_integer(value) or isinstance(value, float)) or not 0 < value <= sys.float_info.max:
-        raise _wrong(where, key, value, "a positive number")
-    return float(value)
+    def fits(value: Any) -> bool:
+        return (_is_integer(value) or isinstance(value, float)) and 0 < value <= sys.float_info.max
+
+    return float(_checked(d, key, where, "a positive number", fits))
 
 
 def _token_id(d: dict[str, Any], key: str, where: str) -> int | None:

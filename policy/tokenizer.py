@@ -101,20 +101,14 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` each text, in one call to the library, which is much faster for many short ones."""
-        try:
-            with panics_refused(texts, self._where):
-                encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:
-            raise _unencodable(texts) from None
+        with panics_refused(texts, self._where):
+            encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_template(self, text: str) -> list[int]:
         """Encode text with added tokens recognised. For templates only, never for text that others wrote."""
-        try:
-            with panics_refused([text], self._where):
-                return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
-        except TypeError:
-            raise _unencodable([text]) from None
+        with panics_refused([text], self._where):
+            return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes of one token (UTF-8 of its content for an added token); ValueError for no such id."""
@@ -368,10 +362,12 @@ def _build(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
 @contextmanager
 def panics_refused(texts: Sequence[str], where: str) -> Iterator[None]:
     """Raise UserError where the tokenizers library panics over `texts`: on millions of spaces, or where the tokenizer's
-    pattern tries all ways to cut a text. A panic is a BaseException."""
+    pattern tries all ways to cut a text; and for a lone surrogate. A panic is a BaseException."""
     try:
         yield
     except BaseException as error:
+        if isinstance(error, TypeError) and texts:
+            raise _unencodable(texts) from None
         if type(error).__name__ != "PanicException":
             raise
         longest = max(texts, key=len, default="")

@@ -167,9 +167,6 @@ def test_what_is_read_whole_is_a_regular_file_of_a_limited_size(tmp_path: Path) 
     with pytest.raises(UserError, match="latin: not valid UTF-8 at byte 1; convert the file"):
         read_text(tmp_path / "latin")
     assert read_text(tmp_path / "windows") == "ü\nb\n"
-
-
-def test_json_that_python_cannot_read() -> None:
     for data, expected in (
         (b'{"a": ' + b"9" * 5000 + b"}", "x: holds a number of more than 4,300 digits"),
         (b"\xff", "x: not valid JSON"),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import unicodedata
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -192,17 +193,16 @@ def test_the_tokenizers_normal_form_cannot_bring_a_tag_back() -> None:
     assert escape_tags(kelvin, tag_strings("OK")) == "< OK>"
 
 
-@pytest.mark.parametrize("tags", [["answer"], ["<two words>"], ["<é>"], ["<a><b>"], ["<"], [""], [7], "</a>"])
-def test_escape_tags_refuses_what_is_no_tag(tags: list[str]) -> None:
-    with pytest.raises(UserError, match="between < and >"):
-        escape_tags("text", tags)
-
-
-@pytest.mark.parametrize("name", ["", "<answer>", "/answer", "two words", "é", 7])
-def test_a_name_that_is_no_word_is_refused(name: str) -> None:
-    for read in (tag_strings, lambda tag: blocks([], tag), lambda tag: tag_sequence([], [tag])):
-        with pytest.raises(UserError, match="ASCII word"):
-            read(name)
+def test_what_is_no_tag_and_no_name_is_refused() -> None:
+    wrong: list[Any] = [["answer"], ["<two words>"], ["<é>"], ["<a><b>"], ["<"], [""], [7], "</a>"]
+    for tags in wrong:
+        with pytest.raises(UserError, match="between < and >"):
+            escape_tags("text", tags)
+    names: list[Any] = ["", "<answer>", "/answer", "two words", "é", 7]
+    for name in names:
+        for read in (tag_strings, lambda tag: blocks([], tag), lambda tag: tag_sequence([], [tag])):
+            with pytest.raises(UserError, match="ASCII word"):
+                read(name)
 
 
 @pytest.mark.parametrize(

@@ -75,27 +75,23 @@ def test_parts_of_the_maximum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "cap", "relevance"),
+    ("gold", "named", "cap", "relevance"),
     [
-        ("[1,2,3,4,5]", None, 0.5),
-        ("[1,2,3,4,5]", 5, 0.5),
-        ("[1,2,3,4,5]", 4, 0.0),
-        ("[1,1,1,2]", 2, 0.5),  # named twice is named once
-        ("[1,5]", 1, 1.0),  # the gold set is right, whatever its size
-        ("[2,3]", 4, 0.0),
+        ([1, 5], "[1,2,3,4,5]", None, 0.5),
+        ([1, 5], "[1,2,3,4,5]", 5, 0.5),
+        ([1, 5], "[1,2,3,4,5]", 4, 0.0),  # a cap closes the hole of naming all
+        ([1, 5], "[1,1,1,2]", 2, 0.5),  # named twice is named once
+        ([1, 5], "[1,5]", 1, 1.0),  # the gold set is right, whatever its size
+        (None, "[1,5]", None, 0.0),
+        (None, "[]", None, 0.0),
+        ([], "[]", None, 1.0),
+        ([], "", None, 0.0),
+        ([], "[1]", None, 0.0),
     ],
 )
-def test_a_cap_closes_the_hole_of_naming_all(named: str, cap: int | None, relevance: float) -> None:
-    result = arena_reward(attempt(sections(named), gold_indices=[1, 5]), max_indices=cap)
+def test_relevance(gold: list[int] | None, named: str, cap: int | None, relevance: float) -> None:
+    result = arena_reward(attempt(sections(named), gold_indices=gold), max_indices=cap)
     assert result.parts["relevance"] == relevance
-
-
-@pytest.mark.parametrize(
-    ("gold", "named", "relevance"),
-    [(None, "[1,5]", 0.0), (None, "[]", 0.0), ([], "[]", 1.0), ([], "", 0.0), ([], "[1]", 0.0), ([1], "[]", 0.0)],
-)
-def test_gold_indices_that_are_unknown_or_none(gold: list[int] | None, named: str, relevance: float) -> None:
-    assert arena_reward(attempt(sections(named), gold_indices=gold)).parts["relevance"] == relevance
 
 
 @pytest.mark.parametrize(

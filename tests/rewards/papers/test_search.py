@@ -63,39 +63,27 @@ def test_the_parts_explain_the_reward() -> None:
     assert (silent.reward, silent.answer, silent.parts["answered"], silent.parts["f1"]) == (0.0, None, False, 0.0)
 
 
-def test_the_evaluation_part_depends_on_the_evaluations_whatever_the_answer() -> None:
+def test_the_switches_of_eval_rar() -> None:
     right = transcript(SEARCH, PASSAGE, "p:<evaluate>Paris</evaluate><answer>Paris</answer>")
-    result = eval_rar_reward(right, "Paris")
+    result, off = (eval_rar_reward(right, "Paris", evaluation_reward=on) for on in (True, False))
     assert (result.reward, result.parts["answer"], result.parts["evaluation"]) == (1.0, 1.0, 0.1)
-    off = eval_rar_reward(right, "Paris", evaluation_reward=False)
     assert (off.parts["evaluation"], off.parts["evaluate_contains"]) == (0.0, True)
-    early = eval_rar_reward(transcript("p:<evaluate>Paris</evaluate>"), "Paris", count_before_search=False)
-    assert early.parts["evaluation"] == 0.0
 
-
-def test_evaluating_before_any_search_counts_unless_switched_off() -> None:
     early = transcript("p:<evaluate>Lyon</evaluate><search>q</search>", "r:..", "p:<answer>Rome</answer>")
     late = transcript("p:<search>q</search>", "r:..", "p:<evaluate>Lyon</evaluate><answer>Rome</answer>")
     never = transcript("p:<search> </search><evaluate>Lyon</evaluate><answer>Rome</answer>")
     assert [eval_rar_reward(t, "Lyon").reward for t in (early, late, never)] == [0.1, 0.1, 0.1]
     strict = [eval_rar_reward(t, "Lyon", count_before_search=False) for t in (early, late, never)]
-    assert [result.reward for result in strict] == [0.0, 0.1, 0.0]
-    assert [result.parts["evaluations"] for result in strict] == [0, 1, 0]
+    assert [(result.reward, result.parts["evaluations"]) for result in strict] == [(0.0, 0), (0.1, 1), (0.0, 0)]
 
-
-def test_without_an_answer_the_released_code_gives_nothing() -> None:
-    pieces = transcript("p:<search>q</search>", "r:..", "p:<evaluate>Lyon</evaluate>")
-    assert eval_rar_reward(pieces, "Lyon").reward == 0.1
-    required = eval_rar_reward(pieces, "Lyon", require_answer=True)
+    open_ended = transcript("p:<search>q</search>", "r:..", "p:<evaluate>Lyon</evaluate>")
+    required = eval_rar_reward(open_ended, "Lyon", require_answer=True)
     assert required.reward == 0.0 and required.parts["evaluate_contains"] is True
     answered = transcript("p:<evaluate>Lyon</evaluate><answer></answer>")
     assert eval_rar_reward(answered, "Lyon", require_answer=True).reward == 0.1
 
-
-def test_plain_substrings_are_a_switch() -> None:
-    pieces = transcript("p:<evaluate>I do not know</evaluate><answer>?</answer>")
-    assert eval_rar_reward(pieces, "no").reward == 0.0
-    assert eval_rar_reward(pieces, "no", substring=True).reward == 0.1
+    unsure = transcript("p:<evaluate>I do not know</evaluate><answer>?</answer>")
+    assert [eval_rar_reward(unsure, "no", substring=on).reward for on in (False, True)] == [0.0, 0.1]
     apart = transcript("p:<evaluate>New</evaluate><evaluate>York</evaluate>")
     for gold in ("New York", "newyork", "New\nYork"):
         assert eval_rar_reward(apart, gold, substring=True).reward == 0.0
