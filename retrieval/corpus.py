@@ -8,7 +8,6 @@ offsets (gzip, a JSON list or object), or one that is cut into chunks, is copied
 
 import hashlib
 import json
-import operator
 import os
 import weakref
 from array import array
@@ -138,10 +137,18 @@ class Corpus(Sequence[Passage]):
     @overload
     def __getitem__(self, row: slice) -> tuple[Passage, ...]: ...
     def __getitem__(self, row: int | slice) -> Passage | tuple[Passage, ...]:
-        return self._passages[row]
+        if isinstance(row, slice):
+            rows = range(len(self))[row]
+            return tuple(self._run(rows.start, rows.stop) if rows.step == 1 else (self[each] for each in rows))
+        row = range(len(self))[row]
+        return next(self._run(row, row + 1))
 
     def __iter__(self) -> Iterator[Passage]:
-        return iter(self._passages)
+        for start in range(0, len(self), PASSAGES_AT_A_TIME):
+            yield from self._run(start, min(start + PASSAGES_AT_A_TIME, len(self)))
+
+    def _run(self, first: int, end: int) -> Iterator[Passage]:
+        return iter(self._passages[first:end])
 
     @cached_property
     def sha256(self) -> str:
@@ -336,26 +343,6 @@ class _StoredCorpus(Corpus):
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
-
-    @overload
-    def __getitem__(self, row: int) -> Passage: ...
-    @overload
-    def __getitem__(self, row: slice) -> tuple[Passage, ...]: ...
-    def __getitem__(self, row: int | slice) -> Passage | tuple[Passage, ...]:
-        if isinstance(row, slice):
-            rows = range(len(self))[row]
-            if rows.step == 1:
-                return tuple(self._run(rows.start, rows.stop))
-            return tuple(self[row] for row in rows)
-        row = operator.index(row)
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a corpus of {len(self)} passages")
-        row %= len(self)
-        return next(self._run(row, row + 1))
-
-    def __iter__(self) -> Iterator[Passage]:
-        for start in range(0, len(self), PASSAGES_AT_A_TIME):
-            yield from self._run(start, min(start + PASSAGES_AT_A_TIME, len(self)))
 
     def _run(self, first: int, end: int) -> Iterator[Passage]:
         """Return the passages of rows `first` up to `end`, by one read."""

@@ -208,7 +208,6 @@ def build_index(
 ) -> Index:
     """Encode every passage and write an exact index into `folder`, which appears whole or not at all; an interrupted
     build leaves nothing (`build_folder` resumes). UserError for a folder that exists."""
-    check_embed(embed)
     folder = Path(folder)
     with staged_folder(folder) as staged:
         kind = parse_kind("flat", len(corpus), encoder.dim)

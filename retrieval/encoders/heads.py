@@ -31,7 +31,7 @@ from thresher.retrieval.encoders.tokenizer import (
     PairTokenizer,
     count_tokens,
     load_pair_tokenizer,
-    read_framed_tokenizer,
+    read_tokenizer,
 )
 from thresher.retrieval.encoders.transformer import DEBERTA, LENGTH_STEP, Bert, load_bert, load_deberta
 
@@ -270,7 +270,7 @@ def load_token_classifier(
             f"{folder / 'config.json'}: holds a {named}, expected one ..ForTokenClassification; use a model that "
             "classifies tokens, such as LLMLingua-2's"
         )
-    tokenizer, _ = read_framed_tokenizer(folder, bert.config.vocab_size)
+    tokenizer, _ = read_tokenizer(folder, bert.config.vocab_size)
     if bert.config.max_positions < 3:
         raise UserError(f"{folder}: has {bert.config.max_positions} positions, expected 3 at least; use another model")
     advice = "a model that classifies tokens, such as LLMLingua-2's"

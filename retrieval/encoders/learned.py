@@ -111,7 +111,8 @@ def read_settings(
     for name in ("pooling", "normalize"):
         if name not in found:
             raise UserError(f"{folder}: no file says how its vectors are made ({name} is unknown); {_ASK}")
-    found = dict.fromkeys(("query_prefix", "passage_prefix"), ("", _NO_PREFIX)) | found
+    no_prefixes: _Found = dict.fromkeys(("query_prefix", "passage_prefix"), ("", _NO_PREFIX))
+    found = no_prefixes | found
     if "max_length" not in found:
         found["max_length"] = _tokenizer_length(passage, limit)
     _check(folder, found, limit)

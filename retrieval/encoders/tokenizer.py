@@ -70,24 +70,13 @@ def _encode_bare(tokenizer: tokenizers.Tokenizer, texts: list[str], where: str) 
 
 def load_wordpiece(folder: Path, vocab_size: int, max_length: int) -> WordPiece:
     """Read the tokenizer of a model folder for a model with `vocab_size` rows of embeddings."""
-    tokenizer, files = read_framed_tokenizer(folder, vocab_size)
+    tokenizer, files = read_tokenizer(folder, vocab_size)
     return WordPiece(tokenizer, max_length, files)
 
 
-def read_framed_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
-    """As `read_tokenizer`; UserError too for one that puts no token before and after a text."""
-    tokenizer, files = read_tokenizer(folder, vocab_size)
-    if len(tokenizer.encode("").ids) != 2:
-        raise UserError(
-            f"{files[0]}: puts no token of its own before and after a text, as BERT's [CLS] and [SEP]; use the "
-            "tokenizer that belongs to the model"
-        )
-    return tokenizer, files
-
-
-def read_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
+def read_tokenizer(folder: Path, vocab_size: int, pairs: bool = False) -> tuple[tokenizers.Tokenizer, tuple[Path, ...]]:
     """Return the tokenizer of a model folder, which neither cuts nor pads, and its files. UserError where its
-    vocabulary is not that of a model with `vocab_size` rows."""
+    vocabulary is not that of a model with `vocab_size` rows, or it puts no tokens around a text (or a pair)."""
     tokenizer, files = _read(folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -95,6 +84,11 @@ def read_tokenizer(folder: Path, vocab_size: int) -> tuple[tokenizers.Tokenizer,
     if not vocab_size - PADDING_ROWS < rows <= vocab_size:
         raise UserError(
             f"{files[0]}: has {rows} tokens, but the model {vocab_size}; use the tokenizer that belongs to the model"
+        )
+    if tokenizer.num_special_tokens_to_add(True) < 3 if pairs else len(tokenizer.encode("").ids) != 2:
+        where = "tokens of its own around two texts" if pairs else "token of its own before and after a text"
+        raise UserError(
+            f"{files[0]}: puts no {where}, as BERT's [CLS] and [SEP]; use the tokenizer that belongs to the model"
         )
     return tokenizer, files
 
@@ -187,10 +181,5 @@ def load_pair_tokenizer(folder: Path, vocab_size: int, max_tokens: int) -> PairT
             f"{folder}: its tokenizer is a sentencepiece file, which is not read; convert it once: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
         )
-    tokenizer, files = read_tokenizer(folder, vocab_size)
-    if tokenizer.num_special_tokens_to_add(True) < 3:
-        raise UserError(
-            f"{files[0]}: puts no tokens of its own around two texts, as BERT's [CLS] and [SEP]; use the tokenizer "
-            "that belongs to the model"
-        )
+    tokenizer, _ = read_tokenizer(folder, vocab_size, pairs=True)
     return PairTokenizer(tokenizer, max_tokens)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object, staged_folder
-from thresher.retrieval.corpus import Corpus, check_embed, embedded_text
+from thresher.retrieval.corpus import Corpus, embedded_text
 from thresher.retrieval.encoders.lexical import COUNTING, PROGRESS_STEP, words
 from thresher.retrieval.indexes.kinds import OnStage
 from thresher.retrieval.indexes.manifest import (
@@ -137,7 +137,6 @@ def build_bm25(
 ) -> Bm25Index:
     """Count and score the words of every passage and write the index into `folder`, which appears whole or not at all.
     UserError for a `folder` that exists, and for a corpus without a word."""
-    check_embed(embed)
     import bm25s
 
     settings = settings or Bm25Settings()

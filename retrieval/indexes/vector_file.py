@@ -56,8 +56,6 @@ class VectorFile:
     def append(self, values_ND: Array) -> None:
         """Write the next rows, [n, dim], behind those that are `done`. The last ones finish the file."""
         start = self.done()
-        if values_ND.shape[1:] != (self.dim,) or start + len(values_ND) > self.rows:
-            raise ValueError(f"{self.path}: {values_ND.shape} behind {start} rows does not fit {self.rows, self.dim}")
         with writing(self.path):
             if start == 0:
                 self._counted.unlink(missing_ok=True)

@@ -24,18 +24,12 @@ def write(path, *records):
         ({"question": "q?", "answer": ["a", "b"]}, Question("0", "q?", ("a", "b"), {})),
         ({"question": "q?", "answers": ["a"]}, Question("0", "q?", ("a",), {})),
         ({"id": 0, "question": "q?", "golden_answers": ["a"]}, Question("0", "q?", ("a",), {})),
-        (
-            {"id": "x", "question": "q?", "golden_answers": ["a"], "answer": "b"},
-            Question("x", "q?", ("a",), {}),
-        ),
+        ({"id": "x", "question": "q?", "golden_answers": ["a"], "answer": "b"}, Question("x", "q?", ("a",), {})),
         (
             {"id": "x", "question": "q?", "answer": "a", "level": "hard", "metadata": {"hops": 2}},
             Question("x", "q?", ("a",), {"hops": 2, "level": "hard"}),
         ),
-        (
-            {"question": "q?", "answer": "a", "metadata": None},
-            Question("0", "q?", ("a",), {"metadata": None}),
-        ),
+        ({"question": "q?", "answer": "a", "metadata": None}, Question("0", "q?", ("a",), {"metadata": None})),
     ],
 )
 def test_records_become_questions(tmp_path, record, question):
@@ -96,6 +90,7 @@ def test_what_is_unknown_is_left_out_of_the_record():
 
 
 GOOD = {"id": "first", "question": "q?", "answer": "a"}
+ASKED = {"question": "q?", "answer": "a"}
 
 
 @pytest.mark.parametrize(
@@ -103,40 +98,24 @@ GOOD = {"id": "first", "question": "q?", "answer": "a"}
     [
         ({"question": "q?"}, "no gold answer"),
         ({"question": "q?", "golden_answers": []}, '"golden_answers" is an empty list'),
-        ({"question": "q?", "answer": 7}, '"answer" should be a list of strings'),
-        ({"question": "q?", "answer": ["a", 7]}, '"answer", item 2, should be a string, found a number'),
-        ({"question": "q?", "answer": ""}, '"answer", item 1, is empty'),
+        ({**ASKED, "answer": 7}, '"answer" should be a list of strings'),
+        ({**ASKED, "answer": ["a", 7]}, '"answer", item 2, should be a string, found a number'),
+        ({**ASKED, "answer": ""}, '"answer", item 1, is empty'),
         ({"answer": "a"}, 'no "question"'),
-        ({"question": " ", "answer": "a"}, '"question" is empty'),
-        ({"id": ["x"], "question": "q?", "answer": "a"}, '"id" should be a string, found a list'),
-        ({"id": "first", "question": "q?", "answer": "a"}, "the id 'first' was used before"),
-        ({"question": "q?", "answer": "a", "passages": {}}, '"passages" should be a list of objects, found an object'),
-        ({"question": "q?", "answer": "a", "passages": ["t"]}, '"passages", item 1: expected a JSON object'),
-        ({"question": "q?", "answer": "a", "passages": [{"title": "T"}]}, '"passages", item 1: no "text"'),
-        ({"question": "q?", "answer": "a", "passages": [ALPHA, {**BETA, "text": " "}]}, "item 2, holds no text"),
-        ({"question": "q?", "answer": "a", "passages": [{**ALPHA, "gold": 1}]}, '"gold" should be true or false'),
-        (
-            {"question": "q?", "answer": "a", "passages": [{**ALPHA, "gold": True}], "gold_indices": [1]},
-            'both "gold_indices" and passages with a "gold" flag',
-        ),
-        (
-            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [2]},
-            '"gold_indices" names passage 2 of 1',
-        ),
-        (
-            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [0]},
-            '"gold_indices" names passage 0 of 1',
-        ),
-        ({"question": "q?", "answer": "a", "gold_indices": [1]}, '"gold_indices" names passage 1 of 0'),
-        (
-            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [1, 1]},
-            '"gold_indices" names passage 1 twice',
-        ),
-        (
-            {"question": "q?", "answer": "a", "passages": [ALPHA], "gold_indices": [True]},
-            '"gold_indices" should be a list of whole numbers',
-        ),
-        ({"question": "q?", "answer": "a", "gold_indices": 1}, '"gold_indices" should be a list of whole numbers'),
+        ({**ASKED, "question": " "}, '"question" is empty'),
+        ({**ASKED, "id": ["x"]}, '"id" should be a string, found a list'),
+        (GOOD, "the id 'first' was used before"),
+        ({**ASKED, "passages": {}}, '"passages" should be a list of objects, found an object'),
+        ({**ASKED, "passages": ["t"]}, '"passages", item 1: expected a JSON object'),
+        ({**ASKED, "passages": [{"title": "T"}]}, '"passages", item 1: no "text"'),
+        ({**ASKED, "passages": [ALPHA, {**BETA, "text": " "}]}, "item 2, holds no text"),
+        ({**ASKED, "passages": [{**ALPHA, "gold": 1}]}, '"gold" should be true or false'),
+        ({**ASKED, "passages": [{**ALPHA, "gold": True}], "gold_indices": [1]}, 'both "gold_indices" and passages'),
+        ({**ASKED, "passages": [ALPHA], "gold_indices": [2]}, '"gold_indices" names passage 2 of 1'),
+        ({**ASKED, "passages": [ALPHA], "gold_indices": [0]}, '"gold_indices" names passage 0 of 1'),
+        ({**ASKED, "passages": [ALPHA], "gold_indices": [1, 1]}, '"gold_indices" names passage 1 twice'),
+        ({**ASKED, "passages": [ALPHA], "gold_indices": [True]}, '"gold_indices" should be a list of whole numbers'),
+        ({**ASKED, "gold_indices": 1}, '"gold_indices" should be a list of whole numbers'),
     ],
 )
 def test_a_bad_question_is_named_by_file_and_line(tmp_path, record, message):

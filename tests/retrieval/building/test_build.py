@@ -78,11 +78,14 @@ def run(folder: Path, kind: str, keep: str = "float32", **changes) -> list[tuple
     return seen
 
 
+def python(script: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=ROOT, text=True, **options)
+
+
 def killed(folder: Path, kind: str, keep: str, stage: str, call: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
-    arguments = [sys.executable, "-c", KILLED, str(folder), kind, keep, stage, str(call)]
-    environment["PYTHONSAFEPATH"] = "1"
-    assert subprocess.run(arguments, env=environment, cwd=ROOT).returncode == -signal.SIGKILL
+    assert python(KILLED, folder, kind, keep, stage, call).returncode == -signal.SIGKILL
     assert not folder.exists() and work_folder(folder).is_dir()
 
 
@@ -250,7 +253,4 @@ def test_ram_while_building_stays_below_its_bound(tmp_path, least, kind, share):
 
 
 def measured(folder: Path, kind: str, count: int) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "PYTHONSAFEPATH": "1"}
-    arguments = [sys.executable, "-c", MEASURED, str(folder), kind, str(count)]
-    done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(done.stdout)
+    return int(python(MEASURED, folder, kind, count, capture_output=True, check=True).stdout)

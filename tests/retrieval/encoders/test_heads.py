@@ -86,6 +86,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     # WordPiece takes 150 letters in a row for one unknown word.
     assert classifier.cut == (2 if "deberta" in name else 1) and classifier.max_tokens == 70
     assert classifier.labels == ("contradiction", "entailment", "neutral")[: truth_NK.shape[1]]
+    # A pair alone is as near to float64.
+    folders.check_near(torch.cat([classifier.logits([pair]) for pair in PAIRS]), reference_NK, truth_NK)
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +112,6 @@ def test_a_pair_is_independent_of_batch_composition(name: str, tmp_path: Path) -
     assert torch.equal(load_classifier(tmp_path, batch_tokens=1).logits(pairs), together_NK)
     for rows in ([0], [5, 3], [2, 9, 2]):
         assert torch.equal(classifier.logits([pairs[row] for row in rows]), together_NK[rows])
-
-
-@pytest.mark.parametrize("name", ["deberta-v3", "deberta-v2-convolution"])
-def test_the_batch_changes_a_debertas_pair_by_rounding_at_most(name: str, tmp_path: Path) -> None:
-    """Alone it is as near to float64 as together (see above)."""
-    model = MODELS[name]()
-    folder = folders.save_classifier(tmp_path, model)
-    reference_NK, truth_NK = theirs(folder, model, PAIRS), theirs(folder, model.double(), PAIRS)
-    classifier = load_classifier(folder)
-    folders.check_near(torch.cat([classifier.logits([pair]) for pair in PAIRS]), reference_NK, truth_NK)
 
 
 def test_a_batch_holds_no_more_tokens_than_it_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,26 +159,25 @@ def test_a_megabyte_and_half_a_character_pair_are_read(classifier: Classifier) -
 # labels
 
 
-@pytest.mark.parametrize(
-    ("names", "place"),
-    [
-        (["entailment", "neutral", "contradiction"], 0),
-        (["CONTRADICTION", "NEUTRAL", "ENTAILMENT"], 2),
-        (["Contradiction", " Entailment ", "Neutral"], 1),
-        (["not_entailment", "x", "entailment"], 2),
-    ],
-)
-def test_entailment_is_found_by_its_name(folder: Path, tmp_path: Path, names: list[str], place: int) -> None:
-    copy = folders.edit(folder, tmp_path / "c", id2label={str(number): name for number, name in enumerate(names)})
-    assert load_classifier(copy).entailment == place
+def named(folder: Path, copy: Path, names: Any) -> Path:
+    return folders.edit(folder, copy, id2label={str(number): name for number, name in enumerate(names)})
+
+
+def test_entailment_is_found_by_its_name(folder: Path, tmp_path: Path) -> None:
+    for place, names in (
+        (0, ["entailment", "neutral", "contradiction"]),
+        (2, ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]),
+        (1, ["Contradiction", " Entailment ", "Neutral"]),
+        (2, ["not_entailment", "x", "entailment"]),
+    ):
+        assert load_classifier(named(folder, tmp_path / "".join(names).strip(), names)).entailment == place
 
 
 @pytest.mark.parametrize(
     "names", [["LABEL_0", "LABEL_1", "LABEL_2"], None, ["entailment", "Entailment", "x"], list("abc")]
 )
 def test_labels_that_cannot_be_told_must_be_given(folder: Path, tmp_path: Path, names: list[str] | None) -> None:
-    named = ... if names is None else {str(number): name for number, name in enumerate(names)}
-    copy = folders.edit(folder, tmp_path / "c", id2label=named)
+    copy = named(folder, tmp_path / "c", names) if names else folders.edit(folder, tmp_path / "c", id2label=...)
     said = folders.refusal(lambda: load_classifier(copy).entailment)
     assert said.startswith(f"{copy}: which output is entailment cannot be read from the labels [")
     assert said.endswith('give labels, the names of its 3 outputs in the model\'s order, one of them "entailment"')

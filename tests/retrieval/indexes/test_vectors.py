@@ -55,13 +55,6 @@ def test_a_count_that_the_file_does_not_bear_out_counts_for_nothing(tmp_path):
     assert file.done() == 0
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (11, 3)])
-def test_what_does_not_fit_is_not_appended(tmp_path, shape):
-    with pytest.raises(ValueError, match="does not fit"):
-        VectorFile(tmp_path / "v.npy", 10, 3).append(np.zeros(shape, np.float32))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_slices_and_single_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(vectors, "SLICE_BYTES", 4 * 3 * 4)
     whole = rows_of(10)
