@@ -154,8 +154,7 @@ class Stage(NamedTuple):
 
 @contextmanager
 def polling(ask: Callable[[], Stage | None]) -> Iterator[None]:
-    """Show what `ask` returns as a part of the current line; None: nothing. A thread calls it every REDRAW_SECONDS, so
-    that the work itself need not report."""
+    """Show what a thread gets from `ask` every REDRAW_SECONDS as a part of the current line; None: nothing."""
     if not _lines:
         yield
         return
@@ -387,8 +386,7 @@ def draw(drawn: Table) -> None:
 
 
 def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
-    """Print a text to stdout without colours or line breaks of ours, through `visible`. exact: where stdout is no
-    terminal, print it unchanged, for a program that asked for it."""
+    """Print a text to stdout, plain and through `visible`; exact: unchanged where stdout is no terminal."""
     print(text if exact and not sys.stdout.isatty() else visible(text), end=end, flush=True)
 
 

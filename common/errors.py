@@ -17,8 +17,7 @@ LARGEST_INT = 2**63 - 1
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can encode the text. Undecodable bytes of a command line become lone surrogates, which it
-    cannot."""
+    """Return whether UTF-8 can encode the text; undecodable bytes of a command line become lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

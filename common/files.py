@@ -69,8 +69,7 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 
 def check_file(path: str | Path, most: int | None = None) -> None:
-    """Raise UserError for what is no readable regular file of at most `most` bytes, without opening it (to open a FIFO
-    waits for a writer)."""
+    """Raise UserError for what is no readable regular file of at most `most` bytes. A FIFO is not opened."""
     path = Path(path)
     try:
         found = path.stat()
@@ -87,8 +86,7 @@ def check_file(path: str | Path, most: int | None = None) -> None:
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES, *, stream: bool = False) -> bytes:
-    """Return the content of a file. UserError as `check_file`. stream: it may be a pipe or a device, such as
-    /dev/stdin, that ends within `most` bytes."""
+    """Return the content of a file. UserError as `check_file`. stream: it may be a pipe or a device that ends."""
     path = Path(path)
     if not stream:
         check_file(path, most)
@@ -107,8 +105,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, *, stream: bool = False
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a UTF-8 file of at most MOST_TEXT bytes, with line feeds as line ends. UserError as
-    `check_file`."""
+    """Return the text of a UTF-8 file, with line feeds as line ends. UserError as `check_file`."""
     data = read_bytes(path, MOST_TEXT)
     return decode_text(data, str(path)).replace("\r\n", "\n").replace("\r", "\n")
 
@@ -198,8 +195,7 @@ def need_room(path: Path, size: int, what: str) -> None:
 
 
 def append_bytes(path: Path, data: bytes) -> None:
-    """Append to a file; when this returns, the data survives a kill of the process. Unwritable where it fails; the file
-    may then end in half a line, which readers of such a file cut off."""
+    """Append to a file, safe from a kill afterwards. Unwritable where it fails, perhaps after half a line."""
     try:
         with path.open("ab", buffering=0) as file:
             left = memoryview(data)
@@ -211,8 +207,7 @@ def append_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Name `path` in errors of writing it or its temporary sibling, as Unwritable where they are the system's. Errors
-    that name another file pass unchanged."""
+    """Name `path` in errors of writing it or its temporary sibling; errors of other files pass unchanged."""
     temporary = temporary or path
     try:
         yield

@@ -85,8 +85,7 @@ class Hashes:
         self._files = files
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify these files whole. Damaged for one that is absent or changed. A file that is not listed passes: a
-        person may have added it (a chat template, say)."""
+        """Verify these files whole. Damaged for one that is absent or changed. A file that is not listed passes."""
         for name in names:
             if name in self._files:
                 self.blocks(name).check(range(len(self._files[name].digests)))
@@ -170,8 +169,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 def _digests(path: Path, block: int, numbers: Sequence[int]) -> list[str]:
-    """Hash the blocks of these numbers, in their order; many of them in threads, since reading and hashing release
-    Python's lock."""
+    """Hash the blocks of these numbers, in their order; many in threads, as hashing releases Python's lock."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(numbers) // FEWEST_FOR_THREADS)
     check_file(path)
     try:

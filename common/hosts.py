@@ -16,8 +16,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]{1,254}))(?::\d{1,5}
 
 
 def host_allowed(headers: Sequence[str], names: Collection[str] = ()) -> bool:
-    """Return whether there is exactly one Host header, of an IP address, localhost, or one of `names`, with or without
-    a port."""
+    """Return whether the one Host header is an IP address, localhost, or one of `names`; a port may follow."""
     found = _HOST.fullmatch(headers[0]) if len(headers) == 1 else None
     if found is None:
         return False

@@ -81,8 +81,7 @@ def write_jsonl(path: str | Path, records: Iterable[Record]) -> int:
 
 
 def string_field(record: Record, key: str, where: str, *, may_be_empty: bool = False) -> str:
-    """Return the string under `key`. UserError, starting with `where`, where it is absent, not a string, blank (unless
-    `may_be_empty`) or not encodable as UTF-8."""
+    """Return the string under `key`. UserError, starting with `where`, where there is no usable one."""
     if key not in record:
         raise UserError(f'{where}: no "{key}" in this record; expected a string there')
     return checked_string(record[key], f'{where}: "{key}"', may_be_empty=may_be_empty)
@@ -127,8 +126,7 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of `path` without a byte order mark. UserError as `iter_lines`, for more than WHOLE_LIMIT
-    bytes."""
+    """Return the content of `path` without a byte order mark. UserError as `iter_lines`, up to WHOLE_LIMIT."""
     with readable(path, lambda: "at its beginning") as file:
         content = file.read(WHOLE_LIMIT + 1)
     if len(content) > WHOLE_LIMIT:

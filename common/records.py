@@ -273,8 +273,7 @@ class RecordLog:
         return (self.path.stat().st_size if self.path.exists() else 0) == self._found.size
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Append records; when this returns, they survive a kill of the process. UserError where they cannot be
-        written, and where another program has changed or deleted the file."""
+        """Append records, safe from a kill afterwards. UserError where another program has changed the file."""
         lines = [_plain_line(record) for record in records]
         self._write(lambda chain: b"".join(map(chain.add, lines)))
         self._found.end, self._found.closed = self._found.size, False

@@ -119,8 +119,7 @@ class ModelConfig:
                 raise UserError(f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them")
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """Return a copy with other values; head_dim stays the quotient of hidden_size and num_attention_heads where it
-        was, unless given."""
+        """Return a copy with other values; head_dim stays hidden_size / num_attention_heads where it was."""
         follows = self.head_dim * self.num_attention_heads == self.hidden_size
         if follows and "head_dim" not in changes and changes.keys() & {"hidden_size", "num_attention_heads"}:
             hidden = changes.get("hidden_size", self.hidden_size)
@@ -145,8 +144,7 @@ def known_keys() -> frozenset[str]:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Read config.json and, if present, generation_config.json of a model folder. UserError, naming file and key, for
-    anything absent, malformed, contradictory or not supported."""
+    """Read the config of a model folder. UserError, naming file and key, for whatever is not supported."""
     folder = model_folder(folder)
     path = folder / "config.json"
     config = config_from_dict(read_json_object(path), str(path))
@@ -165,8 +163,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
-    """Return the config of a parsed config.json; `where` names its origin in errors. Without `eos_token_id` only stop
-    tags and limits end a turn."""
+    """Return the config of a parsed config.json. where: its origin, for errors."""
     model_type = _with_location(where, lambda: infer_model_type(d))
     rules = rules_of(model_type)
     _refuse_unsupported(d, rules, where)

@@ -42,8 +42,7 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def hf_views(self) -> dict[str, torch.Tensor]:
-        """Return Hugging Face's names within a layer ("self_attn.q_proj.weight") and views of the parameters' memory,
-        each element once, in the order of writing."""
+        """Return Hugging Face's names within a layer and views of the parameters' memory, each element once."""
 
     def adapted(self, x: torch.Tensor, y: torch.Tensor, *targets: str) -> torch.Tensor:
         """Return y [T, ..], the outputs of the linear maps `targets` of x, plus those of their adapters."""

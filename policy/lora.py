@@ -135,8 +135,7 @@ def linear_shapes(layer: AdaptedLayer) -> dict[str, tuple[int, int]]:
 def add_lora(
     policy: AdaptedPolicy, *, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> LoraSettings:
-    """Put fresh adapters on every layer of `policy`, in place; from then on only they are trained. They are float32
-    (float64 on a float64 policy)."""
+    """Put fresh adapters (float32, or float64 on such a policy) on every layer; from then on only they are trained."""
     settings = LoraSettings(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     policy.requires_grad_(False)
@@ -191,8 +190,7 @@ def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
-    """Load what `save_adapters` wrote into the adapters of `policy`. UserError for files that are absent, cut short, or
-    of other adapters."""
+    """Load what `save_adapters` wrote into the adapters of `policy`. UserError for absent or other adapters."""
     settings, folder = policy.lora, Path(folder)
     assert settings is not None
     config = read_json_object(folder / CONFIG)

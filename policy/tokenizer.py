@@ -294,8 +294,7 @@ def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
 
 
 def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> list[bytes]:
-    """Return the bytes of each token, by id. UserError for an id with no token or two, and for a token that is no
-    bytes."""
+    """Return the bytes of each token, by id. UserError for an id with no token or two."""
     of_id: dict[int, bytes] = {}
     for token, token_id in vocab.items():
         if token in added:
@@ -404,8 +403,7 @@ class TemplateError(UserError):
 def fill_template(
     template: str, messages: list[dict[str, Any]], names: dict[str, str], add_generation_prompt: bool
 ) -> str:
-    """Fill a template in a process of its own. TemplateError where that fails, takes longer than TEMPLATE_SECONDS, or
-    more memory than the process has."""
+    """Fill a template in a process of its own. TemplateError where that fails, or takes long or much memory."""
     request = {"template": template, "messages": messages, "names": names}
     found = _worker(os.getpid()).ask({**request, "add_generation_prompt": add_generation_prompt})
     if "text" not in found:
@@ -414,8 +412,7 @@ def fill_template(
 
 
 class _Worker:
-    """A process of chat_worker.py that answers line by line; one that does not is ended, and the next call starts
-    another."""
+    """A process of chat_worker.py that answers line by line; one that does not is killed and replaced."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

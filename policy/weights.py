@@ -164,8 +164,7 @@ def _save_to(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write `tensors`, on the CPU and contiguous, as a safetensors file with the mode that the umask gives. OSError
-    where it cannot be written."""
+    """Write `tensors`, on the CPU and contiguous, as a safetensors file with the mode that the umask gives."""
     path.touch()
     mode = path.stat().st_mode
     try:

@@ -160,8 +160,7 @@ def _is_item(line: str, mark: str) -> bool:
 
 
 def _holds_pair(line: str, mark: str) -> bool:
-    """Return whether a run of marks opens (no word before it, text right after) and a later one closes (text right
-    before it, no word after)."""
+    """Return whether a run of marks opens (text right after) and a later one closes (text right before)."""
     opened = False
     for begin, end in (match.span() for match in re.finditer(re.escape(mark) + "+", line)):
         before, after = line[begin - 1 : begin], line[end : end + 1]

@@ -114,8 +114,7 @@ def rationale_length_reward(length_of_r: int, length_of_e: int, *, tau: float) -
 
 
 def evidence_length_reward(length_of_e: int, length_of_passages: int, *, gamma: float, omega: float) -> float:
-    """R_len_e: 1 from a share `omega` saved on, the share's power `gamma` below it; 0 for evidence that is empty or
-    longer than the passages."""
+    """R_len_e: 1 from a share `omega` saved on, below it the share to the power `gamma`."""
     if length_of_e <= 0 or length_of_e > length_of_passages:
         return 0.0
     # Not 1 - L_e/L_P: one rounding, not two, so that 9 saved of 10 is the float .9.
