@@ -22,7 +22,7 @@ are left out.
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +56,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "none": (),
 }
 LARGEST_GAP = 1e-4  # nats, in float32
+LogitsOf = Callable[[list[int]], torch.Tensor]  # ids of a sequence -> logits [T, V]
 PROVED = 8  # sequences of a shape's first round that are held to both models
 
 
@@ -214,18 +215,27 @@ def _peers(setting: RolloutSetting, names: Sequence[str], found: Rounds) -> tupl
 
 
 @torch.no_grad()
-def prove(setting: RolloutSetting, written: Sequence[Written], theirs: Any = None) -> dict[str, float]:
+def prove(
+    setting: RolloutSetting,
+    written: Sequence[Written],
+    theirs: LogitsOf | None = None,
+    limit: float = LARGEST_GAP,
+) -> dict[str, float]:
     """Hold log-probs that were recorded while sampling to a forward over the finished sequences, ours and the peer's.
 
-    `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats; raises
-    RuntimeError if one exceeds LARGEST_GAP.
+    `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats, NaN where one of
+    them is; RuntimeError if one exceeds `limit`.
     """
-    some = written[:: max(1, len(written) // PROVED)]
-    vocab = setting.tokenizer.vocab_size
-    gaps = {"recomputed": [gap_of(setting.policy.logits(torch.tensor(one.ids)), one, vocab) for one in some]}
-    if theirs is not None:
-        gaps["peer"] = [gap_of(theirs(one.ids), one, vocab) for one in some]
-    return check_gaps(gaps, LARGEST_GAP)
+    models: dict[str, LogitsOf] = {"recomputed": lambda ids: setting.policy.logits(torch.tensor(ids))}
+    models |= {} if theirs is None else {"peer": theirs}
+    some, vocab = written[:: max(1, len(written) // PROVED)], setting.tokenizer.vocab_size
+    gaps = {
+        name: float(torch.stack([gap_of(logits_of(one.ids), one, vocab) for one in some]).max())
+        for name, logits_of in models.items()
+    }
+    if not all(gap <= limit for gap in gaps.values()):
+        raise RuntimeError(f"log-probs differ by {gaps} nats, more than {limit}: nothing is timed that is wrong")
+    return gaps
 
 
 def gap_of(logits_TV: torch.Tensor, one: Written, vocab: int) -> torch.Tensor:
@@ -233,14 +243,6 @@ def gap_of(logits_TV: torch.Tensor, one: Written, vocab: int) -> torch.Tensor:
     at_R, ids_T = torch.tensor(one.positions), torch.tensor(one.ids)
     logp_RV = logits_TV[at_R - 1, :vocab].float().log_softmax(-1).cpu()
     return (logp_RV.gather(1, ids_T[at_R, None])[:, 0] - torch.tensor(one.logprobs)).abs().max()
-
-
-def check_gaps(gaps: dict[str, list[torch.Tensor]], limit: float) -> dict[str, float]:
-    """Return the largest gap of each model, in nats, NaN where one of them is; RuntimeError if one exceeds `limit`."""
-    found = {name: float(torch.stack(values).max()) for name, values in gaps.items()}
-    if not all(gap <= limit for gap in found.values()):
-        raise RuntimeError(f"log-probs differ by {found} nats, more than {limit}: nothing is timed that is wrong")
-    return found
 
 
 def _beside(shape: RolloutShape, ours: Sequence[Round], peer: Sequence[Round], floor: float) -> dict[str, Any]:

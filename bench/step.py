@@ -16,7 +16,7 @@ Axes: T packed tokens.
 import copy
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,23 +36,21 @@ from thresher.bench.harness import (
     spread_text,
     wait,
 )
-from thresher.bench.rollout import check_gaps, gap_of
-from thresher.bench.rollout_sides import RolloutSide, Written
+from thresher.bench.rollout import LogitsOf, prove
+from thresher.bench.rollout_sides import RolloutSide
 from thresher.bench.settings import STEP_SHAPES, Seconds, StepSetting, StepShape, make_step_setting, reward_of
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing import TrainSequence, advantages, build_train_sequences, pack
+from thresher.engine.packing import advantages, build_train_sequences
 from thresher.engine.threads import threads_for, use_threads
 from thresher.engine.training.update import Updater
-from thresher.kernels import token_logprobs
 from thresher.policy.lora import add_lora
 from thresher.policy.model import Policy
 
 WARMUP = 1  # rounds before the clock counts
-PROVED = 8  # sequences that are held to both models
 LARGEST_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats
 SIDES = ("shared", "unshared", "peer")
 
@@ -210,13 +208,11 @@ def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[
 
         with tempfile.TemporaryDirectory() as scratch:
             theirs = Theirs(ours.setting, Path(scratch), WARMUP + bench.steps)
-            gaps = prove(ours, theirs.logits)
-            _say(gaps)
+            gaps = prove_ours(ours, theirs.logits)
             last = time.monotonic()
             theirs.run(our_round)
     else:
-        gaps = prove(ours)
-        _say(gaps)
+        gaps = prove_ours(ours)
         last = time.monotonic()
         while our_round(None):
             pass
@@ -226,37 +222,12 @@ def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[
     return gaps, steps
 
 
-def prove(ours: Ours, theirs: Callable[[list[int]], torch.Tensor] | None = None) -> dict[str, float]:
-    """Hold log-probs that were recorded while sampling to a forward over the whole sequences, and to the peer's.
-
-    `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats; raises
-    RuntimeError if one exceeds LARGEST_GAP of the dtype.
-    """
-    trajectories = ours.side.sample()
-    vocab = ours.setting.rollout.tokenizer.vocab_size
-    written = [
-        Written(t.ids(), t.policy_positions(), t.policy_logprobs())
-        for t in trajectories[:: max(1, len(trajectories) // PROVED)]
-    ]
-    items = [
-        TrainSequence(ids=one.ids, positions=one.positions, old_logprobs=one.logprobs, advantage=0.0, weight=1.0)
-        for one in written
-    ]
-    policy = ours.policy
-    found: dict[str, list[torch.Tensor]] = {"recomputed": []}
-    with torch.no_grad():
-        for batch in pack(items, 4096, policy.device, ours.updaters[True].attention):
-            hidden_TH = policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)[batch.rows_R]
-            logprobs_R, _ = token_logprobs(hidden_TH, policy.head_VH, batch.targets_R, vocab_size=vocab)
-            found["recomputed"].append((logprobs_R - batch.old_logprobs_R).abs().max().cpu())
-        if theirs is not None:
-            found["peer"] = [gap_of(theirs(one.ids), one, vocab) for one in written]
-    return check_gaps(found, LARGEST_GAP[policy.dtype])
-
-
-def _say(gaps: dict[str, float]) -> None:
+def prove_ours(ours: Ours, theirs: LogitsOf | None = None) -> dict[str, float]:
+    """Sample once, hold what was recorded to our model and to the peer's (`prove`), and print the gaps."""
+    gaps = prove(ours.side.setting, ours.side.run().written, theirs, LARGEST_GAP[ours.policy.dtype])
     said = f"sampled log-probs agree with a forward over whole sequences to {gaps['recomputed']:.1e} nats"
     console.print(said + (f", with TRL's model to {gaps['peer']:.1e}" if "peer" in gaps else ""), soft_wrap=True)
+    return gaps
 
 
 def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:

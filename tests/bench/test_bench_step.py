@@ -14,7 +14,7 @@ import torch
 from thresher.bench import step as step_module
 from thresher.bench.roofline import MODELS
 from thresher.bench.settings import STEP_SHAPES, Seconds, Sizes, StepShape, make_step_setting
-from thresher.bench.step import LARGEST_GAP, Ours, StepBench, Steps, make_row, prove, rows_of_steps, run_step_bench
+from thresher.bench.step import LARGEST_GAP, Ours, StepBench, Steps, make_row, prove_ours, rows_of_steps, run_step_bench
 from thresher.cli.commands import bench as command_line
 from thresher.cli.main import run
 from thresher.common.errors import UserError
@@ -119,12 +119,12 @@ def test_a_row_has_the_others_seconds_by_ours_and_a_wrong_model_is_not_timed() -
     steps = Steps({side: [Seconds(*spent)] for side, spent in seconds.items()}, [{"host": 0.0}])
     row = make_row(ours, steps, {}, {})
     assert (row["ratio_step"], row["ratio_update"], row["ratio_rollout"], row["shared_gain"]) == (5, 8, 2, 3)
-    gaps = prove(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
+    gaps = prove_ours(ours, lambda ids: ours.policy.logits(torch.tensor(ids)))
     assert gaps.keys() == {"recomputed", "peer"} and max(gaps.values()) <= LARGEST_GAP[FLOAT]
     with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):
-        prove(ours, lambda ids: 1.01 * ours.policy.logits(torch.tensor(ids)))
+        prove_ours(ours, lambda ids: 1.01 * ours.policy.logits(torch.tensor(ids)))
     with pytest.raises(RuntimeError, match="nothing is timed that is wrong"):  # NaN is above every bound
-        prove(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
+        prove_ours(ours, lambda ids: torch.full((len(ids), 600), torch.nan))
 
 
 def test_the_command_names_the_shapes() -> None:
