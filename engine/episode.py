@@ -209,6 +209,13 @@ def over_given(system: System) -> System:
     return replace(system, episode=episode, searches=False)
 
 
+def answer_once(question: Question, tools: EpisodeConfig) -> Episode:
+    """Play the prompt with the question's passages, and one turn that should hold the answer."""
+    yield Prompt(tools.template, question.question, question.passages)
+    turn = yield Generate(stop=("</answer>",))
+    return "answered" if turn.inside("answer") else "ended"
+
+
 def pair_tags(*names: str) -> tuple[str, ...]:
     """Return ("<think>", "</think>", ..) for ("think", ..)."""
     return tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))

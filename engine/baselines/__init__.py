@@ -1,8 +1,8 @@
-"""Baselines, which need no training: ways to get an answer out of any instruct model.
+"""Baselines: ways to get an answer out of an instruct model without training.
 
-A new one may come in as a function of its switches that returns a System, in reading.py or searching.py, and as a line
-of BASELINES. They share a reward, the exact match of the final answer, and an option `examples`, a file of worked
-examples to be put before the prompt. R1 of the papers' tables (GRPO with nothing retrieved) is trained: a system.
+Each is a function of its options that returns a System, and a line of BASELINES. They share a reward, the exact match
+of the final answer, and an option `examples`, a file of worked examples to be put before the prompt. R1 of the papers'
+tables is trained: a system.
 """
 
 from collections.abc import Callable, Mapping

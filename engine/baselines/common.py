@@ -1,10 +1,4 @@
-"""Common code of the baselines: the reward, their prompts with examples before them, and the episode of a single turn.
-
-    reward = EM(answer, golds)
-
-The answer is the first closed `<answer>` span that the policy wrote, as everywhere. A model that answers without the
-tags has not answered, and `answered` says how often that happened.
-"""
+"""Common code of the baselines: the reward, EM(answer, golds), and their prompts with examples before them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,23 +10,18 @@ from thresher.common.files import read_text
 from thresher.engine.episode import (
     BranchPrompt,
     Episode,
-    EpisodeConfig,
-    Generate,
     Prompt,
     SubCall,
     System,
-    over_given,
     pair_tags,
     read_template,
 )
 from thresher.retrieval.passages import Passage
-from thresher.retrieval.questions import Question
 from thresher.rewards.measures import answer_measures
 from thresher.rewards.reward import RewardInput, RewardResult, TextSegment
 from thresher.rewards.tags import final_answer
 
-# How the templates of this folder ask for the answer, and how the same asks for it bare: what a generator is tuned on
-# (engine/training/sft_data.py) is what it is asked with here.
+# How the templates of this folder ask for the answer, and how the same asks for it bare (engine/training/sft_data.py).
 TAGGED = (
     "Give the answer between <answer> and </answer>, in a few words and without any explanation, "
     "for example <answer> Lisbon </answer>."
@@ -47,16 +36,11 @@ class Options:
     examples: str | None = None
 
 
-Over = Literal["index", "given"]
-
-
-def searching(system: System, over: Over) -> System:
-    """The system as it searches an index or a server, or the passages that a question brings."""
-    return over_given(system) if over == "given" else system
+Over = Literal["index", "given"]  # what is searched: an index or server, or the passages that a question brings
 
 
 def answer_reward(attempt: RewardInput) -> RewardResult:
-    """Exact match of the final answer. Parts: answer (the reward), em, f1 (a measure), answered."""
+    """Return the exact match of the final answer. Parts: answer (the reward), em, f1 (a measure), answered."""
     return reward_of(final_answer(attempt.pieces), attempt)
 
 
@@ -67,7 +51,7 @@ def reward_of(answer: str | None, attempt: RewardInput) -> RewardResult:
 
 
 def reader_call(question: str, passages: Sequence[Passage]) -> SubCall:
-    """A call that answers a question from passages, in the words of naive RAG."""
+    """Return a call that answers a question from passages, with the prompt of naive RAG."""
     template = read_template(Path(__file__).with_name("passages.txt"), passages=True)
     return SubCall(BranchPrompt(Prompt(template, question, passages), (), ("</answer>",)))
 
@@ -79,22 +63,22 @@ def calls(attempt: RewardInput) -> list[Sequence[TextSegment]]:
 
 
 def called_answer(attempt: RewardInput) -> str | None:
-    """The final answer of the last call."""
+    """Return the final answer of the last call."""
     return final_answer(called[-1]) if (called := calls(attempt)) else None
 
 
 def called_answer_reward(attempt: RewardInput) -> RewardResult:
-    """As answer_reward, of the answer that the last call gave."""
+    """Return answer_reward of the last call's answer."""
     return reward_of(called_answer(attempt), attempt)
 
 
 def built_in(name: str, options: Options, passages: bool = False) -> str:
-    """The template `name`.txt beside this file, after the examples if there are any."""
+    """Return the template `name`.txt beside this file, after the examples if there are any."""
     return with_examples(read_template(Path(__file__).with_name(f"{name}.txt"), passages), options)
 
 
 def with_examples(template: str, options: Options) -> str:
-    """UserError for a file of examples that cannot be read or that holds a place for a question or for passages."""
+    """Return the template after the examples. UserError for examples that cannot be read or that hold a place."""
     if options.examples is None:
         return template
     examples = read_text(options.examples).rstrip()
@@ -119,9 +103,9 @@ def baseline(
 ) -> System:
     """Return a System whose reward is the exact match of its final answer, unless `more` has another.
 
-    tags: names of pairs. prompt: the name of its template, where that is not the baseline's. given: so many passages
-    are retrieved for a question that brings none, and all stand in the prompt; `shows`: passages of another origin do.
-    k: passages of a search. rollout: that section of the preset.
+    tags: names of pairs. prompt: the template's name, if it is not `name`. given: the prompt shows the question's
+    passages, so many being retrieved where it has none. shows: it shows other passages. k: passages of a search.
+    rollout: that section of the preset.
     """
     room = {"max_passage_tokens": 3072} if given is not None else {}
     passages = given if given is not None else k
@@ -135,14 +119,3 @@ def baseline(
         given_passages=given is not None,
         **{"reward": answer_reward} | more,
     )
-
-
-def one_turn(shown: Callable[[Question], tuple[Passage, ...]] = lambda question: ()) -> Callable[..., Episode]:
-    """The episode of a prompt with the passages that `shown` picks, and one turn that should hold the answer."""
-
-    def episode(question: Question, tools: EpisodeConfig) -> Episode:
-        yield Prompt(tools.template, question.question, shown(question))
-        turn = yield Generate(stop=("</answer>",))
-        return "answered" if turn.inside("answer") else "ended"
-
-    return episode

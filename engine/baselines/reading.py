@@ -1,7 +1,7 @@
 """Baselines of one prompt: answers from the model's own knowledge, from the question's passages, or from evidence."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from thresher.common.errors import UserError
 from thresher.common.jsonl import Record, iter_list, string_field
 from thresher.common.records import ON_PURPOSE, read_records
-from thresher.engine.baselines.common import Options, baseline, calls, one_turn, reward_of
+from thresher.engine.baselines.common import Options, baseline, calls, reward_of
 from thresher.engine.config.tables import Count
 from thresher.engine.episode import (
     BranchPrompt,
@@ -20,6 +20,7 @@ from thresher.engine.episode import (
     SubCall,
     System,
     Turn,
+    answer_once,
     read_template,
 )
 from thresher.retrieval.passages import Passage
@@ -31,9 +32,13 @@ SUMMARY = read_template(Path(__file__).with_name("sure_summary.txt"), passages=T
 VALIDITY, RANKING = (read_template(Path(__file__).with_name(f"sure_{name}.txt")) for name in ("validity", "ranking"))
 
 
+def answer_without_passages(question: Question, tools: EpisodeConfig) -> Episode:
+    return answer_once(replace(question, passages=()), tools)
+
+
 def direct(options: Options) -> System:
     """Direct inference: the question, and the answer from the model's own knowledge."""
-    return baseline("direct", options, ("answer",), one_turn())
+    return baseline("direct", options, ("answer",), answer_without_passages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +55,8 @@ def cot(options: CotOptions) -> System:
     """
     tags = ("think", "answer")
     if not options.passages:
-        return baseline("cot", options, tags, one_turn())
-    return baseline("cot", options, tags, one_turn(lambda question: question.passages), prompt="cot_passages", given=5)
+        return baseline("cot", options, tags, answer_without_passages)
+    return baseline("cot", options, tags, answer_once, prompt="cot_passages", given=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +69,26 @@ class NaiveRagOptions(Options):
 def naive_rag(options: NaiveRagOptions) -> System:
     """Naive RAG: the k best passages for the question, and the answer from them.
 
-    Retrieval comes before the prompt, with the question as its query. Of passages that came with the question the first
-    k are shown: the best ones where a retriever put them there, any others where a data set mixed them (`full_passages`
-    is the baseline for those).
+    Passages are retrieved before the prompt, with the question as the query. Of passages that came with the question
+    the first k are shown; `full_passages` is the baseline for data sets that mix theirs.
     """
-    shown = one_turn(lambda question: question.passages[: options.k])
-    return baseline("naive_rag", options, ("answer",), shown, prompt="passages", given=options.k)
+
+    def episode(question: Question, tools: EpisodeConfig) -> Episode:
+        return answer_once(replace(question, passages=question.passages[: options.k]), tools)
+
+    return baseline("naive_rag", options, ("answer",), episode, prompt="passages", given=options.k)
 
 
 def full_passages(options: Options) -> System:
     """Full passages: all that came with the question, in their order, and the answer from them."""
-    shown = one_turn(lambda question: question.passages)
-    return baseline("full_passages", options, ("answer",), shown, prompt="passages", given=5)
+    return baseline("full_passages", options, ("answer",), answer_once, prompt="passages", given=5)
 
 
 def extract_only(options: Options) -> System:
     """Extract-only: evidence from the passages without a rationale before it, then the answer from it.
 
-    It is the vanilla evidence that EviOmni's and LEAR's empirical study holds rational evidence against (Table 1): the
-    same prompt and the same tags less the reasoning. There its evidence has 100 tokens at most (`thresher extract
-    --evidence-tokens 100`).
+    This is the vanilla evidence of EviOmni's and LEAR's empirical study (Table 1): the same prompt and tags without the
+    reasoning, and at most 100 tokens of evidence (`thresher extract --evidence-tokens 100`).
     """
     tags = ("extract", "answer")
     return baseline("extract_only", options, tags, extract_and_answer, given=5, rollout={"max_turns": 2})
@@ -108,11 +113,9 @@ class EvidenceOptions(Options):
 def evidence(options: EvidenceOptions) -> System:
     """Evidence of another model: the question with what an extractor left of its passages, and the answer from that.
 
-    The evidence comes from a file of `thresher extract`, by the question's id, and is the one passage of the prompt
-    that `full_passages` shows whole passages in, and that a generator is tuned on (`sft.format = "qa"`): who answers
-    cannot tell evidence from a passage by the prompt. A question whose evidence is empty is asked all the same, with
-    none; one that the file does not know ends the run. Evidence is never cut: one that is longer than
-    rollout.max_passage_tokens, 3,072 as of whole passages, ends the run too.
+    The evidence comes from a file of `thresher extract`, by the question's id. It is the one passage of the prompt of
+    `full_passages`, on which a generator is tuned (`sft.format = "qa"`); empty evidence is no passage. A question that
+    the file lacks, and evidence longer than rollout.max_passage_tokens (3,072), end the run.
     """
     if options.file is None:
         raise UserError(
@@ -123,7 +126,7 @@ def evidence(options: EvidenceOptions) -> System:
 
 
 def answers_from(evidence: Mapping[str, str], source: str, options: Options | None = None) -> System:
-    """A system that answers a question from `evidence[question.id]`; `source` is where an absent one was looked for."""
+    """Return a system that answers a question from `evidence[question.id]`. source: named where that is absent."""
 
     def episode(question: Question, tools: EpisodeConfig) -> Episode:
         if question.id not in evidence:
@@ -131,9 +134,8 @@ def answers_from(evidence: Mapping[str, str], source: str, options: Options | No
                 f"{source}: holds no evidence for question {question.id}; extract from these questions first"
             )
         text = evidence[question.id].strip()
-        yield Prompt(tools.template, question.question, (Passage("evidence", "", text),) if text else ())
-        turn = yield Generate(stop=("</answer>",))
-        return "answered" if turn.inside("answer") else "ended"
+        shown = (Passage("evidence", "", text),) if text else ()
+        return (yield from answer_once(replace(question, passages=shown), tools))
 
     preset = {"max_turns": 1, "max_passage_tokens": 3072}
     return baseline(
@@ -142,8 +144,7 @@ def answers_from(evidence: Mapping[str, str], source: str, options: Options | No
 
 
 def read_evidence(path: str | Path) -> dict[str, str]:
-    """Return id -> evidence. UserError, naming file and line, for a record without one of them or with an id seen
-    before."""
+    """Return id -> evidence. UserError, naming file and line, for a record without both, and for an id seen before."""
     evidence: dict[str, str] = {}
     for where, record in _records(Path(path)):
         id_ = string_field(record, "id", where)
@@ -177,9 +178,9 @@ def sure(options: SureOptions) -> System:
                                 r = the share of its comparisons that a candidate's summary wins
         answer = the candidate with the largest v + r, the first of equals
 
-    A call's verdict is the text of its <verdict>, yes or no, 1 or 2; another counts for nobody [assumed]. The answer is
-    a candidate, so the reward reads it from what the policy wrote and from the calls. Preset: 2 candidates, 5 passages
-    where a question brings none [assumed].
+    A call's verdict is the text of its <verdict>, yes or no, 1 or 2; any other counts for no candidate [assumed]. The
+    reward reads the answer from the candidates and the calls. Preset: 2 candidates, 5 passages where a question brings
+    none [assumed].
     """
     most = options.candidates
     return baseline(
@@ -214,13 +215,13 @@ def argue(question: Question, tools: EpisodeConfig, most: int) -> Episode:
 
 
 def listed(text: str | None, most: int) -> list[str]:
-    """The candidates, one a line, without marks of a list and those that were named before."""
+    """Return the candidates, one a line, without marks of a list and without repetitions."""
     lines = (line.strip().lstrip("-*").strip() for line in (text or "").splitlines())
     return list(dict.fromkeys(line for line in lines if line))[:most]
 
 
 def chosen(attempt: RewardInput, most: int) -> str | None:
-    """The answer; None without candidates, and where a call is missing."""
+    """Return the answer; None without candidates, and where a call is missing."""
     spans = blocks(attempt.pieces, "candidates")
     candidates = listed(spans[0].text if spans else None, most)
     if len(candidates) < 2:

@@ -1,5 +1,4 @@
-"""Baselines that search while they reason: a loop of turns whose queries an index, a server or the question's own
-passages answer."""
+"""Baselines that search while they reason."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from thresher.engine.baselines.common import (
     called_answer_reward,
     reader_call,
     reward_of,
-    searching,
     with_examples,
 )
 from thresher.engine.config.tables import Count
@@ -34,6 +32,7 @@ from thresher.engine.episode import (
     System,
     Turn,
     last_answer,
+    over_given,
     pair_tags,
     read_template,
 )
@@ -46,7 +45,7 @@ from thresher.rewards.tags import final_answer
 
 
 def untrained_search_loop(options: Options) -> System:
-    """An untrained search loop: Search-R1's protocol with a model that never learned it."""
+    """Untrained search loop: Search-R1's protocol with a model that was not trained on it."""
     base = load_system("search_r1", {})
     return replace(
         base,
@@ -75,10 +74,9 @@ def ircot(options: IrcotOptions) -> System:
 
         question -> <information>  ->  <thought>one sentence</thought> -> <information>  ->  ..  ->  <answer>..</answer>
 
-    The question itself is the first query, each thought the one after. A passage is shown once. Of N turns the last may
-    only answer, and feedback says so. The context that holds the thoughts holds the passages too, and the answer is
-    written in it. With `reader` on it is as in the original: when the thoughts have ended, a call reads the question
-    and all passages, and its answer counts.
+    The question is the first query, each thought the next one. A passage is shown once. Of N turns the last may only
+    answer, and feedback says so. The answer is written in the context of thoughts and passages; with `reader`, as in
+    the original, a call reads the question and all passages after the thoughts, and its answer counts.
     """
     return baseline(
         "ircot",
@@ -102,7 +100,7 @@ def think_and_search(question: Question, tools: EpisodeConfig, reader: bool) -> 
 
 
 def thoughts(question: Question, tools: EpisodeConfig, shown: dict[str, Passage]) -> Episode:
-    """The loop; the passages that it shows come into `shown`, by id."""
+    """Play the loop, and put the passages that it shows into `shown`, by id."""
     yield Prompt(tools.template, question.question)
     query: str | None = question.question
     for turns_left in reversed(range(tools.max_turns)):
@@ -140,8 +138,8 @@ def iter_retgen(options: IterRetgenOptions) -> System:
         iteration 1: documents for (question)                   -> thoughts and an answer y1
         iteration t: documents for (question, y of t - 1)       -> thoughts and an answer yt
 
-    Every iteration but the last is a call: it sees the question and its own documents, nothing of the one before. The
-    last one is written in the trajectory, in the same form, and holds the answer. Tags are left out of a query.
+    Every iteration but the last is a call, which sees the question and its own documents alone. The last one is written
+    in the trajectory, in the same form, and holds the answer. Tags are left out of a query.
 
     Preset: 3 documents; 3 iterations [assumed].
     """
@@ -187,10 +185,9 @@ def self_ask(options: SelfAskOptions) -> System:
         <followup>question</followup> -> <information>  ->  <intermediate>its answer</intermediate>
             <followup>..</followup>  ->  ..  ->  <answer>..</answer>
 
-    The original shows the search engine's own answer as the intermediate one; here passages come back and the model
-    reads that answer from them, at the beginning of its next turn. With `reader` on, a call answers the follow-up
-    question from the passages, and only its answer comes back, between the tags of the intermediate one. Of N turns the
-    last may only answer, and feedback says so.
+    The original shows the search engine's own answer as the intermediate one. Here the model reads it from passages, at
+    the beginning of its next turn; with `reader`, a call answers the follow-up question from the passages, and only its
+    answer comes back. Of N turns the last may only answer, and feedback says so.
     """
     made = baseline(
         "self_ask",
@@ -201,7 +198,7 @@ def self_ask(options: SelfAskOptions) -> System:
         k=3,
         rollout={"max_turns": 5},
     )
-    return searching(made, options.over)
+    return over_given(made) if options.over == "given" else made
 
 
 def ask_oneself(question: Question, tools: EpisodeConfig, reader: bool) -> Episode:
@@ -241,15 +238,15 @@ class SearchO1Options(Options):
 
 
 def search_o1(options: SearchO1Options) -> System:
-    """Search-o1 (Li et al. 2025): a model that reasons at length searches the moment it is unsure, and what was found
-    is read apart before it comes back.
+    """Search-o1 (Li et al. 2025): a model that reasons at length searches where it is unsure, and a call reads what was
+    found.
 
         .. <search>query</search>  ->  call: (question, reasoning so far, query, documents)  ->  what helps
             ->  <information>what helps</information>  ->  ..  ->  <answer>..</answer>
 
-    The call sees what was written and what was shown so far; the documents are in it alone. Without a closed span it
-    has found nothing that helps. A query that was asked before is not searched again. Of N turns the last may only
-    answer. With `reading` off the documents themselves come back, as in Search-R1.
+    The call sees what was written and shown so far, and it alone sees the documents. Without a closed span it has found
+    nothing. A repeated query is not searched again. Of N turns the last may only answer. With `reading` off the
+    documents themselves come back, as in Search-R1.
 
     Preset: 10 documents, 5 searches (its README), 2,048 tokens of documents a search [assumed], a context of 8,192
     [assumed]. The original shows the call an abridged reasoning: the first step, the last four, and those that search.
@@ -296,8 +293,8 @@ Name = Literal["research", "r1_searcher", "simple_deep_searcher"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProtocol:
-    """query: the tags around one. around: what stands before and behind the passages. answer_tag, boxed: where the
-    answer stands."""
+    """query: the tags around a query. around: text before and behind the passages. answer_tag, boxed: where the answer
+    is."""
 
     query: tuple[str, str]
     around: tuple[str, str]
@@ -333,14 +330,14 @@ PROTOCOLS: dict[Name, SearchProtocol] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedOptions(Options):
-    """protocol: whose. over: what is searched, an index or server, or the passages that a question brings."""
+    """protocol: the checkpoint's. over: as in SelfAskOptions."""
 
     protocol: Name = "research"
     over: Over = "index"
 
 
 def released(options: ReleasedOptions) -> System:
-    """Checkpoints that others trained to search and released, each in the protocol that it knows.
+    """Released checkpoints that were trained to search, each in its own protocol.
 
         research              <think>..</think> <search>query</search>  ->  <result>passages</result>  ->  ..
                               ->  <answer>.. \\boxed{answer}</answer>                    (ReSearch, Chen et al. 2025)
@@ -351,9 +348,8 @@ def released(options: ReleasedOptions) -> System:
                               ->  <|begin_search_result|>passages<|end_search_result|>  ->  ..
                               ->  .. \\boxed{answer}, to the end of the text  (SimpleDeepSearcher, Sun et al. 2025)
 
-    The tags are text to their tokenizers. A turn that searches for nothing ends the trajectory, and the last of N turns
-    may search no more. `over` = "given" answers searches from the passages that the question brings, as ARENA's table
-    has them.
+    The tags are text to their tokenizers. A turn without a search ends the trajectory; the last of N turns may not
+    search. ARENA's table has `over` = "given".
 
         reward = EM(answer, golds)    answer: the first closed <answer>, of ReSearch the last \\boxed in it; of
                                       SimpleDeepSearcher the last \\boxed of all that was written
@@ -366,6 +362,7 @@ def released(options: ReleasedOptions) -> System:
     template (model.prompt = "raw").
     """
     known, protocol = PROTOCOLS[options.protocol], options.protocol
+    limits = {"max_turns": 10, "max_turn_tokens": known.turn_tokens, "max_context": 8192, "max_passage_tokens": 1024}
     made = baseline(
         "released",
         options,
@@ -383,7 +380,8 @@ def released(options: ReleasedOptions) -> System:
         answer=partial(answer_of, protocol=protocol),
         searches=True,
     )
-    return searching(replace(made, tags=known.tags), options.over)
+    made = replace(made, tags=known.tags)
+    return over_given(made) if options.over == "given" else made
 
 
 def follow(question: Question, tools: EpisodeConfig, protocol: Name) -> Episode:
@@ -406,7 +404,7 @@ def follow(question: Question, tools: EpisodeConfig, protocol: Name) -> Episode:
 
 
 def answer_in(pieces: Sequence[TextSegment], protocol: Name) -> str | None:
-    """The answer that stands in what the policy wrote; None where there is none."""
+    """Return the answer in what the policy wrote; None without one."""
     known = PROTOCOLS[protocol]
     if known.answer_tag:
         answer = final_answer(pieces)
@@ -417,8 +415,7 @@ def answer_in(pieces: Sequence[TextSegment], protocol: Name) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the text in the last \\boxed{..} that is closed, with its braces in pairs and without a \\text{..} around
-    it all; None without one."""
+    """Return the text of the last closed \\boxed{..}, without a \\text{..} around it; None without one."""
     start = len(text)
     while (start := text.rfind("\\boxed{", 0, start)) >= 0:
         begin, depth = start + len("\\boxed{"), 1
@@ -436,5 +433,5 @@ def answer_of(attempt: RewardInput, protocol: Name) -> str | None:
 
 
 def released_reward(attempt: RewardInput, protocol: Name) -> RewardResult:
-    """Exact match of the answer where the protocol has it."""
+    """Return the exact match of the protocol's answer."""
     return reward_of(answer_of(attempt, protocol), attempt)

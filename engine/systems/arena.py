@@ -26,35 +26,19 @@ from functools import partial
 from pathlib import Path
 
 from thresher.engine.config.tables import Count
-from thresher.engine.episode import (
-    Episode,
-    EpisodeConfig,
-    Generate,
-    Prompt,
-    System,
-    pair_tags,
-    read_preset,
-    read_template,
-)
-from thresher.retrieval.questions import Question
+from thresher.engine.episode import System, answer_once, pair_tags, read_preset, read_template
 from thresher.rewards.papers.arena import Accuracy, arena_reward
 from thresher.rewards.text import Variant
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """accuracy: exact match, F1, or an LLM judge's verdict. max_indices: who names more references than this gets no
-    .5; None, as in the paper, sets no bound. variant: of the normalisation before EM and F1: its code's, or SQuAD's."""
+    """accuracy: exact match, F1, or an LLM judge's verdict. max_indices: more named references than this earn no .5;
+    None, as in the paper: no bound. variant: of the normalisation before EM and F1, its code's or SQuAD's."""
 
     accuracy: Accuracy = "em"
     max_indices: Count | None = None
     variant: Variant = "arena"
-
-
-def episode(question: Question, tools: EpisodeConfig) -> Episode:
-    yield Prompt(tools.template, question.question, question.passages)
-    turn = yield Generate(stop=("</answer>",))
-    return "answered" if turn.stopped_at("</answer>") and turn.inside("answer") else "ended"
 
 
 def system(options: Options) -> System:
@@ -62,7 +46,7 @@ def system(options: Options) -> System:
         name="arena",
         # question and references wrap the input: no passage may close them.
         tags=pair_tags("question", "references", "relevance", "analysis", "answer"),
-        episode=episode,
+        episode=answer_once,
         reward=partial(arena_reward, **asdict(options)),
         template=read_template(Path(__file__).with_name("arena.txt"), passages=True),
         preset=read_preset(Path(__file__).with_suffix(".toml")),

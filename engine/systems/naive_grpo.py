@@ -10,15 +10,13 @@ Preset: ARENA's (arena.py), but for the KL, which is k3.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from thresher.engine.episode import (
     Episode,
     EpisodeConfig,
-    Generate,
-    Prompt,
     System,
+    answer_once,
     pair_tags,
     read_preset,
     read_template,
@@ -35,10 +33,8 @@ class Options:
     passages: bool = True
 
 
-def episode(question: Question, tools: EpisodeConfig, options: Options) -> Episode:
-    yield Prompt(tools.template, question.question, question.passages if options.passages else ())
-    turn = yield Generate(stop=("</answer>",))
-    return "answered" if turn.stopped_at("</answer>") and turn.inside("answer") else "ended"
+def closed_book(question: Question, tools: EpisodeConfig) -> Episode:
+    return answer_once(replace(question, passages=()), tools)
 
 
 def system(options: Options) -> System:
@@ -46,7 +42,7 @@ def system(options: Options) -> System:
     return System(
         name="naive_grpo",
         tags=pair_tags("think", "answer"),
-        episode=partial(episode, options=options),
+        episode=answer_once if options.passages else closed_book,
         reward=naive_reward,
         template=read_template(Path(__file__).with_name(template), passages=options.passages),
         preset=read_preset(Path(__file__).with_suffix(".toml")),
