@@ -125,5 +125,5 @@ def resumable(resume: bool, from_step: int | None, folder: Path) -> Iterator[Non
     def spent() -> str:
         return "--resume-from" if count_starts(folder) > starts else ""
 
-    with signals.keeping(lambda: saved_so_far(folder), "--resume", spent):
+    with signals.on_interrupt(lambda: saved_so_far(folder), "--resume", spent):
         yield

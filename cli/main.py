@@ -61,10 +61,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     """Run a command; return its exit status and an error's sentence."""
-    from thresher.common.signals import Interrupted, handling
+    from thresher.common.signals import Interrupted, handle_signals
 
     try:
-        with handling():
+        with handle_signals():
             _check_words(words)
             run_command(words)
     except UserError as error:

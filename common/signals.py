@@ -1,13 +1,14 @@
 """Ctrl-C and SIGTERM: what must not be cut in two is finished first, all else ends at once.
 
-    with handling():                                        # once a process: cli/main.py
-        with held("the step is finished first"):            # training: a signal is noted
-            with released():                                # an evaluation: raised at once
-        with held("..", unless=lambda: step.collecting):    # the same, asked when a signal comes
+    with handle_signals():                                        # once a process: cli/main.py
+        with defer_signals("the step is finished first"):     # training: a signal is noted
+            with allow_signals():                              # an evaluation: raised at once
+        with defer_signals("..", unless=lambda: step.collecting):    # the same, asked when a signal comes
 
-The first signal raises `Interrupted` in the main thread, once; inside `held` it is noted, and raised where `released`
-begins, at `check()`, or where `held` ends. A second Ctrl-C ends the process at once with status 130, as a kill. Under
-torchrun a second one is ignored: torchrun repeats Ctrl-C to its ranks, and kills them after 30 s.
+The first signal raises `Interrupted` in the main thread, once; inside `defer_signals` it is noted, and raised where
+`allow_signals` begins, at `check()`, or where `defer_signals` ends. A second Ctrl-C ends the process at once with
+status 130, as a kill. Under torchrun a second one is ignored: torchrun repeats Ctrl-C to its ranks, and kills them
+after 30 s.
 """
 
 import os
@@ -51,7 +52,7 @@ _state = _Signals()
 
 
 @contextmanager
-def handling() -> Iterator[None]:
+def handle_signals() -> Iterator[None]:
     """Raise `Interrupted` for a signal inside, even if other code has put another error in its place. Outside of the
     main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
@@ -101,7 +102,7 @@ def noted() -> int | None:
 
 
 @contextmanager
-def held(first: str, unless: Callable[[], bool] | None = None) -> Iterator[None]:
+def defer_signals(first: str, unless: Callable[[], bool] | None = None) -> Iterator[None]:
     """Raise nothing inside. first: what is finished before, for the user. unless: whether a signal that comes now is
     raised at once all the same; one that came before waits for `check`."""
     before = _state.first, _state.unless
@@ -114,8 +115,8 @@ def held(first: str, unless: Callable[[], bool] | None = None) -> Iterator[None]
 
 
 @contextmanager
-def released() -> Iterator[None]:
-    """Raise a signal at once inside, as outside of any `held`; also one that was noted before."""
+def allow_signals() -> Iterator[None]:
+    """Raise a signal at once inside, as outside of any `defer_signals`; also one that was noted before."""
     before, _state.first = _state.first, None
     try:
         _raise_noted()
@@ -125,7 +126,7 @@ def released() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise the signal that came, if one did, also inside `held`."""
+    """Raise the signal that came, if one did, also inside `defer_signals`."""
     if _state.noted is not None:
         _state.raised = True
         raise Interrupted(_state.noted)
@@ -149,7 +150,7 @@ def interruption(error: BaseException) -> Interrupted | None:
 
 
 @contextmanager
-def keeping(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], str] = str) -> Iterator[None]:
+def on_interrupt(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], str] = str) -> Iterator[None]:
     """Set in `Interrupted` what the command leaves, the flag with which it goes on, and the one not to repeat. The
     outermost of several sets it."""
     try:
@@ -163,7 +164,7 @@ def keeping(kept: Callable[[], str | None], flag: str = "", spent: Callable[[], 
 
 
 def lines_in(path: Path) -> str | None:
-    """Say what a file that grows line by line keeps, for `keeping`; None without the file."""
+    """Say what a file that grows line by line keeps, for `on_interrupt`; None without the file."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -37,7 +37,6 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
-from thresher.rewards.advantages import group_advantages
 
 MERGE_COST = 0.1
 NODE_COST = 64.0
@@ -74,29 +73,14 @@ def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:
     return LossNormalizer(len(trajectories), sum(len(trajectory.policy_positions()) for trajectory in trajectories))
 
 
-def advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
-    """Each trajectory's advantage within its group (members may lie anywhere in the sequence)."""
-    members: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
-    result = [0.0] * len(rewards)
-    for numbers in members.values():
-        values = group_advantages(
-            [rewards[n] for n in numbers], std_floor=grpo.std_floor, sample_std=grpo.sample_std, eps=grpo.std_eps
-        )
-        for n, value in zip(numbers, values, strict=True):
-            result[n] = value
-    return result
-
-
 def build_train_sequences(
     trajectories: Sequence[Trajectory],
-    advantage: Sequence[float],
+    advantages: Sequence[float],
     grpo: GrpoSection,
     totals: LossNormalizer | None = None,
 ) -> list[TrainSequence]:
-    """Trajectories with their advantages and the weight of each of their tokens, as the aggregation has it. totals: of
-    the optimiser step; None: it has these trajectories alone."""
+    """Return the sequences to train on, with the weight of each of their tokens in the loss. totals: of the optimiser
+    step; None: it has these trajectories alone."""
     positions = [trajectory.policy_positions() for trajectory in trajectories]
     totals = totals or LossNormalizer(len(trajectories), sum(map(len, positions)))
     weights = {
@@ -109,12 +93,12 @@ def build_train_sequences(
             ids=trajectory.ids(),
             positions=positions[n],
             old_logprobs=trajectory.policy_logprobs(),
-            advantage=advantage[n],
+            advantage=advantages[n],
             weight=weights(n),
             key=(trajectory.group, trajectory.sample),
         )
         for n, trajectory in enumerate(trajectories)
-        if positions[n] and not (grpo.drop_zero_advantage and advantage[n] == 0.0)
+        if positions[n] and not (grpo.drop_zero_advantage and advantages[n] == 0.0)
     ]
 
 
@@ -122,11 +106,11 @@ def build_train_sequences(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Several items packed. rows_R points into the T packed tokens, at the token before each target.
+class MicroBatch:
+    """Sequences packed for one forward. rows_R points into the T packed tokens, at the token before each target.
 
-    tokens: of the items, of which T are computed: fewer where they share their beginnings. rounds: places among the R
-    rows, such that no row comes twice in a round; none where no row comes twice at all.
+    tokens: of the sequences, of which T are computed: fewer where they share their beginnings. rounds: places among the
+    R rows, such that no row comes twice in a round; none where no row comes twice at all.
     """
 
     ids_T: torch.Tensor
@@ -136,7 +120,7 @@ class Batch:
     old_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor
     weights_R: torch.Tensor
-    items: list[int]  # which items, in the order packed
+    members: list[int]  # numbers of the sequences, in the order packed
     tokens: int
     rounds: list[torch.Tensor] = field(default_factory=list)
 
@@ -145,8 +129,8 @@ class Batch:
         return len(self.ids_T)
 
     def pick(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """The hidden states of the rows in the loss, [R, H]; the gradient of a row that several items share is their
-        sum, in one order."""
+        """Return the hidden states of the rows in the loss, [R, H]; the gradient of a row that several sequences share
+        is their sum, in one order."""
         if not self.rounds:
             return hidden_TH.index_select(0, self.rows_R)
         hidden_RH: torch.Tensor = _PickRounds.apply(hidden_TH, self.rows_R, self.rounds)
@@ -187,73 +171,80 @@ class _Arrays(NamedTuple):
         return self.ids_L[:-1]
 
 
-def _arrays(item: TrainSequence) -> _Arrays:
-    advantages_R = np.full(len(item.positions), item.advantage)
-    if item.importance:
-        advantages_R *= item.importance
-    ids_L, positions_R = np.array(item.ids, np.int64), np.array(item.positions, np.int64)
-    return _Arrays(ids_L, positions_R, np.array(item.old_logprobs, np.float64), advantages_R, item.weight)
+def _arrays(sequences: Sequence[TrainSequence]) -> dict[int, _Arrays]:
+    """Return the sequences that train something, by their numbers."""
+    return {
+        n: _Arrays(
+            np.array(one.ids, np.int64),
+            np.array(one.positions, np.int64),
+            np.array(one.old_logprobs, np.float64),
+            np.full(len(one.positions), one.advantage)
+            if one.importance is None
+            else one.advantage * np.array(one.importance),
+            one.weight,
+        )
+        for n, one in enumerate(sequences)
+        if one.positions
+    }
 
 
 def pack(
-    items: Sequence[TrainSequence],
+    sequences: Sequence[TrainSequence],
     micro_batch_tokens: int,
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
-) -> list[Batch]:
-    """Sort by length and cut into batches of at most `micro_batch_tokens` tokens, padding counted (always >= 1 item).
+) -> list[MicroBatch]:
+    """Sort by length and cut into micro-batches of at most `micro_batch_tokens` tokens, padding counted (or one
+    sequence).
 
-    The last token of a sequence predicts nothing that is trained and is left out. Items that train nothing are dropped.
-    attention: from training/attention.py; None: `varlen_attention`, which runs everywhere.
+    The last token of a sequence predicts nothing that is trained and is left out, as are sequences that train nothing.
+    attention: of `choose_attention`; None: `varlen_attention`, which runs everywhere.
     """
-    arrays = {n: _arrays(item) for n, item in enumerate(items) if item.positions}
-    return _pack(arrays, micro_batch_tokens, device, attention)
+    return _pack(_arrays(sequences), micro_batch_tokens, device, attention)
 
 
 def _pack(
     arrays: dict[int, _Arrays], budget: int, device: torch.device | str, attention: TrainingAttention | None
-) -> list[Batch]:
+) -> list[MicroBatch]:
     batches: list[list[int]] = []
     for n in sorted(arrays, key=lambda n: (-len(arrays[n].ids_L), n)):
         if batches and len(arrays[batches[-1][0]].ids_L) * (len(batches[-1]) + 1) <= budget:
             batches[-1].append(n)
         else:
             batches.append([n])
-    return [_varlen_batch([arrays[n] for n in members], members, device, attention) for members in batches]
+    return [_varlen_batch({n: arrays[n] for n in members}, device, attention) for members in batches]
 
 
 def _varlen_batch(
-    chosen: list[_Arrays], members: list[int], device: torch.device | str, attention: TrainingAttention | None
-) -> Batch:
-    lengths = [len(one.fed_L) for one in chosen]
+    chosen: dict[int, _Arrays], device: torch.device | str, attention: TrainingAttention | None
+) -> MicroBatch:
+    lengths = [len(one.fed_L) for one in chosen.values()]
     starts = np.cumsum(lengths) - lengths
-    rows = [start + one.positions_R - 1 for start, one in zip(starts, chosen, strict=True)]
-    ids_T = np.concatenate([one.fed_L for one in chosen])
-    return _assembled(chosen, members, ids_T, np.concatenate(rows), Varlen(lengths, device, attention))
+    rows = [start + one.positions_R - 1 for start, one in zip(starts, chosen.values(), strict=True)]
+    ids_T = np.concatenate([one.fed_L for one in chosen.values()])
+    return _assembled(chosen, ids_T, np.concatenate(rows), Varlen(lengths, device, attention))
 
 
-def idle_batch(device: torch.device | str = "cpu", attention: TrainingAttention | None = None) -> Batch:
-    """Return a batch of a token that belongs to no item, in a row of weight 0: what a rank feeds that has to take part
-    in the others' forwards and backwards, and has nothing of its own."""
-    item = TrainSequence(ids=[0, 0], positions=[1], old_logprobs=[0.0], advantage=0.0, weight=0.0)
-    return replace(_varlen_batch([_arrays(item)], [0], device, attention), items=[], tokens=0)
+def idle_batch(device: torch.device | str = "cpu", attention: TrainingAttention | None = None) -> MicroBatch:
+    """Return a micro-batch of no sequence, whose forward and backward change nothing: its one row has the weight 0."""
+    nothing = TrainSequence(ids=[0, 0], positions=[1], old_logprobs=[0.0], advantage=0.0, weight=0.0)
+    return replace(_varlen_batch(_arrays([nothing]), device, attention), members=[], tokens=0)
 
 
 def pack_shared(
-    items: Sequence[TrainSequence],
+    sequences: Sequence[TrainSequence],
     micro_batch_tokens: int,
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
     partial: AttentionWithLSE | None = None,
-) -> list[Batch]:
-    """As `pack`, but what items have in common at their beginnings is packed once where that is worth it; the rest, and
-    all where nothing is, is packed by `pack`.
+) -> list[MicroBatch]:
+    """As `pack`, but common beginnings are packed once where that is worth it; the rest is packed by `pack`.
 
-    Items that share lie together, and batches of at most `micro_batch_tokens` computed tokens are cut between such
-    groups. A group that is larger is cut by members, its prefix repeated.
-    partial: from training/attention.py; None: the CPU's.
+    Sequences that share lie together, and micro-batches of at most `micro_batch_tokens` computed tokens are cut between
+    such groups. A group that is larger is cut by members, its prefix repeated.
+    partial: of `choose_sharing`; None: the CPU's.
     """
-    arrays = {n: _arrays(item) for n, item in enumerate(items) if item.positions}
+    arrays = _arrays(sequences)
     order = in_order({n: one.fed_L for n, one in arrays.items()})
     ordered = OrderedIds.of([arrays[n].fed_L for n in order])
     batches: list[list[int]] = []
@@ -261,51 +252,45 @@ def pack_shared(
     for group in shared_groups(ordered):
         for run in cut_group(ordered.run(group.start, group.stop), micro_batch_tokens):
             start, stop = group.start + run.start, group.start + run.stop
-            sequences = ordered.run(start, stop)
-            if not shared_groups(sequences):
+            members = ordered.run(start, stop)
+            if not shared_groups(members):
                 continue
-            size = build_trie(sequences).tokens
+            size = build_trie(members).tokens
             if size > room:
                 batches.append([])
                 room = micro_batch_tokens
             batches[-1].extend(order[start:stop])
             room -= size
-    together = {n for members in batches for n in members}
-    alone = {n: one for n, one in arrays.items() if n not in together}
-    return [
-        *(_shared_batch([arrays[n] for n in members], members, device, partial) for members in batches),
-        *_pack(alone, micro_batch_tokens, device, attention),
-    ]
+    packed = [_shared_batch({n: arrays.pop(n) for n in members}, device, partial) for members in batches]
+    return packed + _pack(arrays, micro_batch_tokens, device, attention)
 
 
 def _shared_batch(
-    chosen: list[_Arrays], members: list[int], device: torch.device | str, partial: AttentionWithLSE | None
-) -> Batch:
-    ordered = OrderedIds.of([one.fed_L for one in chosen])
+    chosen: dict[int, _Arrays], device: torch.device | str, partial: AttentionWithLSE | None
+) -> MicroBatch:
+    ordered = OrderedIds.of([one.fed_L for one in chosen.values()])
     trie = build_trie(ordered)
-    rows = [trie.rows(m, one.positions_R - 1) for m, one in enumerate(chosen)]
+    rows = [trie.rows(m, one.positions_R - 1) for m, one in enumerate(chosen.values())]
     layout = PrefixForest(trie.lengths, trie.parents, device, partial)
-    return _assembled(chosen, members, trie.ids(ordered), np.concatenate(rows), layout)
+    return _assembled(chosen, trie.ids(ordered), np.concatenate(rows), layout)
 
 
-def _assembled(
-    chosen: list[_Arrays], members: list[int], ids_T: Ints, rows_R: Ints, layout: Varlen | PrefixForest
-) -> Batch:
-    device = layout.device
+def _assembled(chosen: dict[int, _Arrays], ids_T: Ints, rows_R: Ints, layout: Varlen | PrefixForest) -> MicroBatch:
+    device, arrays = layout.device, list(chosen.values())
 
     def per_row(values: list[Floats]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(device)
 
-    return Batch(
+    return MicroBatch(
         ids_T=torch.from_numpy(ids_T).to(device),
         layout=layout,
         rows_R=torch.from_numpy(rows_R).to(device),
-        targets_R=torch.from_numpy(np.concatenate([one.ids_L[one.positions_R] for one in chosen])).to(device),
-        old_logprobs_R=per_row([one.old_logprobs_R for one in chosen]),
-        advantages_R=per_row([one.advantages_R for one in chosen]),
-        weights_R=per_row([np.full(len(one.positions_R), one.weight) for one in chosen]),
-        items=members,
-        tokens=sum(len(one.fed_L) for one in chosen),
+        targets_R=torch.from_numpy(np.concatenate([one.ids_L[one.positions_R] for one in arrays])).to(device),
+        old_logprobs_R=per_row([one.old_logprobs_R for one in arrays]),
+        advantages_R=per_row([one.advantages_R for one in arrays]),
+        weights_R=per_row([np.full(len(one.positions_R), one.weight) for one in arrays]),
+        members=list(chosen),
+        tokens=sum(len(one.fed_L) for one in arrays),
         rounds=[torch.from_numpy(places).to(device) for places in _rounds(rows_R)],
     )
 

@@ -2,9 +2,20 @@
 
     A_i = (R_i - mean(R)) / (max(std(R), std_floor) + eps)
 
+<<<<<<< HEAD
 The floor is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as a group of {0, 1} does; with a
 floor of .1 it gets -.1 and +.1. The deviation is the population's. A group whose rewards are equal, so a group of one,
 has advantage 0 (verl gives a lone sample its raw reward).
+=======
+The floor on the deviation is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as
+loud as a group of {0, 1}; with a floor of .1 it gets -.1 and +.1. The deviation is the population's
+(EviOmni's own example).
+
+A group of one sample has advantage 0, as has every group whose rewards are equal: nothing says whether the sample did
+better than its policy usually does. (verl takes mean 0 and deviation 1 for such a group, and so gives a lone sample its
+raw reward.)
+
+Groups are the caller's numbers, never equal prompts, so that two copies of a prompt do not merge into one.
 """
 
 import math
@@ -47,3 +58,24 @@ def group_advantages(
     std = math.sqrt(squares / (len(rewards) - (1 if sample_std else 0)))
     scale = max(std, std_floor) + eps
     return [(reward - mean) / scale for reward in rewards]
+
+
+def advantages_by_group(
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    *,
+    std_floor: float = 0.1,
+    sample_std: bool = False,
+    eps: float = 0.0,
+) -> list[float]:
+    """Return each reward's advantage within its group, as `group_advantages`; members may lie anywhere."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    result = [0.0] * len(rewards)
+    for numbers in members.values():
+        own = [rewards[n] for n in numbers]
+        values = group_advantages(own, std_floor=std_floor, sample_std=sample_std, eps=eps)
+        for n, value in zip(numbers, values, strict=True):
+            result[n] = value
+    return result

@@ -21,7 +21,7 @@ import torch
 from thresher.cli.main import main
 from thresher.cli.process import leave
 from thresher.common.errors import UserError
-from thresher.common.signals import Interrupted, handling
+from thresher.common.signals import Interrupted, handle_signals
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.ranks import joined
@@ -49,7 +49,7 @@ def play(scenario: dict[str, Any], rank: int) -> None:
     if scenario.get("interrupted") == rank:
         interrupt_rollout(3)
     try:
-        with handling(), joined() as ranks:
+        with handle_signals(), joined() as ranks:
             train_module.train(recipe, out, scenario.get("resume", False), ranks=ranks)
     except (Exception, SystemExit, Interrupted) as error:
         Rollout.run = run  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ from thresher.common.records import read_records
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, RetrievalSection
 from thresher.engine.episode import Prompt, read_template
-from thresher.engine.packing import Batch, TrainSequence, advantages, build_train_sequences, pack
+from thresher.engine.packing import MicroBatch, TrainSequence, build_train_sequences, pack
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint
@@ -58,6 +58,7 @@ from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer
+from thresher.rewards.advantages import advantages_by_group
 from thresher.rewards.reward import Source
 
 GROUP = 8  # scripted trajectories whose advantages are made together, as the demo's samples of a question are
@@ -130,7 +131,13 @@ def scripted(seed: int, limit: int, device: str) -> Subject:
         policy=policy.requires_grad_(True),
         vocab_size=tokenizer.vocab_size,
         trajectories=trajectories,
-        advantages=advantages(rewards, [trajectory.group for trajectory in trajectories], recipe.grpo),
+        advantages=advantages_by_group(
+            rewards,
+            [trajectory.group for trajectory in trajectories],
+            std_floor=recipe.grpo.std_floor,
+            sample_std=recipe.grpo.sample_std,
+            eps=recipe.grpo.std_eps,
+        ),
         **_settings(recipe),
     )
 
@@ -250,7 +257,7 @@ class Treated:
     targets the policy sampled."""
 
     items: list[TrainSequence]
-    batches: list[Batch]
+    batches: list[MicroBatch]
     sampled: list[Tensor]
 
     @property
@@ -298,16 +305,16 @@ def treat(name: str, subject: Subject) -> Treated:
                 vocab_size=subject.vocab_size,
             )
         batches.append(replace(batch, old_logprobs_R=old_R))
-    flags = [[row in sampled[n] for n in batch.items for row in items[n].positions] for batch in batches]
+    flags = [[row in sampled[n] for n in batch.members for row in items[n].positions] for batch in batches]
     treated = Treated(items, batches, [torch.tensor(flags_R, device=device) for flags_R in flags])
     return treated.weighted(retrieved=FAINT) if name == "zeroed" else treated
 
 
-def hidden_states(policy: Policy, batch: Batch) -> Tensor:
+def hidden_states(policy: Policy, batch: MicroBatch) -> Tensor:
     return policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
 
 
-def head_loss(subject: Subject, rows_RH: Tensor, batch: Batch, chunk_rows: int | None = None) -> LossResult:
+def head_loss(subject: Subject, rows_RH: Tensor, batch: MicroBatch, chunk_rows: int | None = None) -> LossResult:
     """Compute the loss of some rows; the head's gradient goes into its buffer, as in training."""
     head_VH, grpo = subject.policy.head_VH, subject.grpo
     return grpo_loss(
@@ -333,7 +340,7 @@ def clear(policy: Policy) -> None:
     policy.head_VH.grad = torch.zeros_like(policy.head_VH)
 
 
-def run_step(subject: Subject, batches: Iterable[Batch], clock: Clock | None = None) -> list[LossResult]:
+def run_step(subject: Subject, batches: Iterable[MicroBatch], clock: Clock | None = None) -> list[LossResult]:
     """Run forward, head with loss, and backward of all batches; leave the gradients on the policy."""
     policy = subject.policy
     clear(policy)
@@ -382,7 +389,7 @@ def timed_heads(
     return {name: median(spent[1:]) for name, spent in zip(treated, times, strict=True)}
 
 
-def head_call(subject: Subject, batch: Batch, chunk_rows: int | None) -> Callable[[], None]:
+def head_call(subject: Subject, batch: MicroBatch, chunk_rows: int | None) -> Callable[[], None]:
     """Return a call for head and loss of one batch alone: the gather of its rows, and both gradients."""
     with torch.no_grad():
         hidden_TH = hidden_states(subject.policy, batch)
@@ -503,7 +510,7 @@ def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
     }
 
 
-def gradient(subject: Subject, batches: Sequence[Batch]) -> Gradient:
+def gradient(subject: Subject, batches: Sequence[MicroBatch]) -> Gradient:
     """Compute the gradient of every parameter, as float64 copies."""
     run_step(subject, batches)
     return {
@@ -578,8 +585,8 @@ def _by_item(treated: Treated) -> Tensor:
     """Return all rows' log-probs in the order of the items, for every treatment packs them in an order of its own."""
     found: dict[int, Tensor] = {}
     for batch in treated.batches:
-        counts = [len(treated.items[n].positions) for n in batch.items]
-        found |= zip(batch.items, batch.old_logprobs_R.split(counts), strict=True)
+        counts = [len(treated.items[n].positions) for n in batch.members]
+        found |= zip(batch.members, batch.old_logprobs_R.split(counts), strict=True)
     return torch.cat([found[n] for n in sorted(found)]).double()
 
 

@@ -211,7 +211,7 @@ class Rollout(
 
         temperature = recipe.rollout.temperature if self.temperature is None else self.temperature
         plan = flags.fill(RolloutPlan, self, out=Path(self.out), samples=self.n, temperature=temperature)
-        with signals.keeping(lambda: signals.lines_in(plan.out), "--resume"):
+        with signals.on_interrupt(lambda: signals.lines_in(plan.out), "--resume"):
             run_rollouts(recipe, plan)
 
 
@@ -266,7 +266,7 @@ class Eval(
         more = {"noise": self.distractors, "allow_keys": tuple(self.allow_key)}
         asked = flags.fill(EvalOptions, self, best=best, answered_by=answered_by, **more)
         out = Path(self.out)
-        with signals.keeping(lambda: signals.lines_in(out / "generated.jsonl")):
+        with signals.on_interrupt(lambda: signals.lines_in(out / "generated.jsonl")):
             console.answer(run_evaluation(recipe, asked, out))
 
     def _answered_by(self) -> "AnsweredBy | None":
@@ -501,7 +501,7 @@ class Extract(
         )
         by = plan.model if self.refiner is None else f"{self.refiner} of {plan.model}"
         console.announce(f"extract: {self.loop}, from {plan.questions} with {by}, into {plan.out}")
-        with signals.keeping(lambda: signals.lines_in(Path(plan.out))), console.stages() as on_stage:
+        with signals.on_interrupt(lambda: signals.lines_in(Path(plan.out))), console.stages() as on_stage:
             figures = extract(plan, lambda done, of: on_stage("extract", done, of), flags.say)
         console.figures(f"extract: {plan.out}", figures)
 

@@ -190,7 +190,7 @@ class Build(
         def kept() -> str | None:
             return f"{work} keeps what is done" if (work / RECORD_FILE).is_file() else None
 
-        with signals.keeping(kept), console.stages() as on_stage:
+        with signals.on_interrupt(kept), console.stages() as on_stage:
             figures = build(
                 self.corpus,
                 self.out,

@@ -78,7 +78,7 @@ class Systems(
         from thresher.common.files import read_json_object
 
         out, names = Path(self.out), self.system or SYSTEMS
-        with signals.keeping(lambda: f"{self.out} keeps what is finished"):
+        with signals.on_interrupt(lambda: f"{self.out} keeps what is finished"):
             run_study(out, names, self.seeds, self.controls, self.set, self.run_command, self.allow_key)
         console.answer(read_json_object(out / "systems.json"))
 
@@ -103,7 +103,7 @@ class Demo(
         def say(text: str) -> None:
             console.console.print(text, style="bold", markup=False, soft_wrap=True)
 
-        with signals.keeping(lambda: f"{out} keeps what is finished" if out.exists() else None):
+        with signals.on_interrupt(lambda: f"{out} keeps what is finished" if out.exists() else None):
             demo(out, self.seed, self.set, self.run_command, say)
         from thresher.common.records import read_object
         from thresher.engine.reports.report import print_trajectories  # matplotlib takes a second

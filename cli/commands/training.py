@@ -87,7 +87,7 @@ class Sft(
         from thresher.engine.parallel.ranks import joined
 
         with joined() as ranks:
-            if ranks.several:
+            if ranks.is_distributed:
                 raise UserError(
                     f"sft trains in one process, and torchrun has started {ranks.count}; leave torchrun out"
                 )

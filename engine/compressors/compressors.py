@@ -228,7 +228,7 @@ class Likelihood:
                 batch.pick(hidden_TH), policy.head_VH, batch.targets_R, vocab_size=self.tokenizer.vocab_size
             )
             values = logprobs_R.tolist()
-            for number in batch.items:
+            for number in batch.members:
                 count = len(items[number].positions)
                 found[number], values = values[:count], values[count:]
         return found

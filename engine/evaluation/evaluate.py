@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from thresher.common import console
-from thresher.engine.parallel.first import judging
-from thresher.engine.parallel.ranks import ALONE, Ranks
+from thresher.engine.parallel.ranks import SINGLE, Ranks
+from thresher.engine.parallel.sync import judging
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import EpisodeRunner, Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, score
@@ -21,7 +21,7 @@ def evaluate(
     on_progress: Callable[[int], None] | None = None,
     judges: Judges | None = None,
     first: int = 0,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> list[Scored]:
     """Generate and score one trajectory per question. questions[0] is number `first` of the evaluation; greedy
     (temperature 0) results are the same for every seed."""

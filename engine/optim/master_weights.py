@@ -22,9 +22,8 @@ weights lie is decided in training/weights.py.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,80 +35,69 @@ from thresher.policy.model import Policy
 STRETCH = 1 << 24  # values that go over at a time
 
 
-class TrainedWeights(Protocol):
-    """Interface of the trainable weights, in the order in which an update calls it.
+class TrainedWeights:
+    """Weights that an update trains, with the calls of an update in their order: here those of a policy that is its own
+    master, in one process.
 
     policy: its forward and backward are run by the update. rollout_policy: a whole policy that samples; its device and
     dtype are those in which both compute. module: the optimiser steps its parameters.
     """
 
-    policy: Policy
-    rollout_policy: Policy
-    module: nn.Module
+    def __init__(self, policy: Policy, rollout_policy: Policy, module: nn.Module) -> None:
+        self.policy, self.rollout_policy, self.module = policy, rollout_policy, module
 
     def rolling_out(self) -> AbstractContextManager[None]:
-        """Within it `rollout_policy` has the trained weights."""
-        ...
+        """Give `rollout_policy` the trained weights within it."""
+        return nullcontext()
 
-    def most(self, count: int) -> int:
-        """Return the largest `count` of all ranks; the count itself in one process."""
-        ...
+    def max_over_ranks(self, count: int) -> int:
+        """Return the largest `count` of all ranks."""
+        return count
 
     def head_gradient(self) -> Tensor | None:
         """Return the tensor to which the loss adds the head's gradient, [V, H] float32 on the policy's device; None:
         the head is not trained."""
-        ...
+        raise NotImplementedError
 
     def collect(self) -> None:
-        """After a micro-batch: add the policy's gradients, which are used up, to the trained weights'."""
-        ...
+        """Add the policy's gradients of a micro-batch, which are used up, to those of the trained weights."""
 
     def complete(self) -> None:
-        """After the last micro-batch: every gradient is where the optimiser looks for it."""
-        ...
+        """Put every gradient where the optimiser looks for it, after the last micro-batch."""
 
     def clip(self, largest: float) -> float:
-        """Scale all gradients so that their norm is `largest` at most; the norm before that."""
-        ...
+        """Scale all gradients so that their norm is `largest` at most; return the norm before that."""
+        raise NotImplementedError
 
     def refresh(self) -> None:
-        """After a step: the policy's weights are the trained ones again."""
-        ...
+        """Copy the trained weights to the policy, after a step."""
 
     def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
-        """The trained weights and the optimiser's state, on the process that saves them; None elsewhere."""
-        ...
+        """Return the trained weights and the optimiser's state, on the process that saves them; None elsewhere."""
+        raise NotImplementedError
 
-    def held_here(self, name: str, state: Tensor) -> Tensor:
-        """Of an optimiser's state that was saved for a whole parameter, what belongs to the parameter in `module`."""
-        ...
+    def rows_here(self, name: str, state: Tensor) -> Tensor:
+        """Return the rows of a whole parameter's saved optimiser state that belong to the parameter in `module`."""
+        return state
 
     def buffers(self) -> list[Tensor]:
         """Return the tensors held beside parameters and their gradients."""
-        ...
+        return []
 
 
-class MasterWeights:
+class MasterWeights(TrainedWeights):
     """`master` beside `policy`, parameter by parameter the same; None: the policy is its own, as where it computes in
     float32, or where its adapters alone are trained. apart: they lie in two memories; with both on a CPU the
-    same copies are made, and the bits are the same. The rollout samples with `policy` itself, so `refresh` is all that
-    brings new weights to it."""
+    same copies are made, and the bits are the same. The rollout samples with `policy` itself."""
 
     def __init__(self, policy: Policy, master: Policy | None = None, apart: bool = False) -> None:
-        self.policy = self.rollout_policy = policy
         self.master = policy if master is None else master
-        self.module: nn.Module = self.master
+        super().__init__(policy, policy, self.master)
         self.head_VH = self.master.head_VH
         self.apart = apart and self.master is not policy
         self._head_grad: Tensor | None = None
         pinned = policy.device.type == "cuda"
         self._buffer = torch.empty(STRETCH if self.apart else 0, dtype=policy.dtype, pin_memory=pinned)
-
-    def rolling_out(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def most(self, count: int) -> int:
-        return count
 
     def head_gradient(self) -> Tensor | None:
         head_VH = self.head_VH
@@ -125,22 +113,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        if self.master is self.policy:
-            return
-        for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
+        for parameter, trained in self._pairs():
             grad, parameter.grad = parameter.grad, None
             if grad is None:
                 continue
             if trained is self.head_VH and self._head_grad is not None:
                 self._head_grad.add_(grad)  # a tied embedding's share
-            elif self.apart:
-                first = trained.grad is None
-                if trained.grad is None:
-                    trained.grad = torch.empty_like(trained)
-                for sent, kept in self._stretches(grad, trained.grad):
-                    self._through(sent, kept, first)
-            else:
+            elif not self.apart:
                 trained.grad = grad.float() if trained.grad is None else trained.grad.add_(grad.float())
+            elif trained.grad is None:
+                trained.grad = torch.empty_like(trained)
+                self._send(grad, trained.grad, Tensor.copy_)
+            else:
+                self._send(grad, trained.grad, Tensor.add_)
 
     def complete(self) -> None:
         if self._head_grad is not None:
@@ -152,37 +137,30 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        if self.master is self.policy:
-            return
-        for parameter, trained in zip(self.policy.parameters(), self.master.parameters(), strict=True):
-            if not self.apart:
+        for parameter, trained in self._pairs():
+            if self.apart:
+                self._send(trained.data, parameter.data, Tensor.copy_)
+            else:
                 parameter.copy_(trained)
-                continue
-            for sent, kept in self._stretches(trained.data, parameter.data):
-                buffer = self._buffer[: len(sent)]
-                buffer.copy_(sent)
-                kept.copy_(buffer)
 
     def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
         return self.master, optimizer
 
-    def held_here(self, name: str, state: Tensor) -> Tensor:
-        return state
-
     def buffers(self) -> list[Tensor]:
         return [self._buffer] if self._head_grad is None else [self._buffer, self._head_grad]
 
-    def _through(self, sent: Tensor, kept: Tensor, first: bool) -> None:
-        buffer = self._buffer[: len(sent)]
-        buffer.copy_(sent)
-        if first:
-            kept.copy_(buffer)
-        else:
-            kept.add_(buffer)
+    def _pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """Pair the policy's parameters with their masters, where they are two."""
+        if self.master is self.policy:
+            return ()
+        return zip(self.policy.parameters(), self.master.parameters(), strict=True)
 
-    @staticmethod
-    def _stretches(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(one.reshape(-1).split(STRETCH), other.view(-1).split(STRETCH), strict=True)
+    def _send(self, source: Tensor, target: Tensor, put: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Copy or add `source` to `target`, in stretches through the buffer."""
+        for sent, kept in zip(source.reshape(-1).split(STRETCH), target.view(-1).split(STRETCH), strict=True):
+            buffer = self._buffer[: len(sent)]
+            buffer.copy_(sent)
+            put(kept, buffer)
 
 
 def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.optim.Optimizer:

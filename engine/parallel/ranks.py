@@ -1,16 +1,16 @@
 """The processes that train one model, as torchrun starts them: each is a rank, and rank 0 alone writes and speaks.
 
-    with joined() as ranks:            # of WORLD_SIZE, RANK and LOCAL_RANK; without torchrun it is ALONE
-        ranks.total(3, 5)              # a sum over all ranks, of integers
+    with joined() as ranks:            # of WORLD_SIZE, RANK and LOCAL_RANK; without torchrun it is SINGLE
+        ranks.all_reduce_sum(3, 5)              # a sum over all ranks, of integers
         ranks.gather(record)           # a list of all ranks' on rank 0, None elsewhere
-        ranks.from_first(lambda: decide())  # decided on rank 0, known everywhere
+        ranks.broadcast(lambda: decide())  # decided on rank 0, known everywhere
         with ranks.interruptible(): ..      # what a signal to any of them ends on all
 
-What goes through here is small and lies on the CPU: counts, records, decisions. Weights and gradients are shards.py's.
+What goes through here is small and lies on the CPU: counts, records, decisions. sharded_weights.py has weights.
 
-A rank that fails ends the run. It notes so before it ends; those that fail because it is gone find the note, and say
-nothing. A rank may compute for long while the others wait, so nobody waits less than PATIENCE: that a process has died
-is torchrun's to notice, and it ends the others at once.
+A rank that fails ends the run. It writes a note before it ends; those that fail because it is gone find the note, and
+print nothing. A rank may compute for long while the others wait, so the timeout is long: torchrun notices that a
+process has died, and ends the others at once.
 
 Deliberately absent: a rank that joins or is replaced during a run; to go on with another number, resume.
 """
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from thresher.common.console import console
 from thresher.common.errors import UserError
-from thresher.common.signals import Interrupted, noted, released
+from thresher.common.signals import Interrupted, allow_signals, noted
 
 PATIENCE = timedelta(hours=6)
 _NOTE = "thresher/failed"  # key of the store: the rank that failed first
@@ -48,11 +48,11 @@ class Ranks:
     on_machine: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     @property
-    def several(self) -> bool:
+    def is_distributed(self) -> bool:
         return self.count > 1
 
     def share(self, total: int) -> range:
@@ -61,43 +61,43 @@ class Ranks:
 
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value, in the order of the ranks, on rank 0; None elsewhere. The value must pickle."""
-        if not self.several:
+        if not self.is_distributed:
             return [value]
-        values: list[T] | None = [value] * self.count if self.first else None
+        values: list[T] | None = [value] * self.count if self.is_main else None
         dist.gather_object(value, values)
         return values
 
-    def from_first(self, decide: Callable[[], T]) -> T:
+    def broadcast(self, decide: Callable[[], T]) -> T:
         """Return on every rank what `decide` returns on rank 0; only rank 0 calls it."""
-        if not self.several:
+        if not self.is_distributed:
             return decide()
-        values = [decide() if self.first else None]
+        values = [decide() if self.is_main else None]
         dist.broadcast_object_list(values)
         value: T = values[0]  # type: ignore[assignment]
         return value
 
-    def total(self, *numbers: int) -> list[int]:
+    def all_reduce_sum(self, *numbers: int) -> list[int]:
         """Each number summed over the ranks."""
-        return self._reduced(numbers, dist.ReduceOp.SUM) if self.several else list(numbers)
+        return self._reduced(numbers, dist.ReduceOp.SUM) if self.is_distributed else list(numbers)
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The largest of the ranks' numbers."""
-        return self._reduced((number,), dist.ReduceOp.MAX)[0] if self.several else number
+        return self._reduced((number,), dist.ReduceOp.MAX)[0] if self.is_distributed else number
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """For work without collectives, of which nothing is kept. A signal ends it at once; when all ranks have ended
         it, `Interrupted` is raised on every one, so that none goes on alone."""
-        if not self.several:
-            with released():
+        if not self.is_distributed:
+            with allow_signals():
                 yield
             return
         try:
-            with released():
+            with allow_signals():
                 yield
         except Interrupted:
             pass
-        if number := self.most(noted() or 0):
+        if number := self.all_reduce_max(noted() or 0):
             raise Interrupted(number)
 
     def _reduced(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> list[int]:
@@ -107,7 +107,7 @@ class Ranks:
         return result
 
 
-ALONE = Ranks()
+SINGLE = Ranks()
 
 
 @contextmanager
@@ -119,19 +119,19 @@ def joined() -> Iterator[Ranks]:
     not torchrun's.
     """
     ranks = _from_environment()
-    if not ranks.several:
-        yield ALONE
+    if not ranks.is_distributed:
+        yield SINGLE
         return
     gpus = torch.cuda.device_count()
     if ranks.local < gpus:
         torch.cuda.set_device(ranks.local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
     store = dist.distributed_c10d._get_default_store()
-    console.quiet = not ranks.first
+    console.quiet = not ranks.is_main
     try:
         yield ranks
     except KeyboardInterrupt as error:
-        if ranks.first:
+        if ranks.is_main:
             raise
         raise SystemExit(error.status if isinstance(error, Interrupted) else 130) from None
     except Exception as error:
@@ -149,7 +149,7 @@ def _from_environment() -> Ranks:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: os.environ[name] for name in names if name in os.environ}
     if given.get("WORLD_SIZE", "1") == "1":
-        return ALONE
+        return SINGLE
     try:
         ranks = Ranks(*(int(given[name]) for name in names))
     except (KeyError, ValueError):

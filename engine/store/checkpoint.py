@@ -5,7 +5,7 @@
         adapter/                            of a policy with adapters: what it goes on from, with the recipe's model
         tokenizer.json, ..                  if a tokenizer was given
         optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"; moments in
-                                            8 bits as their codes and scales (engine/optim/moments.py)
+                                            8 bits as their codes and scales (engine/optim/adamw.py)
         state.json                          {"step": .., "state": whatever JSON the trainer keeps, "interim": whether it
                                             was saved early, "hashes": true}
         hashes.json                         of every file above, block by block (common/hashes.py), written last
@@ -30,11 +30,14 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import check_file, need_room, read_json_object, staged_folder
 from thresher.common.hashes import read_hashes, write_hashes
+from thresher.common.machine import origin
+from thresher.engine.config.recipe import Recipe
 from thresher.engine.optim.adamw import PartwiseAdamW
-from thresher.engine.store.run_folder import step_name, step_of
+from thresher.engine.store.run_folder import RunFolder, step_name, step_of
 from thresher.policy.weights import save_tensors
 
 OPTIMIZER = "optimizer.safetensors"
@@ -231,6 +234,44 @@ def checkpoint_to_resume(folder: str | Path, from_step: int | None = None, verif
         return read_checkpoint(path, verify)
     except UserError as error:
         raise UserError(f"{error}. {_way_back(earlier, verify)}") from None
+
+
+def check_resumed(
+    command: str,
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    steps: int,
+    told: bool,
+    period: Callable[[Recipe], int] = lambda recipe: recipe.run.save_every,
+    also: str = "",
+) -> None:
+    """Print from where a run goes on. UserError where checkpoints or records are lost.
+
+    steps: of the whole run. told: --resume-from names the step. period: the steps between checkpoints. also: added to
+    the line.
+    """
+    step = checkpoint.step if checkpoint else 0
+    if not told:
+        RunFolder(folder).check_checkpoints(step, period)
+        RunFolder(folder).check_metrics(step, checkpoint.state.get("metrics") if checkpoint else None)
+    where = checkpoint.path if checkpoint else "its beginning, for it has no checkpoint"
+    console.announce(f"{command}: goes on behind step {step} of {steps}, from {where}{also}")
+
+
+def check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
+    """Raise UserError where another process has saved a checkpoint since ours was chosen."""
+    newest = max((step for path in run.checkpoints.iterdir() if (step := step_of(path.name)) is not None), default=0)
+    if newest > (checkpoint.step if checkpoint else 0):
+        raise UserError(f"{run.path}: another process has just saved step {newest}; run the same command again")
+
+
+def start_record(run: RunFolder, checkpoint: Checkpoint | None, cuda: bool, told: bool) -> dict[str, Any]:
+    """Return the line of starts.jsonl for a run that starts, or goes on, now. told: --resume-from was given, so that
+    the records that are left are accepted."""
+    start = {"step": checkpoint.step if checkpoint else 0, **origin(cuda)}
+    if told:
+        start["metrics"] = run.metrics_mark()
+    return start
 
 
 def _way_back(paths: list[Path], verify: bool) -> str:

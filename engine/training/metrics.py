@@ -19,7 +19,7 @@ _TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """Figures of a step from one rank; `step_record` merges those of all ranks."""
+    """Measures of a step from one rank; `step_record` merges those of all ranks."""
 
     rows: list[Measured]
     cut_passages: int
@@ -31,7 +31,7 @@ class RankStep:
 
 
 def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> RankStep:
-    """Of the rank that calls it."""
+    """Return the measures of the rank that calls it."""
     groups = {entry.trajectory.group for entry in result.scored}
     with_signal = {e.trajectory.group for e, value in zip(result.scored, result.advantages, strict=True) if value}
     return RankStep(
@@ -46,8 +46,8 @@ def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> Ra
 
 
 def step_record(step: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
-    """A step's line of metrics.jsonl, from all ranks: means over trajectories, losses over tokens, seconds by phase.
-    Counts are sums over the ranks; seconds are those of the rank that took longest."""
+    """Return a step's line of metrics.jsonl: means over all ranks' trajectories, losses over tokens, sums of counts,
+    and seconds by phase of the rank that took longest."""
     updates = [_of_all(each) for each in zip(*(rank.updates for rank in ranks), strict=True)]
     recomputed = [rank.recomputed for rank in ranks if rank.recomputed is not None]
     return {
@@ -66,7 +66,7 @@ def step_record(step: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
 
 
 def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: float) -> dict[str, Any]:
-    """First and last evaluation, and the throughput over all steps, from the run's own metrics."""
+    """Return the first and last evaluation, and the throughput over all steps, from the run's metrics."""
     evals = [record["eval"] for record in records if "eval" in record]
     steps = [record for record in records if "eval" not in record]
 
@@ -92,27 +92,22 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
     if not updates:
         return {"train_tokens": 0, "computed_tokens": 0, "loss_tokens": 0, "update_seconds": 0.0}
-    rows = sum(stats.rows for stats in updates)
-    sums: dict[str, float] = {}
-    largest: dict[str, float] = {}
+    first, total = updates[0], UpdateStats()
     for stats in updates:
-        for name, value in stats.sums.items():
-            sums[name] = sums.get(name, 0.0) + value
-        for name, value in stats.largest.items():
-            largest[name] = max(largest.get(name, 0.0), value)
+        total.add(stats)
     return {
-        "loss": sum(stats.loss for stats in updates) / len(updates),
+        "loss": total.loss / len(updates),
         "grad_norm": max(stats.grad_norm for stats in updates),
         "lr": updates[-1].lr,
-        **{name: value / rows for name, value in sums.items()},
-        **largest,
+        **{name: value / total.rows for name, value in total.sums.items()},
+        **total.largest,
         # Of the first update: later ones start from other weights.
-        "logprob_gap": updates[0].sums["logprob_gap"] / updates[0].rows,
-        "logprob_gap_max": updates[0].largest["logprob_gap_max"],
-        "capped": sum(stats.capped for stats in updates),
-        "train_tokens": sum(stats.tokens for stats in updates),
-        "computed_tokens": sum(stats.computed_tokens for stats in updates),
-        "loss_tokens": rows,
+        "logprob_gap": first.sums["logprob_gap"] / first.rows,
+        "logprob_gap_max": first.largest["logprob_gap_max"],
+        "capped": total.capped,
+        "train_tokens": total.tokens,
+        "computed_tokens": total.computed_tokens,
+        "loss_tokens": total.rows,
         "update_seconds": sum(stats.seconds for stats in updates),
     }
 
@@ -132,20 +127,12 @@ def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
 
 
 def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
-    """One optimiser step, from what each rank saw of it."""
+    """Return the statistics of one optimiser step, from those of each rank."""
     first, seconds = ranks[0], max(stats.seconds for stats in ranks)
-    whole = UpdateStats(grad_norm=first.grad_norm, lr=first.lr, epoch=first.epoch, seconds=seconds)
+    total = UpdateStats(grad_norm=first.grad_norm, lr=first.lr, epoch=first.epoch, seconds=seconds)
     for stats in ranks:
-        whole.tokens += stats.tokens
-        whole.computed_tokens += stats.computed_tokens
-        whole.rows += stats.rows
-        whole.loss += stats.loss
-        whole.capped += stats.capped
-        for name, value in stats.sums.items():
-            whole.sums[name] = whole.sums.get(name, 0.0) + value
-        for name, value in stats.largest.items():
-            whole.largest[name] = max(whole.largest.get(name, 0.0), value)
-    return whole
+        total.add(stats)
+    return total
 
 
 def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

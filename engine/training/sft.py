@@ -33,8 +33,8 @@ from thresher.engine.episode import Prompt, read_template
 from thresher.engine.optim.master_weights import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.protocol.prompts import Renderer, fit
-from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
+from thresher.engine.training.update import choose_attention
 from thresher.kernels import grpo_loss
 from thresher.kernels.operands import NotFinite
 from thresher.policy.model import Policy

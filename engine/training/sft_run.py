@@ -33,13 +33,15 @@ from thresher.engine.planning.memory import FP32, MOMENT_BYTES
 from thresher.engine.store.checkpoint import (
     Checkpoint,
     SavablePolicy,
+    check_newest,
+    check_resumed,
     checkpoint_to_resume,
     load_optimizer,
     prune,
     save_checkpoint,
+    start_record,
 )
 from thresher.engine.store.run_folder import RunFolder, sft_folder
-from thresher.engine.training.resumed import check_newest, check_resumed, start_record
 from thresher.engine.training.sft import Begun, SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
 from thresher.engine.training.weights import put_adapters
@@ -147,10 +149,10 @@ class FineTuning:
                 save_checkpoint(run.checkpoints, done, kept, optimizer, state, interim=not due)
                 prune(run.checkpoints, KEPT)
             if stopped:
-                with signals.released():
+                with signals.allow_signals():
                     pass
 
-        with self.parts.threads(), signals.held("a step that is being learned is finished, and saved"):
+        with self.parts.threads(), signals.defer_signals("a step that is being learned is finished, and saved"):
             result = self.trainer.run(log, begun, keep)
         return {
             "steps": result.steps,

@@ -1,8 +1,8 @@
 """One GRPO step, top to bottom: draw questions, roll out, score, advantage, update.
 
     collect   rollout.run              engine/rollout/rollout.py    G trajectories a question, with retrieved text
-              score                    engine/scoring/score.py      trajectory -> attempt -> judges -> reward
-              advantages               engine/packing.py              by group; rewards/advantages.py has the formula
+              score                    engine/scoring/score.py      trajectory -> RewardInput -> judges -> reward
+              advantages               rewards/advantages.py          each reward within its group
               build_train_sequences    engine/packing.py              what is trained, and its weight in the loss
     learn     updater.update           engine/training/update.py    micro-batches through the policy (policy/model.py)
                                                                     and the loss (kernels/loss.py); an optimiser step
@@ -39,13 +39,9 @@ from typing import TypeVar
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
 from thresher.engine.decoding.decoder import NotFiniteDraw
-from thresher.engine.packing import (
-    LossNormalizer,
-    TrainSequence,
-    advantages,
-    build_train_sequences,
-    normalizer_of,
-)
+from thresher.engine.packing import LossNormalizer, TrainSequence, build_train_sequences, normalizer_of
+from thresher.engine.parallel.ranks import Ranks
+from thresher.engine.parallel.sync import judging
 from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
@@ -55,6 +51,7 @@ from thresher.engine.training.importance import Recomputed, recompute
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
+from thresher.rewards.advantages import advantages_by_group
 
 T = TypeVar("T")
 
@@ -78,7 +75,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class GrpoStep:
-    """A step of a run in one process. ranked_step.py has that of several ranks.
+    """A step of a run in one process; `DistributedGrpoStep` is that of several ranks.
 
     collecting: whether `collect` is under way, of which an interrupt loses nothing.
     """
@@ -121,12 +118,18 @@ class GrpoStep:
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
-        advantage = advantages(rewards, [job.group for job in jobs], recipe.grpo)
+        advantages = advantages_by_group(
+            rewards,
+            [job.group for job in jobs],
+            std_floor=recipe.grpo.std_floor,
+            sample_std=recipe.grpo.sample_std,
+            eps=recipe.grpo.std_eps,
+        )
         scoring_seconds = perf_counter() - started
         bounds = update_bounds(len(groups), size, updates)
         normalizers = self._normalizers([normalizer_of(trajectories[a:b]) for a, b in bounds])
         batches = [
-            build_train_sequences(trajectories[a:b], advantage[a:b], recipe.grpo, normalizer)
+            build_train_sequences(trajectories[a:b], advantages[a:b], recipe.grpo, normalizer)
             for (a, b), normalizer in zip(bounds, normalizers, strict=True)
         ]
         recomputed = None
@@ -135,7 +138,7 @@ class GrpoStep:
         return StepResult(
             step=step,
             scored=scored,
-            advantages=advantage,
+            advantages=advantages,
             batches=batches,
             recomputed=recomputed,
             shown=shown,
@@ -184,6 +187,45 @@ class GrpoStep:
 
     def _recompute(self, batches: list[list[TrainSequence]]) -> tuple[list[list[TrainSequence]], Recomputed]:
         return recompute(self.updater, batches, self.parts.recipe.grpo, self.parts.recipe.rollout.temperature)
+
+
+@dataclass(slots=True, kw_only=True)
+class DistributedGrpoStep(GrpoStep):
+    """`GrpoStep` of one of several ranks: it samples its share of the groups, and what is summed or awaited is of all.
+
+    Ranks leave a rollout, a search or a judge together where a signal reaches any of them (`Ranks.interruptible`).
+    """
+
+    ranks: Ranks
+
+    def _groups(self, count: int, updates: int) -> list[int]:
+        return groups_of_rank(count, updates, self.ranks)
+
+    def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
+        with self.ranks.interruptible():
+            return GrpoStep._show_passages(self, questions)
+
+    def _roll_out(self, jobs: Sequence[Job]) -> list[Trajectory]:
+        with self.updater.weights.rolling_out(), self.ranks.interruptible():
+            return GrpoStep._roll_out(self, jobs)
+
+    def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        with judging(self.judges, self.ranks):
+            return GrpoStep._score(self, jobs, trajectories)
+
+    def _normalizers(self, own: list[LossNormalizer]) -> list[LossNormalizer]:
+        counts = self.ranks.all_reduce_sum(*(one.trajectories for one in own))
+        tokens = self.ranks.all_reduce_sum(*(one.tokens for one in own))
+        return [LossNormalizer(*pair) for pair in zip(counts, tokens, strict=True)]
+
+    def _recompute(self, batches: list[list[TrainSequence]]) -> tuple[list[list[TrainSequence]], Recomputed]:
+        with self.ranks.interruptible():
+            return GrpoStep._recompute(self, batches)
+
+
+def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
+    """Return the numbers of this rank's groups: a stretch of those of each optimiser step, all ranks' equally long."""
+    return [start + group for start, end in update_bounds(groups, 1, updates) for group in ranks.share(end - start)]
 
 
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:

@@ -7,7 +7,9 @@ A signal (common/signals.py) ends a rollout, a judge's work or an evaluation at 
 finished first. Either way the last step that was learned is saved, on all ranks the same.
 """
 
+import ctypes
 import itertools
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,34 +20,37 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
-from thresher.common.signals import Interrupted, check, held
+from thresher.common.signals import Interrupted, check, defer_signals
 from thresher.engine.assemble import RunContext, load_judges, load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
-from thresher.engine.parallel.agreement import check_ranks
-from thresher.engine.parallel.first import judges_of, open_run
-from thresher.engine.parallel.ranks import ALONE, Ranks
+from thresher.engine.parallel.ranks import SINGLE, Ranks
+from thresher.engine.parallel.sync import check_config_sync, judges_of, open_run
 from thresher.engine.planning.memory import check_disk
 from thresher.engine.planning.plan import check_memory
-from thresher.engine.protocol.prompts import PromptBatch
-from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.scoring.score import Judges, check_all
-from thresher.engine.store.checkpoint import Checkpoint, checkpoint_to_resume, prune, save_checkpoint
+from thresher.engine.scoring.score import check_all
+from thresher.engine.store.checkpoint import (
+    Checkpoint,
+    check_newest,
+    check_resumed,
+    checkpoint_to_resume,
+    prune,
+    save_checkpoint,
+    start_record,
+)
 from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.trackers import check_trackers, tracking
-from thresher.engine.training.memory import in_a_sentence, return_freed_memory
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
-from thresher.engine.training.ranked_step import RankedStep
-from thresher.engine.training.resumed import check_newest, check_resumed, start_record
-from thresher.engine.training.step import Diverged, GrpoStep, StepResult, divergence
-from thresher.engine.training.update import Updater
+from thresher.engine.training.step import DistributedGrpoStep, Diverged, GrpoStep, StepResult, divergence
+from thresher.engine.training.update import explain_out_of_memory
 from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.retrieval.questions import Question
 
-HELD_TO_PLAN = 2**28  # bytes of a plan, from which on a CPU gives freed memory back
+RETURN_MEMORY_FROM = 2**28  # bytes of a plan, from which on a CPU gives freed memory back
+M_MMAP_THRESHOLD, SMALLEST_MAPPING = -3, 2**20  # of glibc's malloc.h; bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ def train(
     out: str | Path,
     resume: bool = False,
     watch: Callable[[Progress], None] = lambda _: None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
     from_step: int | None = None,
     allow_keys: Collection[str] = (),
 ) -> dict[str, Any]:
@@ -70,88 +75,78 @@ def train(
     or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
     writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it."""
     started = time.perf_counter()
+    told = from_step is not None
     check_trackers(recipe.run.trackers)
-    if ranks.first:
+    if ranks.is_main:
         RunFolder.check(out, resume)
     if resume:
         recipe = recipe.going_on(load_recipe(RunFolder(Path(out)).recipe_file))
     checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
-    check_ranks(recipe, ranks, out, checkpoint.path if checkpoint else None)
-    if ranks.first:
+    done = checkpoint.step if checkpoint else -1
+    check_config_sync(recipe, ranks, out, checkpoint.path if checkpoint else None)
+    if ranks.is_main:
         if resume:
-            laid_out = recipe.optim.schedule_steps
-            also = (
-                ""
-                if laid_out is None
-                else f"; its learning rate is laid out for {laid_out} steps, optim.schedule_steps"
-            )
-            check_resumed("train", Path(out), checkpoint, recipe.run.steps, told=from_step is not None, also=also)
+            planned = recipe.optim.schedule_steps
+            also = f"; its learning rate is laid out for {planned} steps, optim.schedule_steps" if planned else ""
+            check_resumed("train", Path(out), checkpoint, recipe.run.steps, told=told, also=also)
         check_disk(recipe, recipe.model.path, out)
-    decided, planned = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
-    decided = ranks.from_first(lambda: decided)  # a rank with less memory would otherwise compute in another way
-    if recipe.model.device == "cpu" and planned.total_bytes >= HELD_TO_PLAN:
+    decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
+    decided = ranks.broadcast(lambda: decided)  # a rank with less memory would otherwise compute in another way
+    if recipe.model.device == "cpu" and plan.total_bytes >= RETURN_MEMORY_FROM:
         return_freed_memory()
-    parts = load_run_context(recipe, starting_weights(recipe, checkpoint))
-    updater = load_updater(decided, parts, checkpoint, ranks)
-    retriever = load_retrieval(recipe, parts.system)
+    context = load_run_context(recipe, starting_weights(recipe, checkpoint))
+    updater = load_updater(decided, context, checkpoint, ranks)
+    retriever = load_retrieval(recipe, context.system)
     if checkpoint:
-        _check_index(checkpoint.state.get("index"), retriever.identity if retriever else None)
-        _check_system(checkpoint.state.get("system"), parts)
-    judges = load_judges(recipe, parts.system, Path(out) / "replies.jsonl", allow_keys, rewarded_only=True)
-    judges = judges_of(judges, ranks)
-    train_questions, dev_questions = load_questions(recipe, parts.system)
-    rollout = parts.rollout(retriever)
+        _check_unchanged(checkpoint, retriever.identity if retriever else None, context)
+    judges = load_judges(recipe, context.system, Path(out) / "replies.jsonl", allow_keys, rewarded_only=True)
+    train_questions, dev_questions = load_questions(recipe, context.system)
+    rollout = context.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
-    with open_run(out, recipe, resume, ranks, unverified=from_step is not None) as run, parts.threads():
-        if ranks.first and from_step is None:
+    settings: dict[str, Any] = {
+        "parts": context,
+        "questions": train_questions,
+        "rollout": rollout,
+        "judges": judges_of(judges, ranks),
+        "updater": updater,
+    }
+    step = DistributedGrpoStep(**settings, ranks=ranks) if ranks.is_distributed else GrpoStep(**settings)
+    with open_run(out, recipe, resume, ranks, unverified=told) as run, context.threads():
+        if ranks.is_main and not told:
             check_newest(run, checkpoint)
         if checkpoint:
             updater.load_moments(checkpoint.path)
-        run.truncate_after(checkpoint.step if checkpoint else -1)
-        told = from_step is not None and ranks.first
-        run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
+        if ranks.is_main:
+            run.truncate_after(done)
+            run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
         _announce(recipe, out, ranks)
-        trainer = Trainer(parts, updater, rollout, judges, train_questions, dev_questions, run, ranks)
+        trainer = Trainer(step, dev_questions, run, ranks)
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
-        trackers = tracking(run.path, recipe.run.trackers if ranks.first else (), checkpoint.step if checkpoint else -1)
-        finished = held("a step that is being learned is finished, and saved", unless=trainer.loses_nothing)
+        trackers = tracking(run.path, recipe.run.trackers if ranks.is_main else (), done)
+        finished = defer_signals("a step that is being learned is finished, and saved", unless=trainer.loses_nothing)
         with trackers, finished, console.polling(lambda: updater.stage() or rollout.stage()):
             trainer.run(checkpoint, watch, before - started)
-        if not ranks.first:
+        if not ranks.is_main:
             return {}
-        records = run.metrics()
-        summary = run_summary(records, recipe, before + time.perf_counter() - started)
+        summary = run_summary(run.metrics(), recipe, before + time.perf_counter() - started)
         run.write_summary(summary)
     return summary
 
 
 class Trainer:
-    """One run: its parts, its questions and its folder."""
+    """The loop of one run: steps, evaluations and checkpoints, into its folder."""
 
     def __init__(
-        self,
-        parts: RunContext,
-        updater: Updater,
-        rollout: Rollout,
-        judges: Judges,
-        train_questions: Sequence[Question],
-        dev_questions: Sequence[Question],
-        run: RunFolder,
-        ranks: Ranks = ALONE,
+        self, grpo_step: GrpoStep, dev_questions: Sequence[Question], run: RunFolder, ranks: Ranks = SINGLE
     ) -> None:
-        self.ranks = ranks
-        self.parts, self.recipe, self.rollout, self.run_folder = parts, parts.recipe, rollout, run
-        self.updater, self.judges = updater, judges
+        self.grpo_step, self.dev_questions, self.run_folder, self.ranks = grpo_step, dev_questions, run, ranks
+        self.parts, self.rollout, self.updater = grpo_step.parts, grpo_step.rollout, grpo_step.updater
+        self.recipe = self.parts.recipe
         self.warned_truncation = False
         self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
-        self.dev_questions = dev_questions
-        step = partial(RankedStep, ranks=ranks) if ranks.several else GrpoStep
-        self.grpo_step: GrpoStep = step(
-            parts=parts, questions=train_questions, rollout=rollout, judges=judges, updater=updater
-        )
 
     def run(self, checkpoint: Checkpoint | None, watch: Callable[[Progress], None], offset: float) -> None:
-        """The steps behind the checkpoint, to run.steps. Seconds are counted from -`offset` on the clock of
+        """Run the steps behind the checkpoint, to run.steps. Seconds are counted from -`offset` on the clock of
         time.perf_counter."""
         settings = self.recipe.run
         done = checkpoint.step if checkpoint else 0
@@ -159,9 +154,9 @@ class Trainer:
         begun = self.updater.begun
         try:
             # A run may have been cut off in the evaluation that belongs to its checkpoint.
-            if self.ranks.from_first(lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done))):
+            if self.ranks.broadcast(lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done))):
                 self._evaluate(done, watch)
-            if self.ranks.from_first(lambda: checkpoint is not None and checkpoint.interim and self._save_due(done)):
+            if self.ranks.broadcast(lambda: checkpoint is not None and checkpoint.interim and self._save_due(done)):
                 self._save(done, offset)  # as the one that it would have been
             for step in range(done + 1, settings.steps + 1):
                 record = self.step(step)
@@ -171,14 +166,14 @@ class Trainer:
                 learned, begun = step, self.updater.begun
                 if self._evaluation_due(step):
                     self._evaluate(step, watch)
-                if self.ranks.from_first(partial(self._save_due, step)):
+                if self.ranks.broadcast(partial(self._save_due, step)):
                     self._save(step, offset)
                     saved = step
         except (UserError, Interrupted) as error:
             # A step searches and asks its judges before it learns: once this is saved, what a server that stays away,
             # or a signal, costs is the sampling that was under way. With several ranks a signal ends all of them here
             # (`Ranks.interruptible`); where one has failed, the others would not be there to save their shards.
-            together = isinstance(error, Interrupted) or not self.ranks.several
+            together = isinstance(error, Interrupted) or not self.ranks.is_distributed
             whole = self.updater.begun == begun and not isinstance(error, Diverged | Unwritable)
             if learned > saved and together and whole:
                 self._save(learned, offset, interim=True)
@@ -195,11 +190,11 @@ class Trainer:
         return self._evaluation_due(step) and self._best() == step
 
     def _best(self) -> int | None:
-        """The step whose evaluation was best so far: its checkpoint is saved at once and outlives newer ones."""
+        """Return the step of the best evaluation so far: its checkpoint is saved at once and outlives newer ones."""
         return self.best[0]["step"] if self.best else None
 
     def _recorded(self) -> int | None:
-        """Looks up, in what the folder holds, which evaluation was best; the step of the last one."""
+        """Read the best evaluation from the run folder; return the step of the last one."""
         evaluations = [record for record in self.run_folder.metrics() if "eval" in record]
         self.best = evaluations_by_dev(evaluations)[:1]
         return max((record["step"] for record in evaluations), default=None)
@@ -215,38 +210,32 @@ class Trainer:
             "system": self.parts.system_digest,
             "metrics": self.run_folder.metrics_mark(),
         }
-        save_checkpoint(
-            self.run_folder.checkpoints,
-            step,
-            *savable,
-            state,
-            tokenizer=self.parts.tokenizer,
-            interim=interim,
-        )
-        prune(self.run_folder.checkpoints, self.recipe.run.keep_checkpoints, spare=self._best())
+        folder = self.run_folder.checkpoints
+        save_checkpoint(folder, step, *savable, state, tokenizer=self.parts.tokenizer, interim=interim)
+        prune(folder, self.recipe.run.keep_checkpoints, spare=self._best())
 
     def loses_nothing(self) -> bool:
         """Return whether a signal may end at once what is under way. Several ranks end it together, by
         `Ranks.interruptible`."""
-        return self.grpo_step.collecting and not self.ranks.several
+        return self.grpo_step.collecting and not self.ranks.is_distributed
 
     def step(self, step: int) -> dict[str, Any] | None:
-        """One step, from questions to new weights; its trajectories are stored where due. Returns its metrics, on rank
-        0."""
+        """Run one step, from questions to new weights; store its trajectories where due. Returns its metrics on rank 0,
+        None elsewhere."""
         keep = self.recipe.run.keep_trajectories
-        kept = bool(keep) and step % keep == 0
-        recorder = TokenRecorder() if kept and self.recipe.run.token_stats_mib else None
-        with in_a_sentence(self.updater, self.rollout):
-            if not self.ranks.several:
+        stored = bool(keep) and step % keep == 0
+        recorder = TokenRecorder() if stored and self.recipe.run.token_stats_mib else None
+        with explain_out_of_memory(self.updater, self.rollout):
+            if not self.ranks.is_distributed:
                 check()  # a signal that came since the last step's rollout; several ranks leave theirs together
             result = self.grpo_step(step, recorder)
-        self._warn_of_cuts(result.shown)
-        if kept:
-            self._keep(result, recorder)
+        self._warn_of_cuts(result.shown.warning())
+        if stored:
+            self._store(result, recorder)
         of_ranks = self.ranks.gather(rank_step(result, self.rollout, self.parts.system.tags))
         return None if of_ranks is None else step_record(step, of_ranks)
 
-    def _keep(self, result: StepResult, recorder: TokenRecorder | None) -> None:
+    def _store(self, result: StepResult, recorder: TokenRecorder | None) -> None:
         """Store a step's trajectories, and what the update found of their tokens."""
         scored, tokenizer = zip(result.scored, result.advantages, strict=True), self.parts.tokenizer
         lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored])
@@ -265,15 +254,15 @@ class Trainer:
             write_token_stats(path.with_suffix(".safetensors"), stats, self.recipe.run.token_stats_mib * 2**20)
 
     def _lines(self, records: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """All ranks' records of trajectories by group and sample, on rank 0; None elsewhere."""
+        """Return all ranks' records of trajectories by group and sample, on rank 0; None elsewhere."""
         gathered = self.ranks.gather(records)
         if gathered is None:
             return None
         return sorted(itertools.chain(*gathered), key=lambda record: (record["group"], record["sample"]))
 
-    def _warn_of_cuts(self, shown: PromptBatch) -> None:
-        """The first time that passages were cut to fit; the metrics count them all."""
-        if (warning := shown.warning()) and not self.warned_truncation:
+    def _warn_of_cuts(self, warning: str | None) -> None:
+        """Print the first warning that passages were cut to fit; the metrics count them all."""
+        if warning and not self.warned_truncation:
             console.console.print(
                 f"train: {warning} (reported once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
             )
@@ -283,16 +272,20 @@ class Trainer:
         if not self.dev_questions:
             return
         started = time.perf_counter()
-        parts = self.parts
-        mine = self.ranks.share(len(self.dev_questions))
+        parts, mine = self.parts, self.ranks.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
         with self.ranks.interruptible():
             shown = self.rollout.retrieve_and_truncate(asked)
-        self._warn_of_cuts(shown)
-        with in_a_sentence(self.updater, self.rollout), self.updater.weights.rolling_out(), console.stage("evaluation"):
+        self._warn_of_cuts(shown.warning())
+        with (
+            explain_out_of_memory(self.updater, self.rollout),
+            self.updater.weights.rolling_out(),
+            console.stage("evaluation"),
+        ):
             asked = shown.questions
             with divergence(step):
-                scored = evaluate(self.rollout, asked, judges=self.judges, first=mine.start, ranks=self.ranks)
+                judges = self.grpo_step.judges
+                scored = evaluate(self.rollout, asked, judges=judges, first=mine.start, ranks=self.ranks)
         check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
         lines = self._lines([entry.to_dict(parts.tokenizer) for entry in scored])
         gathered = self.ranks.gather((measured(scored, parts.system.tags), shown.cut_passages))
@@ -308,29 +301,39 @@ class Trainer:
 
 
 def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
-    """Say what is trained, once everything that it needs has been loaded and its folder is there to be watched."""
+    """Print what is trained, once all is loaded and its folder can be watched."""
     rollout = recipe.rollout
     console.announce(
         f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
         f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {out}"
-        + (f", on {ranks.count} ranks" if ranks.several else "")
+        + (f", on {ranks.count} ranks" if ranks.is_distributed else "")
         + f"; thresher watch {out} shows it as it goes"
     )
 
 
-def _check_index(before: str | None, now: str | None) -> None:
-    """UserError where a server says that it has another index than the run searched until its checkpoint."""
-    if before is not None and before != now:
+def _check_unchanged(checkpoint: Checkpoint, index: str | None, context: RunContext) -> None:
+    """Raise UserError where a server's index or the user's own system file is not that of the checkpoint."""
+    before = checkpoint.state.get("index")
+    if before is not None and before != index:
         raise UserError(
-            f"retrieval.url: the server has another index ({now or 'unnamed'}) than the one that the run has searched "
-            f"({before}); start it with that one"
+            f"retrieval.url: the server has another index ({index or 'unnamed'}) than the one that the run has "
+            f"searched ({before}); start it with that one"
         )
-
-
-def _check_system(before: str | None, parts: RunContext) -> None:
-    """UserError where the user's own system file is another than the one that the run had until its checkpoint."""
-    if before is not None and before != parts.system_digest:
+    if checkpoint.state.get("system") not in (None, context.system_digest):
         raise UserError(
-            f"{parts.recipe.need(SystemSection).name}: the file has changed since the run's last checkpoint was "
+            f"{context.recipe.need(SystemSection).name}: the file has changed since the run's last checkpoint was "
             "trained with it; put the old one back, or start a new run"
         )
+
+
+def return_freed_memory() -> None:
+    """Have glibc map every block of a MiB or more by itself from now on, so that it goes back once it is freed.
+
+    `thresher` begins with the reverse (cli/process.py): freed memory is kept, which is faster. But a step's activations
+    leave holes that the next step's do not fill, and the process outgrows its plan (docs/scale.md has by how much).
+    Nothing is done where the user's MALLOC_* or GLIBC_TUNABLES have decided, or where the C library is another.
+    """
+    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None and not chosen:
+        mallopt(M_MMAP_THRESHOLD, SMALLEST_MAPPING)

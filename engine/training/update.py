@@ -1,10 +1,10 @@
-"""One optimiser step: items in, new weights out.
+"""One optimiser step: sequences in, new weights out.
 
     loss  = sum_i w[i] sum_{t in y_i} ( -min(r A, clip(r) A) + beta KL )   y_i: the tokens that the policy sampled
 
 From top to bottom, as `Updater.update` and `Updater._backward` have it:
 
-    items into micro-batches                   packing.py
+    sequences into micro-batches               packing.py
     for each of these:
         the reference's log-probs, if any      policy/model.py, kernels/logprob.py
         the policy's hidden states             policy/model.py; of these the rows in the loss
@@ -15,39 +15,48 @@ From top to bottom, as `Updater.update` and `Updater._backward` have it:
     clip, AdamW                                `TrainedWeights.clip`, `step_optimizer` (optim/master_weights.py)
     trained weights back to the policy         `TrainedWeights.refresh`
 
-`TrainedWeights` are those of optim/master_weights.py where one process has them whole, and of
-parallel/sharded_weights.py where each of several ranks has some rows.
-
-With several ranks all of this is the same, each rank on its own items. Every forward and backward is a collective, so
-the ranks make as many: what one lacks it feeds as `idle_batch`, whose gradient is 0.
+With several ranks (parallel/sharded_weights.py) all of this is the same, each rank on its own sequences. Every forward
+and backward is a collective, so the ranks make as many: what one lacks it feeds as `idle_batch`, whose gradient is 0.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from thresher.common import console
 from thresher.common.console import Stage
+from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import TrainedWeights, make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing import Batch, TrainSequence, idle_batch, pack, pack_shared
+from thresher.engine.packing import MicroBatch, TrainSequence, idle_batch, pack, pack_shared
+from thresher.engine.parallel.sharded_weights import local
+from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
-from thresher.engine.training.attention import choose_attention, choose_sharing
 from thresher.kernels import grpo_loss, token_logprobs
+from thresher.kernels.attention.backends.adapter import Unserved
+from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
+from thresher.kernels.attention.backends.parts import load_partial_attention
+from thresher.kernels.attention.parts import AttentionWithLSE
+from thresher.kernels.attention.varlen import TrainingAttention
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
 
+GIB = 2**30
+
 
 @dataclass(slots=True)
 class UpdateStats:
-    """Figures of one optimiser step. `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
-    loss. tokens: of the items. computed_tokens: the same, with each shared token counted once."""
+    """Statistics of one optimiser step. `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
+    loss. tokens: of the sequences. computed_tokens: the same, with each shared token counted once."""
 
     tokens: int = 0
     computed_tokens: int = 0
@@ -61,24 +70,62 @@ class UpdateStats:
     sums: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
 
-    def record(
-        self, loss: torch.Tensor, capped: torch.Tensor, sums: dict[str, torch.Tensor], largest: dict[str, torch.Tensor]
-    ) -> None:
-        """Add a batch's figures. All come to the host together: each trip of its own would make it wait for the GPU."""
-        scalars = [loss, capped, *(value_R.double().sum() for value_R in sums.values())]
-        scalars += [value_R.abs().max() for value_R in largest.values()]
-        loss_value, capped_value, *values = torch.stack([scalar.double() for scalar in scalars]).tolist()
-        self.loss += loss_value
-        self.capped += int(capped_value)
-        for name, value in zip(sums, values[: len(sums)], strict=True):
+    def add(self, other: "UpdateStats") -> None:
+        """Add the counts, the loss, the sums and the largest values of `other`."""
+        for name in ("tokens", "computed_tokens", "rows", "loss", "capped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        for name, value in zip(largest, values[len(sums) :], strict=True):
+        for name, value in other.largest.items():
             self.largest[name] = max(self.largest.get(name, 0.0), value)
 
 
+def stats_of_batch(
+    batch: MicroBatch, result: LossResult, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]
+) -> UpdateStats:
+    """Return the statistics of a micro-batch. All values come to the host together: each trip would wait for the
+    GPU."""
+    scalars = [result.loss.detach(), result.capped, *(value_R.double().sum() for value_R in sums.values())]
+    scalars += [value_R.abs().max() for value_R in largest.values()]
+    loss, capped, *values = torch.stack([scalar.double() for scalar in scalars]).tolist()
+    return UpdateStats(
+        tokens=batch.tokens,
+        computed_tokens=batch.computed_tokens,
+        rows=len(batch.rows_R),
+        loss=loss,
+        capped=int(capped),
+        sums=dict(zip(sums, values[: len(sums)], strict=True)),
+        largest=dict(zip(largest, values[len(sums) :], strict=True)),
+    )
+
+
+def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAttention, Backend]:
+    """Return the function that computes attention in this policy's forwards and backwards, and its backend. UserError
+    where the recipe's choice does not serve here. On CUDA the backend is tried out, which takes a moment."""
+    try:
+        backend = resolve_attention(optim.attention, policy.device, policy.dtype, policy.config.head_dim, "training")
+        return load_attention(backend), backend
+    except ValueError as error:
+        raise UserError(f"optim.{error}") from None
+
+
+def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> AttentionWithLSE | None:
+    """Return the backend's attention in parts, for sequences that share a beginning; None: each is computed whole.
+    Where None is not the recipe's choice, the reason is printed."""
+    if not optim.share_prefix:
+        return None
+    try:
+        return load_partial_attention(backend, policy.device, policy.dtype, policy.config.head_dim)
+    except Unserved as error:
+        console.console.print(
+            f"optim.share_prefix has no effect: attention is computed by {backend}, which {error}", soft_wrap=True
+        )
+        return None
+
+
 class Updater:
-    """The optimiser and its schedule around the weights that are trained. `reference` may be None where beta is 0; it
-    is asked with its adapters off, so that a policy with adapters is its own reference."""
+    """The optimiser and its schedule around the weights that are trained. `reference` may be None where beta is 0; its
+    adapters are off in its forwards, so that a policy with adapters is its own reference."""
 
     def __init__(
         self,
@@ -97,80 +144,80 @@ class Updater:
         self.partial = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
         self.begun = 0  # optimiser steps, since this was made
-        # Of what is under way: its name, micro-batches that are done, all of them, and rows in the loss so far.
-        self._at: tuple[str, int, int, int] | None = None
+        self._stage: Stage | None = None
 
     def update(
-        self, items: Sequence[TrainSequence], step: int, temperature: float, recorder: TokenRecorder | None = None
+        self,
+        sequences: Sequence[TrainSequence],
+        optimizer_step: int,
+        temperature: float,
+        recorder: TokenRecorder | None = None,
     ) -> UpdateStats | None:
-        """Run one optimiser step on all items, and return what happened; None where no rank has an item.
+        """Run one optimiser step on all sequences and return its statistics; None where no rank has a sequence.
 
-        step: its number among the run's `total_steps` optimiser steps, from 0; it sets the learning rate. recorder:
-        keeps what is found of each token.
+        optimizer_step: its number among the run's `total_steps`, from 0; it sets the learning rate. recorder: keeps the
+        values of each token.
         """
-        if self.weights.most(len(items)) == 0:
+        if self.weights.max_over_ranks(len(sequences)) == 0:
             return None
         started = time.perf_counter()
         self.begun += 1
         optim, stats = self.optim, UpdateStats()
-        batches = self._batches(items)
+        batches = self._batches(sequences)
         for number, batch in enumerate(batches):
-            self._at = ("update", number, len(batches), stats.rows)
-            found_R = self._backward(batch, temperature, stats)
-            if recorder is not None and batch.items:  # an idle one has none
-                recorder.add([(items[n].key, len(items[n].positions)) for n in batch.items], found_R)
+            detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
+            self._stage = Stage("update", number, len(batches), detail)
+            values_R = self._backward(batch, temperature, stats)
+            if recorder is not None and batch.members:  # an idle one has none
+                recorder.add([(sequences[n].key, len(sequences[n].positions)) for n in batch.members], values_R)
         self.weights.complete()
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)
-        stats.lr = scheduled_lr(optim.lr, optim.schedule, optim.warmup_ratio, step, self.total_steps)
+        stats.lr = scheduled_lr(optim.lr, optim.schedule, optim.warmup_ratio, optimizer_step, self.total_steps)
         step_optimizer(self.optimizer, stats.lr)
         self.weights.refresh()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # or the optimiser's time would be the next rollout's
-        self._at = None
+        self._stage = None
         stats.seconds = time.perf_counter() - started
         return stats
 
-    def logprobs(self, items: Sequence[TrainSequence], temperature: float) -> list[list[float]]:
-        """The policy's log-probs of every item's trained tokens, as the update computes them, without a gradient."""
-        found: list[list[float]] = [[] for _ in items]
-        batches = self._batches(items)
+    def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> list[list[float]]:
+        """Return the policy's log-probs of the trained tokens, as the update computes them, without a gradient."""
+        result: list[list[float]] = [[] for _ in sequences]
+        batches = self._batches(sequences)
         for done, batch in enumerate(batches):
-            self._at = ("log-probs", done, len(batches), 0)
+            self._stage = Stage("log-probs", done, len(batches), "")
             with torch.no_grad():
                 values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
-            for number in batch.items:
-                found[number] = list(itertools.islice(values, len(items[number].positions)))
-        self._at = None
-        return found
+            for number in batch.members:
+                result[number] = list(itertools.islice(values, len(sequences[number].positions)))
+        self._stage = None
+        return result
 
     def stage(self) -> Stage | None:
-        """Return how far the update is, for `console.polling`; None while there is none."""
-        at = self._at  # once: the update goes on while this is asked
-        if at is None:
-            return None
-        label, done, total, rows = at
-        return Stage(label, done, total, f"{rows:,} tokens in the loss" if rows else "")
+        """Return the progress of the update, for `console.polling`; None while there is none."""
+        return self._stage
 
     def savable(self) -> tuple[Policy, torch.optim.Optimizer] | None:
-        """The trained weights and the optimiser's state, whole, on the rank that saves them; None elsewhere."""
+        """Return the trained weights and the optimiser's state, whole, on the rank that saves them; None elsewhere."""
         return self.weights.whole(self.optimizer)
 
     def load_moments(self, checkpoint: Path) -> None:
         """Put a checkpoint's moments and step counts into the optimiser."""
         named = self.weights.module.named_parameters()
-        load_optimizer(checkpoint, self.optimizer, named, self.weights.held_here)
+        load_optimizer(checkpoint, self.optimizer, named, self.weights.rows_here)
 
-    def _batches(self, items: Sequence[TrainSequence]) -> list[Batch]:
-        """The items in micro-batches, and idle ones up to the largest number of any rank."""
+    def _batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+        """Pack the sequences, and add idle micro-batches up to the largest number of any rank."""
         budget = self.optim.micro_batch_tokens
         if self.partial is None:
-            batches = pack(items, budget, self.device, self.attention)
+            batches = pack(sequences, budget, self.device, self.attention)
         else:
-            batches = pack_shared(items, budget, self.device, self.attention, self.partial)
-        lacking = self.weights.most(len(batches)) - len(batches)
+            batches = pack_shared(sequences, budget, self.device, self.attention, self.partial)
+        lacking = self.weights.max_over_ranks(len(batches)) - len(batches)
         return batches + [idle_batch(self.device, self.attention)] * lacking
 
-    def _logprobs_of(self, model: Policy | StreamedPolicy, batch: Batch, temperature: float) -> torch.Tensor:
+    def _logprobs_of(self, model: Policy | StreamedPolicy, batch: MicroBatch, temperature: float) -> Tensor:
         hidden_TH = model.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
         logprobs_R, _ = token_logprobs(
             batch.pick(hidden_TH),
@@ -182,8 +229,8 @@ class Updater:
         )
         return logprobs_R
 
-    def _backward(self, batch: Batch, temperature: float, stats: UpdateStats) -> dict[str, torch.Tensor]:
-        """Add a micro-batch's gradients; returns what may be kept of its rows, by name, and of an idle one nothing."""
+    def _backward(self, batch: MicroBatch, temperature: float, stats: UpdateStats) -> dict[str, Tensor]:
+        """Add a micro-batch's gradients and statistics; return the values of its rows that a recorder keeps."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
@@ -220,15 +267,8 @@ class Updater:
         else:  # the head is frozen
             result.loss.backward()
         self.weights.collect()
-        return self._note(stats, batch, result, reference_logprobs) if batch.items else {}
-
-    def _note(
-        self, stats: UpdateStats, batch: Batch, result: LossResult, reference_logprobs: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """Add a micro-batch's figures to the step's; return the values of its rows that may be kept, by name."""
-        stats.tokens += batch.tokens
-        stats.computed_tokens += batch.computed_tokens
-        stats.rows += len(batch.rows_R)
+        if not batch.members:
+            return {}
         gap_R = (result.logprobs - batch.old_logprobs_R).abs()
         sums = {"entropy": result.entropy, "clipped": result.clipped, "ratio": result.ratios, "logprob_gap": gap_R}
         largest = {"logprob_gap_max": gap_R}
@@ -236,10 +276,50 @@ class Updater:
             sums |= {f"kl_{name}": result.kl[name] for name in ("k1", "k2", "k3")}
             assert result.kl_coefficients is not None
             largest["kl_coefficient_largest"] = result.kl_coefficients
-            if self.grpo.kl_value != "none":
+            if grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[self.grpo.kl_value]
-        stats.record(result.loss.detach(), result.capped, sums, largest)
-        found_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
+        stats.add(stats_of_batch(batch, result, sums, largest))
+        values_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
         if reference_logprobs is not None:
-            found_R["reference"] = reference_logprobs
-        return found_R if self.grpo.tis_level == "none" else found_R | {"advantage": batch.advantages_R}
+            values_R["reference"] = reference_logprobs
+        return values_R if grpo.tis_level == "none" else values_R | {"advantage": batch.advantages_R}
+
+
+def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:
+    """Return the bytes on the policy's device by their use. A tensor that serves twice counts once."""
+    trained, device = list(updater.weights.module.parameters()), updater.device
+    counted: set[int] = set()
+
+    def total(tensors: Iterable[Tensor | None]) -> int:
+        here = [local(x) for x in tensors if x is not None]
+        fresh = {x.data_ptr(): x for x in here if x.numel() and x.device == device and x.data_ptr() not in counted}
+        counted.update(fresh)
+        # A rollout's copy that was given back keeps its shape, and has no storage.
+        return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in fresh.values())
+
+    policy, states = list(updater.policy.parameters()), updater.optimizer.state.values()
+    return {
+        "weights": total([*policy, *trained, *rollout.policy.parameters()]),
+        "gradients": total([*(x.grad for x in (*trained, *policy)), *updater.weights.buffers()]),
+        "moments": total(x for state in states for x in state.values() if isinstance(x, Tensor)),
+        "the reference": total(() if updater.reference is None else updater.reference.parameters()),
+        "keys and values": total(rollout.decoder.held()),
+    }
+
+
+@contextmanager
+def explain_out_of_memory(updater: Updater, rollout: Rollout) -> Iterator[None]:
+    """Turn a device that is full within it into a UserError: the bytes by their use, and the settings to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        used, device = memory_by_use(updater, rollout), updater.device
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in used.items() if size)
+        if device.type == "cuda":
+            rest = max(torch.cuda.max_memory_allocated(device) - sum(used.values()), 0)
+            listed += f", activations and the loss's workspace up to {rest / GIB:.1f}"
+        raise UserError(
+            f"{device} is out of memory; GiB held: {listed}; lower optim.micro_batch_tokens (activations), "
+            "optim.loss_workspace_bytes or rollout.kv_tokens, or set optim.checkpoint_activations, optim.offload or "
+            "grpo.reference (docs/design.md, Update), and --resume; a new run may train adapters ([lora])"
+        ) from None

@@ -18,8 +18,7 @@ from thresher.engine.assemble import DTYPES, RunContext, load_on_device
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.optim.master_weights import MasterWeights, TrainedWeights
 from thresher.engine.parallel.ranks import Ranks
-from thresher.engine.parallel.sharded_weights import ShardedWeights
-from thresher.engine.parallel.shards import load_sharded
+from thresher.engine.parallel.sharded_weights import ShardedWeights, load_sharded
 from thresher.engine.store.checkpoint import Checkpoint
 from thresher.engine.training.update import Updater
 from thresher.policy.lora import FOLDER, add_lora, load_adapters
@@ -42,7 +41,9 @@ def load_updater(recipe: Recipe, parts: RunContext, checkpoint: Checkpoint | Non
         if checkpoint is not None:
             load_adapters(policy, checkpoint.path / FOLDER)
     folder = starting_weights(recipe, checkpoint)
-    weights, reference = _sharded(recipe, policy, folder, ranks) if ranks.several else _whole(recipe, policy, folder)
+    weights, reference = (
+        _sharded(recipe, policy, folder, ranks) if ranks.is_distributed else _whole(recipe, policy, folder)
+    )
     steps = (recipe.optim.schedule_steps or recipe.run.steps) * grpo.updates_per_batch * grpo.epochs_per_batch
     return Updater(weights, reference, recipe.optim, grpo, parts.vocab_size, steps)
 

@@ -115,8 +115,8 @@ def test_a_run_that_has_not_gone_back_yet_is_told_to_again(
 
 SECOND = """
 import sys, time
-from thresher.common.signals import handling, held
-with handling(), held("the step is finished"):
+from thresher.common.signals import defer_signals, handle_signals
+with handle_signals(), defer_signals("the step is finished"):
     print("here", flush=True)
     time.sleep(float(sys.argv[1]))
 """
@@ -153,7 +153,11 @@ def test_under_torchrun_a_second_ctrl_c_ends_nothing(
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
         if under:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-        with pytest.raises(signals.Interrupted, match="SIGINT"), signals.handling(), signals.held("it is saved"):
+        with (
+            pytest.raises(signals.Interrupted, match="SIGINT"),
+            signals.handle_signals(),
+            signals.defer_signals("it is saved"),
+        ):
             for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
                 os.kill(os.getpid(), number)
         assert ended == ([] if under else [130])
@@ -161,14 +165,14 @@ def test_under_torchrun_a_second_ctrl_c_ends_nothing(
         assert capfd.readouterr().err == f"SIGINT: it is saved{more}\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(signals.Interrupted), signals.handling(), signals.held("it is saved"):
+    with pytest.raises(signals.Interrupted), signals.handle_signals(), signals.defer_signals("it is saved"):
         os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == ""  # rank 0 has said it
 
 
 def test_a_signal_that_was_ignored_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with signals.handling():
+    with signals.handle_signals():
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.noted() is None
         with pytest.raises(signals.Interrupted, match="SIGTERM"):
@@ -188,19 +192,23 @@ class SignalledElement:
 
 
 def test_an_interruption_that_torch_replaces_by_an_error_is_one() -> None:
-    with pytest.raises(signals.Interrupted) as stopped, signals.handling():
+    with pytest.raises(signals.Interrupted) as stopped, signals.handle_signals():
         torch.asarray(SignalledElement())
     assert "could not determine the shape" in str(stopped.value.__cause__)
-    kept = signals.keeping(lambda: "one step", "--resume")
-    with pytest.raises(signals.Interrupted) as stopped, signals.handling(), kept:
+    kept = signals.on_interrupt(lambda: "one step", "--resume")
+    with pytest.raises(signals.Interrupted) as stopped, signals.handle_signals(), kept:
         try:
             torch.asarray(SignalledElement())
         except ValueError as error:
             raise UserError("model.safetensors: cannot be read") from error
     assert (stopped.value.kept, stopped.value.flag, stopped.value.number) == ("one step", "--resume", signal.SIGINT)
-    with pytest.raises(ValueError, match="another"), signals.handling(), signals.keeping(str):
+    with pytest.raises(ValueError, match="another"), signals.handle_signals(), signals.on_interrupt(str):
         raise ValueError("another")
-    with pytest.raises(ValueError, match="another"), signals.handling(), signals.held("the step is finished"):
+    with (
+        pytest.raises(ValueError, match="another"),
+        signals.handle_signals(),
+        signals.defer_signals("the step is finished"),
+    ):
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError("another")  # before the interruption was raised
 

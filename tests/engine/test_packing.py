@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.packing import Batch, TrainSequence, build_train_sequences, pack
+from thresher.engine.packing import MicroBatch, TrainSequence, build_train_sequences, pack
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.kernels import token_logprobs
 from thresher.policy.model import Policy
@@ -28,7 +28,7 @@ def item(rows: list[int], length: int, first: int = BEGIN) -> TrainSequence:
     )
 
 
-def unpacked(batch: Batch) -> list[tuple[list[int], list[int], list[int], list[float], list[float], list[float]]]:
+def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[int], list[int], list[float], list[float], list[float]]]:
     """A batch taken apart by its own layout: ids, rows, targets and what is known of each row, item by item."""
     parts = []
     for start, length in zip(accumulate(batch.layout.lengths, initial=0), batch.layout.lengths, strict=False):
@@ -49,7 +49,7 @@ def unpacked(batch: Batch) -> list[tuple[list[int], list[int], list[int], list[f
 def test_by_hand() -> None:
     long, short = item([2, 3, 5], 6, first=10), item([1], 4, first=50)
     (batch,) = pack([short, long], 100)
-    assert batch.items == [1, 0]  # the longer one first
+    assert batch.members == [1, 0]  # the longer one first
     assert batch.ids_T.tolist() == [10, 11, 12, 13, 14, 50, 51, 52]  # without each one's last token
     assert batch.layout.lengths == [5, 3] and batch.tokens == 8
     assert batch.layout.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
@@ -73,13 +73,13 @@ def test_by_hand() -> None:
     ],
 )
 def test_batches_keep_to_the_budget(lengths: list[int], budget: int, expected: list[list[int]]) -> None:
-    assert [batch.items for batch in pack([item([1], length) for length in lengths], budget)] == expected
+    assert [batch.members for batch in pack([item([1], length) for length in lengths], budget)] == expected
 
 
 def test_items_without_rows_are_dropped() -> None:
     assert pack([], 100) == pack([item([], 5)], 100) == []
     (batch,) = pack([item([], 50), item([2], 3), item([], 4)], 100)
-    assert batch.items == [1] and batch.tokens == 2
+    assert batch.members == [1] and batch.tokens == 2
 
 
 @st.composite
@@ -96,13 +96,13 @@ def items(draw: st.DrawFn) -> list[TrainSequence]:
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_everything_is_covered_once_and_right(given_items: list[TrainSequence], budget: int) -> None:
     batches = pack(given_items, budget)
-    covered = [number for batch in batches for number in batch.items]
+    covered = [number for batch in batches for number in batch.members]
     assert sorted(covered) == [number for number, one in enumerate(given_items) if one.positions]
     for batch in batches:
-        sizes = [len(given_items[number].ids) for number in batch.items]
+        sizes = [len(given_items[number].ids) for number in batch.members]
         assert len(sizes) == 1 or max(sizes) * len(sizes) <= budget
         assert sizes == sorted(sizes, reverse=True)
-        for number, (ids, rows, targets, old, advantages, weights) in zip(batch.items, unpacked(batch), strict=True):
+        for number, (ids, rows, targets, old, advantages, weights) in zip(batch.members, unpacked(batch), strict=True):
             one = given_items[number]
             assert ids == one.ids[:-1]
             assert [row + 1 for row in rows] == one.positions
@@ -145,7 +145,7 @@ def test_packed_rows_have_the_log_probs_of_their_sequence_unpacked(tiny_policy: 
             found, _ = token_logprobs(hidden_TH[batch.rows_R], policy.head_VH, batch.targets_R)
             expected = [
                 torch.log_softmax(policy.logits(torch.tensor(made[number].ids)), -1)[row - 1, made[number].ids[row]]
-                for number in batch.items
+                for number in batch.members
                 for row in made[number].positions
             ]
             torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)

@@ -34,14 +34,14 @@ def test_masters_in_another_memory_change_no_bit(
 ) -> None:
     monkeypatch.setattr(module, "STRETCH", 700)  # several to a matrix
     ends, sent = [], 0
-    through = MasterWeights._through
+    send = MasterWeights._send
 
     def counted(self: MasterWeights, *arguments: object) -> None:
         nonlocal sent
         sent += 1
-        through(self, *arguments)  # type: ignore[arg-type]
+        send(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(MasterWeights, "_through", counted)
+    monkeypatch.setattr(MasterWeights, "_send", counted)
     for offload in ("none", "masters"):
         master = make_tiny_policy(tie_word_embeddings=tied).requires_grad_(True)
         policy = deepcopy(master).bfloat16().requires_grad_(True)

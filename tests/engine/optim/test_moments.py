@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thresher.engine.optim.moments import BLOCK, blocks_of, code_table, dequantise, quantise
+from thresher.engine.optim.adamw import BLOCK, blocks_of, code_table, dequantise, quantise
 
 LENGTHS = (1, 63, BLOCK, 1025)
 

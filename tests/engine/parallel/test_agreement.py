@@ -10,8 +10,8 @@ import torch
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.parallel.agreement import check_ranks
 from thresher.engine.parallel.ranks import Ranks
+from thresher.engine.parallel.sync import check_config_sync
 from thresher.engine.training.train import train
 
 Facts = dict[str, Any]
@@ -27,7 +27,7 @@ class First(Ranks):
     def gather(self, value: Any) -> list[Any]:
         return [value, *self.others]
 
-    def from_first(self, decide: Callable[[], Any]) -> Any:
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
         return decide()
 
 
@@ -43,13 +43,13 @@ class Second(Ranks):
     def gather(self, value: Any) -> None:
         self.told.update(value)
 
-    def from_first(self, decide: Callable[[], Any]) -> Any:
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
         return self.decided
 
 
 def told(recipe: Recipe, out: Path, checkpoint: Path | None = None) -> Facts:
     second = Second()
-    check_ranks(recipe, second, out, checkpoint)
+    check_config_sync(recipe, second, out, checkpoint)
     return second.told
 
 
@@ -60,7 +60,7 @@ def first(*others: Facts) -> First:
 def difference(theirs: Facts, recipe: Recipe, out: Path, checkpoint: Path | None = None) -> str:
     """In what rank 1, which has told this, differs from rank 0, as rank 0 says it."""
     with pytest.raises(UserError) as refused:
-        check_ranks(recipe, first(theirs), out, checkpoint)
+        check_config_sync(recipe, first(theirs), out, checkpoint)
     begin, end = "rank 1 has another run than rank 0: ", "; give every rank the same recipe, files and folders"
     message = str(refused.value)
     assert message.startswith(begin) and message.endswith(end)
@@ -85,7 +85,7 @@ def recipe(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Recipe:
 def test_whatever_differs_is_named_with_both_values(recipe: Recipe, tmp_path: Path) -> None:
     out, model = tmp_path / "run", tmp_path / "model"
     same = told(recipe, out, model)
-    check_ranks(recipe, first(same, same, same), out, model)
+    check_config_sync(recipe, first(same, same, same), out, model)
     beta = replace(recipe, grpo=replace(recipe.grpo, beta=0.5))
     assert difference(told(beta, out), recipe, out) == "the recipe's grpo.beta is 0.5 there, 0.02 on rank 0"
     elsewhere = told(recipe, tmp_path / "other")
@@ -105,13 +105,13 @@ def test_whatever_differs_is_named_with_both_values(recipe: Recipe, tmp_path: Pa
         assert difference(before, recipe, out).startswith(name)
     with pytest.raises(UserError, match="rank 2 has another run than rank 0"):
         now = told(recipe, out)
-        check_ranks(recipe, first(now, told(beta, out), now), out, None)
+        check_config_sync(recipe, first(now, told(beta, out), now), out, None)
 
 
 def test_groups_that_cannot_be_shared_out_are_refused(recipe: Recipe, tmp_path: Path) -> None:
     def refusal(recipe: Recipe, count: int) -> str:
         with pytest.raises(UserError) as refused:
-            check_ranks(recipe, first(*[told(recipe, tmp_path)] * (count - 1)), tmp_path, None)
+            check_config_sync(recipe, first(*[told(recipe, tmp_path)] * (count - 1)), tmp_path, None)
         return str(refused.value)
 
     assert refusal(recipe, 3) == (
@@ -123,15 +123,15 @@ def test_groups_that_cannot_be_shared_out_are_refused(recipe: Recipe, tmp_path: 
 
 def test_what_rank_0_has_found_is_said_on_all(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rank 1 has another run"):
-        check_ranks(recipe, Second(decided="rank 1 has another run"), tmp_path, None)
+        check_config_sync(recipe, Second(decided="rank 1 has another run"), tmp_path, None)
 
 
 def test_more_ranks_than_gpus_are_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus = replace(recipe, model=replace(recipe.model, device="cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    check_ranks(on_gpus, Second(local=0), tmp_path, None)
+    check_config_sync(on_gpus, Second(local=0), tmp_path, None)
     with pytest.raises(UserError, match="rank 1 is process 2 of its machine, which has 1 GPUs; start torchrun with"):
-        check_ranks(on_gpus, Second(local=1), tmp_path, None)
+        check_config_sync(on_gpus, Second(local=1), tmp_path, None)
 
 
 def test_a_run_asks_before_there_is_a_folder(

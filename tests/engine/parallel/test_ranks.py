@@ -1,6 +1,5 @@
 """Who takes part and who does what: all that needs no second process."""
 
-import os
 import pickle
 import signal
 from collections.abc import Callable, Sequence
@@ -17,18 +16,17 @@ import torch.distributed as dist
 from thresher.cli.main import run
 from thresher.common import console
 from thresher.common.errors import UserError
-from thresher.common.signals import Interrupted, handling, held
+from thresher.common.signals import Interrupted, defer_signals, handle_signals
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.evaluation.metrics import Measured, summary_of
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import TrainSequence
 from thresher.engine.parallel import ranks as ranks_module
-from thresher.engine.parallel.first import UnwrittenFolder, VerdictsOfFirst
-from thresher.engine.parallel.ranks import ALONE, Ranks, joined
-from thresher.engine.parallel.shards import rows_of
+from thresher.engine.parallel.ranks import SINGLE, Ranks, joined
+from thresher.engine.parallel.sharded_weights import rows_of
+from thresher.engine.parallel.sync import MainRankJudge
 from thresher.engine.training.metrics import RankStep, step_record
-from thresher.engine.training.ranked_step import groups_of_rank
-from thresher.engine.training.step import shuffled_rewards, shuffled_within_groups, update_bounds
+from thresher.engine.training.step import groups_of_rank, shuffled_rewards, shuffled_within_groups, update_bounds
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.policy.model import Policy
 
@@ -116,12 +114,17 @@ def test_alone_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with joined() as ranks:
-        assert ranks is ALONE and ranks.first and not ranks.several
-    assert (ranks.gather("x"), ranks.from_first(lambda: 3), ranks.total(2, 5), ranks.most(4)) == (["x"], 3, [2, 5], 4)
+        assert ranks is SINGLE and ranks.is_main and not ranks.is_distributed
+    assert (ranks.gather("x"), ranks.broadcast(lambda: 3), ranks.all_reduce_sum(2, 5), ranks.all_reduce_max(4)) == (
+        ["x"],
+        3,
+        [2, 5],
+        4,
+    )
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one process
     monkeypatch.setenv("RANK", "0")
     with joined() as ranks:
-        assert ranks is ALONE
+        assert ranks is SINGLE
     assert not torch.distributed.is_initialized()
 
 
@@ -217,7 +220,7 @@ class Beside(Ranks):
     other: int = 0
     told: list[int] = field(default_factory=list)
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         self.told.append(number)
         return max(number, self.other)
 
@@ -226,7 +229,7 @@ def test_a_signal_to_one_rank_ends_the_work_of_all() -> None:
     done: list[str] = []
 
     def work(ranks: Ranks, number: int) -> None:
-        with handling(), held("the step"):
+        with handle_signals(), defer_signals("the step"):
             with ranks.interruptible():
                 if number:
                     signal.raise_signal(number)
@@ -255,7 +258,7 @@ class Three(Ranks):
 class Behind(MasterWeights):
     """A rank of which another always has two micro-batches more."""
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         return count + 2
 
 
@@ -289,20 +292,10 @@ def test_verdicts_are_asked_for_once_and_each_rank_gets_its_own() -> None:
             asked.append([response for _, response in cases])
             return [response == "yes" for _, response in cases]
 
-    verdicts = VerdictsOfFirst(Judge(), Three())
+    verdicts = MainRankJudge(Judge(), Three())
     assert verdicts.name == "the judge"
     assert verdicts.rate([(("g",), "no"), (("g",), "yes")]) == [False, True]
     assert asked == [["no", "yes", "yes", "no"]]
-
-
-def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path: Path) -> None:
-    with UnwrittenFolder(tmp_path / "run") as run:
-        run.append_metrics({"step": 1})
-        run.write_trajectories(1, [{}])
-        run.write_evaluation(1, [{}])
-        run.write_summary({})
-        run.truncate_after(0)
-    assert os.listdir(tmp_path) == []
 
 
 def test_sft_refuses_several_ranks_in_a_sentence(

@@ -5,7 +5,7 @@ may be apart is set by what moves them: at lr = eps = 0.01 a weight moves by g /
 gradient's rounding error reaches it no larger than it is, while the step itself is thousands of times larger.
 
 "parts" has 8-bit moments and four optimiser steps. There a rounding error may tip a moment into the neighbouring code:
-of very few, and by a code's width, .9 / 64 of the largest magnitude in its block at most (moments.py).
+of very few, and by a code's width, .9 / 64 of the largest magnitude in its block at most (adamw.py).
 """
 
 import json
@@ -29,7 +29,7 @@ from shipped_cases import RECIPES, make_world, shortened
 from train_cases import metrics, recipe_maker, sampled, single_threaded, untimed
 
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.optim.moments import dequantise
+from thresher.engine.optim.adamw import dequantise
 from thresher.engine.training.train import train
 from thresher.policy.model import Policy, hf_views, load_policy
 from thresher.policy.tokenizer import Tokenizer

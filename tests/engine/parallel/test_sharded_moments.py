@@ -13,8 +13,7 @@ from torch import nn
 from thresher.engine.config.sections import OptimSection
 from thresher.engine.optim.master_weights import make_optimizer, step_optimizer
 from thresher.engine.parallel.ranks import Ranks
-from thresher.engine.parallel.sharded_weights import ShardedWeights
-from thresher.engine.parallel.shards import rows_of
+from thresher.engine.parallel.sharded_weights import ShardedWeights, rows_of
 from thresher.engine.store.checkpoint import save_checkpoint
 from thresher.engine.training.update import Updater
 
@@ -45,7 +44,7 @@ def test_each_rank_takes_its_rows_of_the_moments(tmp_path: Path, moments: Any, c
         )
         ours = make_optimizer(mine, optim, 0.1)
         all_rows = SimpleNamespace(sharded=dict(whole.named_parameters()), ranks=ranks)
-        weights = SimpleNamespace(module=mine, held_here=partial(ShardedWeights.held_here, all_rows))
+        weights = SimpleNamespace(module=mine, rows_here=partial(ShardedWeights.rows_here, all_rows))
         Updater.load_moments(SimpleNamespace(weights=weights, optimizer=ours), path)
         found.append({f"{name}.{what}": x for name in mine for what, x in ours.state[mine[name]].items()})
     expected = {f"{n}.{what}": x for n, p in whole.named_parameters() for what, x in optimizer.state[p].items()}

@@ -18,8 +18,8 @@ from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.packing import TrainSequence
 from thresher.engine.planning import plan as check
 from thresher.engine.planning.plan import plan
-from thresher.engine.training import train as train_module
 from thresher.engine.training.train import train
+from thresher.engine.training.update import Updater
 from thresher.policy.config import read_config
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ def test_the_cache_is_given_back_before_every_update(
 ) -> None:
     """Here by a decoder of a GPU's manners, whose memory is free during the update and there again for a rollout."""
     happened: list[str] = []
-    end, update = Decoder.end, train_module.Updater.update
+    end, update = Decoder.end, Updater.update
 
     def ended(self: Decoder) -> None:
         end(self)
@@ -150,7 +150,7 @@ def test_the_cache_is_given_back_before_every_update(
         return update(self, *arguments)
 
     monkeypatch.setattr(Decoder, "end", ended)
-    monkeypatch.setattr(train_module.Updater, "update", updated)
+    monkeypatch.setattr(Updater, "update", updated)
     recipe = make_recipe(rollout=SMALL, run=RUN, optim={"lr": 1e-4})
     train(recipe, tmp_path / "given_back")
     assert happened == ["end", "end", "update", "end", "update", "end"]  # the first and the last are evaluations
@@ -179,7 +179,7 @@ def test_passes_over_a_batch(
     wrote."""
     calls: list[tuple[int, list[TrainSequence]]] = []
     kept: list[bool] = []
-    update = train_module.Updater.update
+    update = Updater.update
 
     def noted(self: Any, items: list[TrainSequence], step: int, temperature: float, recorder: Any) -> Any:
         calls.append((step, items))
@@ -187,7 +187,7 @@ def test_passes_over_a_batch(
         given = [replace(item, advantage=(1.0, -1.0)[item.key[1]]) for item in items]
         return update(self, given, step, temperature, recorder)
 
-    monkeypatch.setattr(train_module.Updater, "update", noted)
+    monkeypatch.setattr(Updater, "update", noted)
     optim = {"lr": 1e-3, "schedule": "linear", "warmup_ratio": 0.0}
     grpo = {"updates_per_batch": 2, "epochs_per_batch": 2}
     train(make_recipe(rollout=SMALL, run=RUN, optim=optim, grpo=grpo), tmp_path / "run")

@@ -8,23 +8,24 @@ import torch
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.training import memory, train
-from thresher.engine.training.memory import held
+from thresher.engine.training import train
+from thresher.engine.training import update as update_module
+from thresher.engine.training.update import Updater, memory_by_use
 
 
 def test_a_full_device_names_what_it_holds_and_what_to_lower(
     tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "GIB", 1 << 10)
-    update, steps = train.Updater.update, []
+    monkeypatch.setattr(update_module, "GIB", 1 << 10)
+    update, steps = Updater.update, []
 
-    def full(self: train.Updater, *arguments: object) -> object:
+    def full(self: Updater, *arguments: object) -> object:
         steps.append(1)
         if len(steps) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return update(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(train.Updater, "update", full)
+    monkeypatch.setattr(Updater, "update", full)
     with pytest.raises(UserError, match=r"^cpu is out of memory; GiB held: weights [\d.]+, moments") as found:
         train.train(make_recipe(run={"steps": 3}), tmp_path / "run")
     said = str(found.value)
@@ -55,7 +56,7 @@ def test_what_is_held_is_counted_once_and_weights_stay_in_place(
         done = step(self, number)
         policy = self.updater.policy
         places.append([parameter.data_ptr() for parameter in policy.parameters()])
-        parts.update(held(self.updater, self.rollout))
+        parts.update(memory_by_use(self.updater, self.rollout))
         weights = sum(parameter.nbytes for parameter in policy.parameters())
         assert parts["weights"] == parts["the reference"] == weights  # the policy is its own master
         assert parts["gradients"] == 0  # between two updates there are none
@@ -78,9 +79,9 @@ def test_what_lies_elsewhere_or_in_8_bits_is_counted_as_it_is(
 
     def noted(self: train.Trainer, number: int) -> object:
         done = step(self, number)
-        parts.update(held(self.updater, self.rollout))
+        parts.update(memory_by_use(self.updater, self.rollout))
         self.updater.device = torch.device("meta")
-        elsewhere.update(held(self.updater, self.rollout))
+        elsewhere.update(memory_by_use(self.updater, self.rollout))
         return done
 
     monkeypatch.setattr(train.Trainer, "step", noted)

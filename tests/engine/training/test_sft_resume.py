@@ -32,7 +32,7 @@ Make = Callable[..., Recipe]
 @pytest.fixture(autouse=True)
 def handled() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with single_threaded(), signals.handling():
+    with single_threaded(), signals.handle_signals():
         yield
     signal.signal(signal.SIGINT, before)
 
@@ -248,7 +248,7 @@ def test_an_interrupt_finishes_the_update_and_saves_it(
         run_sft(recipe, out)
     assert calls == [step] and steps_saved(out)[-1] == f"step_{step:06d}"
     assert saved_so_far(sft_folder(out)) == f"{out}.training is saved up to step {step}"
-    with signals.handling():
+    with signals.handle_signals():
         run_sft(recipe, out, resume=True)
     assert f"sft: goes on behind step {step} of 5, from {out}.training" in capfd.readouterr().out
     run_sft(recipe, tmp_path / "whole")

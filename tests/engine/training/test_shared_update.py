@@ -17,10 +17,9 @@ from model_cases import make_config
 from thresher.engine import packing
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing import Batch, TrainSequence, build_train_sequences, pack, pack_shared
+from thresher.engine.packing import MicroBatch, TrainSequence, build_train_sequences, pack, pack_shared
 from thresher.engine.protocol.trajectory import Segment, Trajectory
-from thresher.engine.training.attention import choose_sharing
-from thresher.engine.training.update import Updater, UpdateStats
+from thresher.engine.training.update import Updater, UpdateStats, choose_sharing
 from thresher.kernels.attention.backends import parts
 from thresher.kernels.attention.parts import cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest
@@ -209,7 +208,7 @@ def unlike(count: int) -> list[TrainSequence]:
 def test_where_nothing_is_shared_the_bits_are_the_same() -> None:
     items = unlike(5)
     for a, b in zip(pack_shared(items, 50), pack(items, 50), strict=True):
-        assert a.items == b.items and type(a.layout) is type(b.layout) and not a.rounds
+        assert a.members == b.members and type(a.layout) is type(b.layout) and not a.rounds
     (shared, found), (whole, expected) = (run(items, share, torch.float32) for share in (True, False))
     assert shared.loss == whole.loss and shared.sums == whole.sums
     assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
@@ -224,12 +223,12 @@ def test_a_shared_update_is_deterministic() -> None:
 # --- micro-batches
 
 
-def unpacked(batch: Batch, items: list[TrainSequence]) -> None:
+def unpacked(batch: MicroBatch, items: list[TrainSequence]) -> None:
     """Every row of a shared batch, by the path that leads to it."""
     layout = batch.layout
     assert isinstance(layout, PrefixForest)
     at = 0
-    for n in batch.items:
+    for n in batch.members:
         item = items[n]
         for position in item.positions:
             row = int(batch.rows_R[at])
@@ -240,7 +239,7 @@ def unpacked(batch: Batch, items: list[TrainSequence]) -> None:
             assert float(batch.weights_R[at]) == pytest.approx(item.weight)
             assert float(batch.advantages_R[at]) == pytest.approx(item.advantage)
             at += 1
-    assert at == len(batch.rows_R) and batch.tokens == sum(len(items[n].ids) - 1 for n in batch.items)
+    assert at == len(batch.rows_R) and batch.tokens == sum(len(items[n].ids) - 1 for n in batch.members)
     if batch.rounds:
         assert sorted(torch.cat(batch.rounds).tolist()) == list(range(at))
     for places in batch.rounds or [torch.arange(at)]:
@@ -252,7 +251,9 @@ def unpacked(batch: Batch, items: list[TrainSequence]) -> None:
 def test_everything_is_packed_once_and_right(items: list[TrainSequence], budget: int) -> None:
     with free_merges():
         batches = pack_shared(items, budget)
-    assert sorted(n for batch in batches for n in batch.items) == [n for n, item in enumerate(items) if item.positions]
+    assert sorted(n for batch in batches for n in batch.members) == [
+        n for n, item in enumerate(items) if item.positions
+    ]
     for batch in batches:
         if isinstance(batch.layout, PrefixForest):
             assert batch.computed_tokens <= min(budget, batch.tokens)
@@ -265,7 +266,7 @@ def test_batches_are_cut_between_groups() -> None:
     items = [groups[n % 5][n // 5] for n in range(20)] + unlike(2)
     of_item = [n % 5 for n in range(20)] + [5, 6]
     batches = pack_shared(items, 300)
-    sets = [{of_item[n] for n in batch.items} for batch in batches]
+    sets = [{of_item[n] for n in batch.members} for batch in batches]
     assert [len(one) for one in sets] == [2, 2, 1, 2] and sets[3] == {5, 6}
     assert sum(map(len, sets)) == 7 and not isinstance(batches[3].layout, PrefixForest)  # no group is in two batches
     assert [batch.computed_tokens for batch in batches] == [272, 272, 136, 28 + 1]
@@ -274,12 +275,12 @@ def test_batches_are_cut_between_groups() -> None:
 def test_a_group_that_is_too_large_repeats_its_prefix() -> None:
     items = group(60, 20, 8, 0)  # 60 + 8 x 19 = 212 computed tokens
     batches = pack_shared(items, 160)
-    assert sorted(n for batch in batches for n in batch.items) == list(range(8))
-    assert [batch.computed_tokens for batch in batches] == [60 + 19 * len(batch.items) for batch in batches]
+    assert sorted(n for batch in batches for n in batch.members) == list(range(8))
+    assert [batch.computed_tokens for batch in batches] == [60 + 19 * len(batch.members) for batch in batches]
     assert all(batch.computed_tokens <= 160 and isinstance(batch.layout, PrefixForest) for batch in batches)
     assert len(batches) == 2
     alone = pack_shared(items, 70)  # room for no two
-    assert [batch.items for batch in alone] == [batch.items for batch in pack(items, 70)]
+    assert [batch.members for batch in alone] == [batch.members for batch in pack(items, 70)]
 
 
 # --- who computes parts

@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 def handled() -> Iterator[None]:
     """As in the program, whatever a shell's background job ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with signals.handling():
+    with signals.handle_signals():
         yield
     signal.signal(signal.SIGINT, before)
 
@@ -88,7 +88,7 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
     assert steps_saved(out) == saved and metrics(out)[-1]["step"] == saved[-1]
     assert saved_so_far(out) == f"{out} is saved up to step {saved[-1]}"
     assert ("SIGINT: a step that is being learned is finished" in capfd.readouterr().err) == (update == 3)
-    with signals.handling():  # as in another process
+    with signals.handle_signals():  # as in another process
         train(make_recipe(), out, resume=True)
     assert f"train: goes on behind step {saved[-1]} of 4, from {out}" in capfd.readouterr().out
     assert_same_run(uninterrupted, out)  # the checkpoint that was saved early is gone

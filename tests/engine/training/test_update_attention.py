@@ -14,10 +14,9 @@ from thresher.engine.config.sections import GrpoSection, OptimSection, SftSectio
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import TrainSequence
 from thresher.engine.training import update
-from thresher.engine.training.attention import choose_attention
 from thresher.engine.training.sft import SftTrainer, Transcript
 from thresher.engine.training.train import train
-from thresher.engine.training.update import Updater, UpdateStats
+from thresher.engine.training.update import Updater, UpdateStats, choose_attention
 from thresher.kernels.attention.backends.choice import load_attention
 from thresher.kernels.attention.varlen import Varlen, varlen_attention
 from thresher.policy.model import Policy, init_policy

@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights, make_optimizer, scheduled_lr, step_optimizer
-from thresher.engine.packing import LossNormalizer, advantages, build_train_sequences
+from thresher.engine.packing import LossNormalizer, build_train_sequences
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.policy.model import Policy
-from thresher.rewards.advantages import group_advantages
+from thresher.rewards.advantages import advantages_by_group, group_advantages
 from thresher.rewards.reward import Source
 
 PROMPT, POLICY = Source.PROMPT, Source.POLICY
@@ -87,26 +86,12 @@ def test_dropping_groups_without_a_signal_leaves_the_weights_of_the_others() -> 
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_advantages_by_group_however_scattered(entries: list[tuple[int, float]]) -> None:
     groups, rewards = [group for group, _ in entries], [reward for _, reward in entries]
-    for grpo in (GrpoSection(), GrpoSection(std_floor=0.3, sample_std=True)):
-        found = advantages(rewards, groups, grpo)
+    for settings_ in ({}, {"std_floor": 0.3, "sample_std": True, "eps": 0.1}):
+        found = advantages_by_group(rewards, groups, **settings_)
         for group in set(groups):
             mine = [reward for number, reward in zip(groups, rewards, strict=True) if number == group]
-            expected = group_advantages(mine, std_floor=grpo.std_floor, sample_std=grpo.sample_std)
+            expected = group_advantages(mine, **settings_)
             assert [a for number, a in zip(groups, found, strict=True) if number == group] == expected
-
-
-def test_advantages_by_hand() -> None:
-    assert advantages([1, 0, 0, 0, 1, 1], [7, 3, 7, 3, 3, 9], GrpoSection()) == pytest.approx(
-        [1, -math.sqrt(0.5), -1, -math.sqrt(0.5), math.sqrt(2), 0]
-    )
-    floored = advantages([0.51, 0.49], [0, 0], GrpoSection(std_floor=0.1))
-    assert floored == pytest.approx([0.1, -0.1])
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
-    with pytest.raises(UserError, match="reward 1 of the group is"):
-        advantages([0.5, reward, 0.0], [0, 0, 1], GrpoSection())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""Before anything is loaded: that the ranks can share this recipe's work, and that all are about to do the same run.
+"""What the ranks of a run do together: check that they do the same run, write one run folder, ask one judge.
 
-Ranks may run on several machines, each with files of its own. One that read other questions, or other weights, would
+Ranks may run on several machines, each with files of its own. A rank that read other questions, or other weights, would
 train on without a sign.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,18 @@ from thresher.common.errors import UserError
 from thresher.common.files import read_bytes
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.ranks import Ranks
+from thresher.engine.scoring.score import Judges, VerdictJudge
+from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import own_digest
 
 
-def check_ranks(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path | None) -> None:
-    """UserError, on every rank, where the work cannot be shared evenly, or a rank was given something else than rank 0:
-    recipe, questions, model, run folder or the checkpoint to resume from."""
-    if not ranks.several:
+def check_config_sync(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path | None) -> None:
+    """Raise UserError, on every rank, where the work cannot be shared evenly, or a rank has another recipe, questions,
+    model, run folder or checkpoint to resume from than rank 0."""
+    if not ranks.is_distributed:
         return
-    said = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
-    problem = ranks.from_first(lambda: _indivisible(recipe, ranks.count) or _difference(said or ()))
+    of_ranks = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
+    problem = ranks.broadcast(lambda: _indivisible(recipe, ranks.count) or _difference(of_ranks or ()))
     if problem is not None:
         raise UserError(problem)
     if recipe.model.device == "cuda" and ranks.local >= torch.cuda.device_count() > 0:
@@ -76,11 +80,11 @@ def _digest(path: str | Path) -> str:
     return hashlib.sha256(read_bytes(Path(path))).hexdigest()[:12]
 
 
-def _difference(said: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first thing in which a rank differs from rank 0, as a sentence."""
-    for rank, theirs in enumerate(said):
-        for name in {**said[0], **theirs}:
-            ours, other = said[0].get(name), theirs.get(name)
+def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence on the first value in which a rank differs from rank 0."""
+    for rank, theirs in enumerate(of_ranks):
+        for name in {**of_ranks[0], **theirs}:
+            ours, other = of_ranks[0].get(name), theirs.get(name)
             if ours != other:
                 return (
                     f"rank {rank} has another run than rank 0: {name} is {_shown(other)} there, {_shown(ours)} on "
@@ -91,3 +95,38 @@ def _difference(said: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _shown(value: Any) -> str:
     return "absent" if value is None else str(value) if len(str(value)) <= 80 else f"{str(value)[:77]}..."
+
+
+def open_run(out: str | Path, recipe: Recipe, resume: bool, ranks: Ranks, unverified: bool = False) -> RunFolder:
+    """Return the run folder, which rank 0 alone locks and writes; errors as `RunFolder.create` and `resume`."""
+    if not ranks.is_main:
+        return RunFolder(Path(out))
+    return RunFolder.resume(out, recipe, unverified) if resume else RunFolder.create(out, recipe)
+
+
+class MainRankJudge:
+    """Rank 0's judge, which rates the cases of all ranks together: there is one file of replies, and no more requests
+    at a time than the recipe allows."""
+
+    def __init__(self, judge: VerdictJudge, ranks: Ranks) -> None:
+        self.judge, self.ranks, self.name = judge, ranks, judge.name
+
+    def rate(self, cases: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
+        gathered = self.ranks.gather(list(cases))
+        with self.ranks.interruptible():
+            asked = [case for of_rank in gathered or () for case in of_rank]
+            verdicts = iter(self.judge.rate(asked) if self.ranks.is_main else ())
+        by_rank = self.ranks.broadcast(lambda: [[next(verdicts) for _ in of_rank] for of_rank in gathered or ()])
+        return by_rank[self.ranks.rank]
+
+
+def judges_of(judges: Judges, ranks: Ranks) -> Judges:
+    """Return the judges of a run on these ranks. Entailment is each rank's own."""
+    if judges.verdict is None or not ranks.is_distributed:
+        return judges
+    return replace(judges, verdict=MainRankJudge(judges.verdict, ranks))
+
+
+def judging(judges: Judges, ranks: Ranks) -> AbstractContextManager[None]:
+    """Let an interrupt end `score` within it: here, or in `MainRankJudge.rate`, which all ranks enter together."""
+    return nullcontext() if isinstance(judges.verdict, MainRankJudge) else ranks.interruptible()
