@@ -17,7 +17,7 @@ DECODING = ("engine.decoding.blocks", "engine.decoding.scheduler", "engine.decod
 def test_light_modules_load_neither_torch_nor_what_is_optional(absent: str) -> None:
     """`thresher --help` and the file formats need neither transformers nor trl, not even where they are installed."""
     modules = {
-        "torch": (*DECODING, "engine.config.recipe", "engine.store.run_folder", "rewards", "cli.main"),
+        "torch": (*DECODING, "engine.config.recipe", "engine.store.run_folder", "policy.config", "rewards", "cli.main"),
         "optional": ("cli.main", "policy", "retrieval", "rewards"),
     }[absent]
     names = {"torch"} if absent == "torch" else {"transformers", "trl", "datasets"}

@@ -1,7 +1,5 @@
 """Model families: one file and one row make another. Those there are stand in test_published.py."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +109,3 @@ def test_an_unknown_family_is_answered_with_those_there_are(toy_family: str) -> 
             config_from_dict(table, "here")
     with pytest.raises(UserError, match=r"model_type is 'mistral', expected one of 'qwen2',.* 'toy'"):
         make_config(model_type="mistral")
-
-
-@pytest.mark.parametrize("module", ["policy.config", "policy.families"])
-def test_the_table_of_families_needs_no_torch(module: str) -> None:
-    check = f"import sys, thresher.{module}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-P", "-c", check], check=True)
