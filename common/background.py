@@ -44,5 +44,5 @@ class Background(Generic[T]):
             future, call = asked
             try:
                 future.set_result(call())
-            except BaseException as error:  # whoever asks for the result is to have it
+            except BaseException as error:  # for the caller of `result`
                 future.set_exception(error)

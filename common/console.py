@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
@@ -376,10 +377,20 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     for row in rows:
         drawn.add_row(*(Text(visible(shown(value))) for value in row))
     console.print(title, style="table.title", markup=False, soft_wrap=True)
-    draw(drawn)
+    _print(drawn)
 
 
-def draw(drawn: Table) -> None:
+def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], **look: Any) -> None:
+    """Print a table of texts without lines between columns; the first is a name. look: arguments of rich's Table."""
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, **look)
+    for number, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    _print(drawn)
+
+
+def _print(drawn: Table) -> None:
     """Print a table, as wide as it wants to be where output is no terminal."""
     room = console if console.is_terminal else SafeConsole(file=console.file, width=PLAIN_WIDTH, highlight=False)
     room.print(drawn)

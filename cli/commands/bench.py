@@ -141,7 +141,7 @@ class Retrieval(
     place=30,
     example="thresher bench retrieval --sizes 10000 100000",
 ):
-    """What the flags mean stands at bench/retrieval.py too."""
+    """bench/retrieval.py explains the flags."""
 
     sizes: Annotated[Counts, "of synthetic sets of vectors; default: 10^4 to 10^6"] = (10_000, 100_000, 1_000_000)
     dim: Annotated[Count, "N", "of synthetic vectors; default: 768"] = 768

@@ -135,17 +135,9 @@ class Plan(
 
 
 def _print_plans(title: str, plans: "Sequence[IndexPlan]") -> None:
-    from rich import box
-    from rich.table import Table
-
     from thresher.retrieval.building.plan import COLUMNS
 
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for number, column in enumerate(COLUMNS):
-        drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in plans:
-        drawn.add_row(*row.row())
-    console.draw(drawn)
+    console.grid(title, COLUMNS, [row.row() for row in plans], padding=(0, 1, 0, 0), pad_edge=False)
     note = "1 query and 64 together: seconds of the search, at an assumed nprobe or efSearch."
     console.console.print(note, soft_wrap=True)
 

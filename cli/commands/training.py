@@ -270,24 +270,15 @@ def _config(model: str) -> "ModelConfig":
 
 
 def _print_plan(found: "MemoryPlan") -> None:
-    from rich import box
-    from rich.table import Table
-
     from thresher.engine.planning.plan import GB
 
     of = "" if found.gpus == 1 else f", on each of {found.gpus} GPUs"
+    phases = found.phases.values()
+    rows = {name: [parts[name] for parts in phases] for name in found.parts if any(parts[name] for parts in phases)}
+    rows["all"] = [sum(parts.values()) for parts in phases]
+    texts = [[name, *(f"{value / GB:.1f}" if value else "" for value in values)] for name, values in rows.items()]
     title = f"GB by part and phase{of}; the peak is in: {found.peak}"
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(["part", *found.phases]):
-        drawn.add_column(column, justify="right" if number else "left", no_wrap=True)
-
-    def row(name: str, values: list[int]) -> None:
-        drawn.add_row(name, *(f"{value / GB:.1f}" if value else "" for value in values))
-
-    for name in (name for name in found.parts if any(parts[name] for parts in found.phases.values())):
-        row(name, [parts[name] for parts in found.phases.values()])
-    row("all", [sum(parts.values()) for parts in found.phases.values()])
-    console.draw(drawn)
+    console.grid(title, ["part", *found.phases], texts)
     for line in _lines(found):
         flags.say(line)
 
