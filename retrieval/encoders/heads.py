@@ -25,7 +25,7 @@ from torch import Tensor
 from thresher.common.errors import UserError
 from thresher.common.files import read_json_object, refuse_hub_id
 from thresher.policy.weights import read_weights, tensor_shapes
-from thresher.retrieval.encoders.learned import batches, checked_batch_tokens, dtype_on, pick_device
+from thresher.retrieval.encoders.learned import checked_batch_tokens, dtype_on, forwards, pick_device
 from thresher.retrieval.encoders.tokenizer import (
     TEXTS_AT_ONCE,
     PairTokenizer,
@@ -88,13 +88,12 @@ class Classifier:
         """Return float32 [B, O] on the CPU for (premise, hypothesis) pairs; `on_done` gets the number done."""
         inputs, cut = self._tokenizer.encode(pairs)
         self.cut += cut
+        ids, types = [ids for ids, _ in inputs], [types for _, types in inputs]
         logits_BO = torch.empty(len(pairs), len(self.labels))
-        mixed = self._encoder.device.type != "cpu"
         done = 0
-        for rows, length in batches([len(ids) for ids, _ in inputs], self._batch_tokens, mixed=mixed):
-            ids, types = zip(*(inputs[row] for row in rows), strict=True)
-            # A table of one type has no row for the second text.
-            hidden_BTH, _ = self._encoder.padded(ids, length, types if self._encoder.config.types > 1 else None)
+        # A table of one type has no row for the second text.
+        second = types if self._encoder.config.types > 1 else None
+        for rows, hidden_BTH, _ in forwards(self._encoder, ids, self._batch_tokens, second):
             logits_BO[rows] = self._head(hidden_BTH[:, 0].float()).cpu()
             on_done(done := done + len(rows))
         _check_finite(logits_BO, self.folder, "logits")
@@ -204,23 +203,16 @@ class TokenClassifier:
                 words.append(found)
         sums = [[0.0] * len(found) for found in words]
         counts = [[0] * len(found) for found in words]
-        mixed = self._bert.device.type != "cpu"
-        for rows, length in batches([len(ids) for ids, _ in stretches], self._batch_tokens, mixed=mixed):
-            for row, probabilities in zip(rows, self._keep([stretches[row][0] for row in rows], length), strict=True):
+        for rows, hidden_BTH, mask_BT in forwards(self._bert, [ids for ids, _ in stretches], self._batch_tokens):
+            probs_BTO = F.linear(hidden_BTH.float(), self._weight_OH, self._bias_O).softmax(-1)
+            _check_finite(probs_BTO[mask_BT], self.folder, "probabilities")
+            for row, probabilities in zip(rows, probs_BTO[:, :, KEEP].tolist(), strict=True):
                 for word, value in zip(stretches[row][1], probabilities, strict=False):  # behind them is padding
                     if word >= 0:
                         sums[owners[row]][word] += value
                         counts[owners[row]][word] += 1
         means = [[a / max(n, 1) for a, n in zip(*pair, strict=True)] for pair in zip(sums, counts, strict=True)]
         return [list(zip(found, values, strict=True)) for found, values in zip(words, means, strict=True)]
-
-    def _keep(self, rows: list[list[int]], length: int) -> list[list[float]]:
-        """Return the probability of every place, padding included."""
-        hidden_BTH, mask_BT = self._bert.padded(rows, length)
-        probs_BTO = F.linear(hidden_BTH.float(), self._weight_OH, self._bias_O).softmax(-1)
-        _check_finite(probs_BTO[mask_BT], self.folder, "probabilities")
-        kept: list[list[float]] = probs_BTO[:, :, KEEP].tolist()
-        return kept
 
     def _stretches(self, texts: Sequence[str]) -> list[tuple[list[str], list[Stretch]]]:
         """Return each text's words, and its tokens in stretches that fit the positions, cut between words."""

@@ -387,7 +387,7 @@ class LearnedEncoder:
 
     def _vectors(self, tower: Tower, prefix: str, texts: Sequence[str]) -> Tensor:
         ids, _ = tower.tokenizer.encode([prefix + text for text in texts])
-        return self._pool(tower.bert, ids, max(map(len, ids)))
+        return self._pool(*tower.bert.padded(ids, max(map(len, ids))))
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Return how many tokens each passage has, whole, without prefix and what the tokenizer puts around it."""
@@ -400,18 +400,15 @@ class LearnedEncoder:
         for start in range(0, len(texts), TEXTS_AT_ONCE):
             ids, cut_here = tower.tokenizer.encode([prefix + text for text in texts[start : start + TEXTS_AT_ONCE]])
             cut += cut_here
-            mixed = tower.bert.device.type != "cpu"
-            for rows, length in batches([len(row) for row in ids], self._batch_tokens, mixed=mixed):
-                pooled_BH = self._pool(tower.bert, [ids[row] for row in rows], length)
-                vectors_NH[start + np.array(rows)] = pooled_BH.cpu().numpy()
+            for rows, *hidden in forwards(tower.bert, ids, self._batch_tokens):
+                vectors_NH[start + np.array(rows)] = self._pool(*hidden).cpu().numpy()
         if not np.isfinite(vectors_NH).all():
             raise UserError(
                 f"{self.folder}: makes vectors that are not finite; its weights are damaged, fetch them again"
             )
         return vectors_NH, cut
 
-    def _pool(self, bert: Bert, ids: list[list[int]], length: int) -> Tensor:
-        hidden_BTH, mask_BT = bert.padded(ids, length)
+    def _pool(self, hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
         if self.settings.pooling == "cls":
             pooled_BH = hidden_BTH[:, 0].float()
         else:
@@ -434,6 +431,15 @@ def batches(lengths: Sequence[int], batch_tokens: int, *, mixed: bool) -> Iterat
         batch.append(row)
     if batch:
         yield batch, widest
+
+
+def forwards(
+    bert: Bert, ids: Sequence[Sequence[int]], batch_tokens: int, types: Sequence[Sequence[int]] | None = None
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Yield (rows, hidden_BTH, mask_BT) of each batch of texts."""
+    for rows, length in batches([len(row) for row in ids], batch_tokens, mixed=bert.device.type != "cpu"):
+        types_here = None if types is None else [types[row] for row in rows]
+        yield rows, *bert.padded([ids[row] for row in rows], length, types_here)
 
 
 def load_encoder(
