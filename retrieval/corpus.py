@@ -39,7 +39,7 @@ OFFSETS_FILE = "corpus.offsets"  # uint64, little-endian: where each passage beg
 COPY_FILE = "corpus.copy.jsonl"
 LEDGER_FILE = "corpus.ledger.json"
 HASHES_FILE = "corpus.hashes.json"  # of the offsets, and of the file that they are into, wherever that is
-CACHE_FILES = (OFFSETS_FILE, COPY_FILE, HASHES_FILE, LEDGER_FILE)  # the last vouches for the others
+CACHE_FILES = (OFFSETS_FILE, COPY_FILE, HASHES_FILE, LEDGER_FILE)  # the ledger is written last
 STORED = "passages"
 LEDGER_FORMAT = 1
 
@@ -94,7 +94,7 @@ def stamp(stat: os.stat_result) -> tuple[int, int]:
 
 
 EMBEDS = ("text", "title+text")
-OFFSETS_AT_A_TIME = 1 << 12  # held back before they are written
+OFFSETS_AT_A_TIME = 1 << 12  # buffered before they are written
 PASSAGES_AT_A_TIME = 256  # read in iteration
 # Ids with a hash seen twice that are looked at again; more of them only make the same complaint longer.
 MOST_SUSPECTS = 1 << 16
@@ -335,7 +335,7 @@ class _StoredCorpus(Corpus):
             hashes.check([OFFSETS_FILE])
             self._blocks = hashes.blocks(STORED, self._stored)
         self._offsets = np.memmap(cache / OFFSETS_FILE, dtype="<u8", mode="r")
-        # Someone else may have written to the file, or made the cache anew, since the ledger was read.
+        # Another process may have written to the file or the cache since the ledger was read.
         if (self._stamp[0], len(self)) != (ledger.stored_bytes, ledger.passages):
             raise UserError(self._changed())
         if not ledger.copied and self._stamp != (ledger.source_bytes, ledger.source_mtime_ns):

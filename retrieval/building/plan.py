@@ -11,7 +11,7 @@ n calibration vectors, and `scan`, the seconds per vector looked at. They hold w
   build, lists      + 10 rounds * T C 2d / F     training
                     + N C 2d / F                 assigning
                     + N * coding + 15 rounds of codes, for PQ; 10 decompositions + 76 rounds, for OPQ
-  build, PCA        the same with p in the place of d, and N p 2d / F
+  build, PCA        the same with p for d, and N p 2d / F
   build, graph      + N * (time to add one to n) * (1 + log2(N / n) / 4)
   build, not flat   + 200 N * scan + 1,200 searches, for recall and the search parameter (`tune`); flat16 600
   BM25              N times the cost of a made-up passage, and for its vocabulary some sqrt(N)
@@ -166,7 +166,7 @@ BATCH = 64
 ALONE, ALONE_GRAPH = 4, 32
 # Lists of the small index whose scan is timed, and how many of them a query looks through.
 LISTS, PROBES = 64, 16
-# Centroids in the product whose speed stands for training and filling lists.
+# Centroids of the product by which training and filling lists are timed.
 CENTROIDS = 1_024
 TRAIN_ROUNDS = 1
 GRAPH_PARTS = 16

@@ -77,7 +77,7 @@ def _is_object(line: bytes) -> bool:
 
 
 class _Text:
-    """The text of a JSON file, of which only a window is held."""
+    """The text of a JSON file, of which a window is in memory."""
 
     def __init__(self, path: Path) -> None:
         self.window, self.at, self.ended = "", 0, False

@@ -261,7 +261,7 @@ def _family(folder: Path, folders: tuple[Path, Path], config: BertConfig) -> tup
 
 def _tokenizer_length(folder: Path, limit: int) -> tuple[int, str]:
     length = _optional(folder / "tokenizer_config.json").get("model_max_length")
-    # Where nobody set it, transformers writes 10^30.
+    # Where it was not set, transformers writes 10^30.
     if isinstance(length, int) and 0 < length < limit:
         return length, "tokenizer_config.json"
     return limit, "max_position_embeddings in config.json"
@@ -293,7 +293,7 @@ FORMAT = 1
 # Padded tokens of a batch. A CPU is fastest while a batch's activations stay in its caches; a GPU needs work.
 CPU_BATCH_TOKENS = 2048
 CUDA_BATCH_TOKENS = 65_536
-# Texts whose ids are held at once: bounds memory however many are given, and is plenty to sort by length.
+# Texts whose ids are in memory at once, and among which lengths are sorted.
 TEXTS_AT_ONCE = 8192
 
 

@@ -59,7 +59,7 @@ class LexicalEncoder:
         self.dim = dim
         self._passages = passages
         self._counts = counts
-        # Only words of the corpus are kept: a policy in training invents new ones without end.
+        # Only words of the corpus are kept: the number of a policy's other words is unbounded.
         self._known: dict[str, _Entry] = {}
 
     @classmethod

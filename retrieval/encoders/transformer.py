@@ -2,9 +2,9 @@
 
     x = LN(word[ids] + position + type)                                         (Devlin et al. 2019)
     x = LN(x + W_o softmax(q k^T / sqrt(D)) v)          every token attends to every token that the mask lets in
-    x = LN(x + W_down gelu(W_up x))                     the norm stands behind the sum ("post-LN")
+    x = LN(x + W_down gelu(W_up x))                     the norm follows the sum ("post-LN")
 
-DeBERTa (He et al. 2020, 2021) has, in the place of q k^T / sqrt(D),
+DeBERTa (He et al. 2020, 2021) has, instead of q k^T / sqrt(D),
 
     score(i, j) = (q_i k_j  +  q_i r^K_d(i,j)  +  r^Q_d(i,j) k_j) / sqrt(3 D)         content and position disentangled
     d(i, j)     = S + bucket(i - j), within [0, 2S)                                   rows of a table r of 2S positions

@@ -47,7 +47,7 @@ class Candidates(ABC):
 
 
 class GraphCandidates(Candidates):
-    """A FAISS HNSW graph with its vectors, or with the directions and codes that stand in for them."""
+    """A FAISS HNSW graph with its vectors, or with their directions and codes."""
 
     parameter = "efSearch"
 

@@ -18,14 +18,13 @@ from thresher.retrieval.indexes.vector_file import SLICE_BYTES, Array
 
 # Candidates fetched beyond k: but for real ties, no query of HotpotQA's 500 then needs the whole matrix.
 MARGIN = 8
-# Rows fetched at a time; and of these, rows scored at a time: what is made of them in float64 stays in a core's own
-# cache. Threads of Python would not help: torch's own wait on the other cores for the next product.
+# Rows fetched at a time, and rows scored at a time, whose float64 copies fit a core's own cache.
 SCORE_CHUNK, SCORE_CACHED = 256, 64
 # Multiplications of a search up to which FAISS takes about a millisecond; importing torch takes a second.
 SMALL = 1 << 22
 # Bytes of float32 looked through at a time: what comes with each block, .3 ms, is a hundredth of reading it.
 BLOCK_BYTES = 256 * 2**20
-# Queries of one pass over all rows, and candidates of theirs: 200 MB with what is made of them.
+# Queries of one pass over all rows, and candidates of theirs: 200 MB with their scores.
 QUERIES, CANDIDATES = 512, 1 << 22
 
 Rows = npt.NDArray[np.int64]
@@ -95,7 +94,7 @@ class ExactRows(RowScores):
         self.full_scans = 0
         self._largest_norm = largest_row_norm(vectors_ND) if largest_norm is None else largest_norm
         if vectors_ND.size > SMALL:
-            _load_torch()  # not in the first search, which somebody waits for
+            _load_torch()  # not in the first search, which would be slow
 
     def __len__(self) -> int:
         return len(self.vectors_ND)

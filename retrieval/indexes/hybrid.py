@@ -30,7 +30,7 @@ from thresher.retrieval.retriever import Hit, LocalRetriever, Retriever
 
 KIND = "hybrid"
 FILE = "hybrid.json"
-# The constant of the paper: the larger, the less the first ranks stand out.
+# The constant of the paper: the larger, the smaller the weight of the first ranks.
 CONSTANT = 60
 DEPTH = 100
 

@@ -29,16 +29,16 @@ INDEX_FILE = "index.faiss"
 PROCESS_BYTES = 200 * 10**6
 # Quantisers, rotations, directions and the extremes of coordinates are found on at most so many vectors.
 TRAIN_CODES = 65_536
-# Of every draw while a structure is built.
+# Of every random choice while a structure is built.
 SEED = 1234
-# How a coordinate is held, what FAISS calls that, and its bytes.
+# dtype of a coordinate: FAISS's name for it, and its bytes.
 SCALARS = {"float32": "Flat", "float16": "SQfp16", "uint8": "SQ8"}
 SCALAR_BYTES = {"float32": 4, "float16": 2, "uint8": 1}
 SCALAR_CODES = {name.lower(): codes for codes, name in SCALARS.items()}
 # Up to here an exact search over 768 dimensions takes two cores under .1 s: no approximation is worth its loss.
 FLAT_PASSAGES = 200_000
 LINKS = 32
-# Dimensions from which a quarter of the directions is worth a line of a plan: of 768 it held the five best of every
+# Dimensions from which a quarter of the directions is shown in a plan: of 768 they found the five best of every
 # question, but a sixth of 384 .81 of them.
 LEAST_FOR_PCA = 512
 # Passages a list should have to train its centroid on, at the least; and how many it is trained on, at the most.
@@ -117,7 +117,7 @@ class Kind:
 
     @property
     def exact(self) -> bool:
-        """True where a search looks at every vector as it is kept, and so there is no structure."""
+        """True where a search looks at every kept vector, without a structure."""
         return not (self.lists or self.links)
 
     @property

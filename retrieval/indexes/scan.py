@@ -17,7 +17,7 @@ import torch
 from thresher.retrieval.encoders import Vectors
 from thresher.retrieval.indexes.vector_file import Array
 
-# Scores held at a time: 32 MB.
+# Scores in memory at a time: 32 MB.
 SCORES = 1 << 23
 # Rows of a group: the maxima and the rows of the best groups are about equally many in a block of 8,192.
 GROUP = 16

@@ -4,12 +4,12 @@ A structure may come behind a rotation (OPQ's) or a projection on the vectors' p
 without removing the mean, which would change the order of inner products. Lists are built in four steps:
   train   centroids, and for PQ its rotation and codes, on a sample; kept in `trained.faiss`
   assign  every vector's list, a slice at a time; kept in `lists.npy`, resumed where it was
-  fill    every list made exactly as long as it will be, then the vectors laid into it; starts anew after a kill, being
+  fill    every list made exactly as long as it will be, then the vectors laid into it; starts again after a kill, being
           no more than a copy (or, for PQ, an encoding)
   write   `index.faiss`
 
-A graph is written every 2^18 vectors. FAISS's random numbers for the levels are set anew at each of these points, so
-that a resumed graph is the graph of one go; with FAISS before 1.15.1 that holds for one thread.
+A graph is written every 2^18 vectors. FAISS's random numbers for the levels are seeded again at each of these points,
+so that a resumed graph is the graph of one go; with FAISS before 1.15.1 that holds for one thread.
 
 Shape letters: N vectors, S a sample, B a slice, D dimension, P directions.
 """
@@ -190,7 +190,7 @@ def inner(index: Any) -> Any:
 
 
 def behind(index: Any) -> Any:
-    """Return the structure of `index` that stands behind its rotation or projection, if it has one."""
+    """Return the structure of `index` behind its rotation or projection, if any."""
     return faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
 
 

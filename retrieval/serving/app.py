@@ -290,7 +290,7 @@ class Batcher:
         self.seconds = 0.0
         self._busy_since: float | None = None
         self._short = False  # whether the last batch was
-        self._shared = True  # whether the last batch held several requests; of the first, nobody knows
+        self._shared = True  # whether the last batch had several requests; assumed of the first
         self._thread = threading.Thread(target=self._work, name="retriever", daemon=True)
         self._thread.start()
 

@@ -94,7 +94,7 @@ class Connections(web.Server):
         self._states.pop(handler, None)
 
     async def sweep(self) -> None:
-        """End connections that wait for too long; for ever."""
+        """End connections that wait for too long, until cancelled."""
         while True:
             await asyncio.sleep(min(1.0, IDLE_SECONDS / 4))
             self.end(lambda state: not state.busy and state.since < time.monotonic() - IDLE_SECONDS)
@@ -211,7 +211,7 @@ class Server:
         names = server_names(host, settings.allow_hosts)
         retriever.check_k(settings.k)
         self._socket = _listen(host, port)
-        # The socket listens from now on: who connects before `serve` has begun waits, and is not refused.
+        # The socket listens from now on: a client that connects before `serve` waits, and is not refused.
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         self.app = App(retriever, served, settings, names)
         self._connections: Connections | None = None  # while it runs
@@ -257,7 +257,7 @@ class Server:
         sweep = asyncio.create_task(self._connections.sweep())
         await self._stopping.wait()
         listener.close()
-        await asyncio.sleep(0.05)  # who has just been accepted gets to say what it wants
+        await asyncio.sleep(0.05)  # for the requests of connections that were just accepted
         await self._connections.close(2 * self.app.settings.timeout + 1)
         sweep.cancel()
 

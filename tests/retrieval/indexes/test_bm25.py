@@ -92,7 +92,7 @@ def test_a_query_is_answered_independently_of_its_batch(tmp_path):
     assert batched == [again.search([query], 7)[0] for query in queries]
 
 
-def test_words_that_nobody_holds_find_nothing(tmp_path):
+def test_unknown_words_find_nothing(tmp_path):
     index = build_bm25(corpus_of("a b", "c"), tmp_path / "index")
     assert index.search(["z", "?!", "", "c z"], 2)[:3] == [[], [], []]
     assert [hit.passage.id for hit in index.search(["c z"], 2)[0]] == ["p1"]

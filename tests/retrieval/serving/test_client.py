@@ -222,7 +222,7 @@ def test_patience_ends(stub: Stub) -> None:
     )
 
 
-def test_nobody_is_there() -> None:
+def test_a_server_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(Unanswered) as caught:

@@ -126,7 +126,7 @@ def test_too_many_requests(serve, scripted):
 HALF = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n{"
 
 
-def test_who_waits_is_in_nobodys_way(serve, scripted, monkeypatch):
+def test_waiting_connections_make_room(serve, scripted, monkeypatch):
     """Connections without a request, with half a head, half a body: more than there is room for. Those that have waited
     longest make room for who has something to ask, and one that is served is never among them."""
     monkeypatch.setattr(f"{SERVER}.SPARE", -9 + resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -205,7 +205,7 @@ def test_connections_share_searches(serve, scripted):
     assert [len(queries) for queries, _ in scripted.searched] == [1, 16]
 
 
-def test_who_has_gone_is_not_searched_for(serve, scripted):
+def test_a_client_that_has_gone_is_not_searched_for(serve, scripted):
     server = serve(scripted, max_wait_ms=0.0)
     scripted.go.clear()
     with ThreadPoolExecutor() as pool:
@@ -221,7 +221,7 @@ def test_who_has_gone_is_not_searched_for(serve, scripted):
     assert [queries for queries, _ in scripted.searched] == [["first"], ["next"]]
 
 
-def test_a_server_that_is_stopped_twice_waits_for_nobody(serve, scripted):
+def test_a_server_that_is_stopped_twice_ends_at_once(serve, scripted):
     server = serve(scripted)
     scripted.go.clear()
     with ThreadPoolExecutor() as pool:
