@@ -370,12 +370,7 @@ def released(options: ReleasedOptions) -> System:
         partial(follow, protocol=protocol),
         prompt=protocol,
         k=5,
-        rollout={
-            "max_turns": 10,
-            "max_turn_tokens": known.turn_tokens,
-            "max_context": 8192,
-            "max_passage_tokens": 1024,
-        },
+        rollout=limits,
         reward=partial(released_reward, protocol=protocol),
         answer=partial(answer_of, protocol=protocol),
         searches=True,

@@ -115,7 +115,15 @@ def test_an_evaluation_that_cannot_go_on_is_kept(tiny_tokenizer: Tokenizer, tmp_
     with EvalFolder.open(out, {"seed": 1}) as folder:
         folder.append([entry, entry])
     kept = out / "generated.jsonl"
-    records = [json.loads(line) for line in kept.read_text().splitlines()]
+    whole = kept.read_text()
+    kept.write_text(whole[::-1].replace('"sdi"', '"xdi"', 1)[::-1])
+    with (
+        pytest.raises(UserError, match=rf"^{kept}:2: does not follow from .*; {REMEDY}$"),
+        EvalFolder.open(out, {"seed": 1}) as folder,
+    ):
+        folder.generated()
+    assert kept.exists()
+    records = [json.loads(line) for line in whole.splitlines()]
     for record in records:
         del record["checksum"]
     records[1]["trajectory"]["segments"][1]["ids"] = None
@@ -125,7 +133,8 @@ def test_an_evaluation_that_cannot_go_on_is_kept(tiny_tokenizer: Tokenizer, tmp_
         EvalFolder.open(out, {"seed": 1}) as folder,
     ):
         folder.generated()
-    kept.write_text("".join(json.dumps(record) + "\n" for record in records[:1]))  # as the sentence says
+    # As the sentence says; and as an earlier version wrote it, with a digest of its own.
+    kept.write_text("".join(json.dumps(record | {"check": "0123456789abcdef"}) + "\n" for record in records[:1]))
     with EvalFolder.open(out, {"seed": 1}) as folder:
         assert folder.generated() == [entry]
 
