@@ -81,37 +81,36 @@ def test_where_the_chat_template_comes_from(
             tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
+HI = [{"role": "user", "content": "<b>&"}]
+
+
+def with_template(tokenizer: Tokenizer, folder: Path, template: str) -> Tokenizer:
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    settings = {"eos_token": "<|im_end|>", "pad_token": {"content": "<pad>"}, "model_max_length": 9}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
-    ("template", "outcome"),
+    ("template", "text"),
     [
-        ("{{ raise_exception('roles must alternate') }}", UserError("roles must alternate")),
-        ("{{ messages[7].content.x }}", UserError("cannot render")),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", UserError("cannot render")),
         ("{{ eos_token }}{{ pad_token }}{{ model_max_length }}", "<|im_end|><pad>"),
         ("{{ {'b': '<ä>', 'a': 1} | tojson }}", '{"b": "<ä>", "a": 1}'),
         ("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}", "True"),
         ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
     ],
 )
-def test_templates_render_as_hugging_face_does(
-    small: Tokenizer, tmp_path: Path, template: str, outcome: str | UserError
-) -> None:
-    small.save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    settings = {"eos_token": "<|im_end|>", "pad_token": {"content": "<pad>"}, "model_max_length": 9}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = load_tokenizer(tmp_path)
-    messages = [{"role": "user", "content": "<b>&"}]
-    if isinstance(outcome, str):
-        assert tokenizer.render_chat(messages) == outcome
-    else:
-        with pytest.raises(UserError, match=str(outcome)):
-            tokenizer.render_chat(messages)
+def test_templates_render_as_hugging_face_does(small: Tokenizer, tmp_path: Path, template: str, text: str) -> None:
+    assert with_template(small, tmp_path, template).render_chat(HI) == text
 
 
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content.x }}", ""),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ""),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% for x in range(10**9) %}x{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself without end"),
@@ -124,21 +123,14 @@ def test_a_hostile_template_ends_in_a_sentence_and_the_next_one_is_filled(
     small: Tokenizer, tmp_path: Path, template: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("thresher.policy.tokenizer.TEMPLATE_SECONDS", 1.0 if "range(9" in template else 20.0)
-    small.save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=f"the chat template cannot render these messages .*{problem}"):
-        load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "hi"
+        with_template(small, tmp_path, template).render_chat(HI)
+    assert with_template(small, tmp_path, "{{ messages[0].content }}").render_chat(HI) == "<b>&"
 
 
 def test_a_template_that_drops_the_message_is_refused(small: Tokenizer, tmp_path: Path) -> None:
-    small.save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("<|im_start|>user\n<|im_end|>\n")
-    tokenizer = load_tokenizer(tmp_path)
-    with pytest.raises(
-        UserError, match="the chat template leaves out the user's message; use another, or prompt 'raw'"
-    ):
-        tokenizer.chat_prompt("Who?")
-    (tmp_path / "chat_template.jinja").write_text("[{{ messages[0].content | trim }}]")
-    assert load_tokenizer(tmp_path).chat_prompt(" Who? \n") == "[Who?]"
+    dropped = "the chat template leaves out the user's message; use another, or prompt 'raw'"
+    with pytest.raises(UserError, match=dropped):
+        with_template(small, tmp_path, "<|im_start|>user\n<|im_end|>\n").chat_prompt("Who?")
+    kept = with_template(small, tmp_path, "[{{ messages[0].content | trim }}]")
+    assert kept.chat_prompt(" Who? \n") == "[Who?]"
