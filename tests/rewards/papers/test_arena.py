@@ -147,6 +147,7 @@ NAIVE = [
     # what it tries, pieces, format, answer
     ("right", ["q:q", "p:<think>x</think>\n<answer>Paris</answer>"], 1, 1),
     ("wrong", ["p:<think>x</think><answer>Rome</answer>"], 1, 0),
+    ("partly right", ["p:<think>x</think><answer>Paris, France</answer>"], 1, 0),
     ("right, not thought about", ["p:<answer>Paris</answer>"], 0, 1),
     ("no answer", ["p:<think>Paris</think>"], 0, 0),
     ("right, then talk", ["p:<think>x</think><answer>Paris</answer> I am sure."], 0, 1),
