@@ -1,12 +1,8 @@
-"""Tilings that were measured: which one a head is worked on with, and where that is written down.
+"""Measured tilings of the head's kernel: which one a head is computed with, and the file that stores it.
 
 With THRESHER_AUTOTUNE=1 the first call of each head shape times the candidates with that call's rows, prints the
-times, takes the fastest for as long as the process lives, and stores it: in tiling-GPU.json of the folder that
-THRESHER_TILINGS names, without it in bench/results. A stored tiling is used for the same GPU by name, dtype, V, H and
-version of Triton, and for nothing else: another compiler makes other code of the same tiling. So runs on one machine
-differ in their last bits only across a measurement.
-
-Deliberately absent: a tiling for a shape that nobody measured, taken from its neighbour.
+times, and stores the fastest in tiling-GPU.json of the folder THRESHER_TILINGS (default: bench/results). A stored
+tiling is used for the same GPU by name, dtype, V, H and version of Triton only.
 
 Axes: V vocabulary, H hidden width (docs/notation.md).
 """
@@ -15,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thresher.kernels.head_tiling import BFLOAT16, HOPPER, PERSISTENT, Tiling, capability, choose_tiling
+from thresher.kernels.head_tiling import BFLOAT16, HOPPER, Tiling, capability, choose_tiling
 
 AUTOTUNE, FOLDER = "THRESHER_AUTOTUNE", "THRESHER_TILINGS"
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -43,32 +39,9 @@ POINTERS = (
 BEFORE_HOPPER = (Tiling(rows=128, columns=128, width=32, num_warps=8, num_stages=4, maxnreg=128),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Winner:
-    """The fastest tiling of a shape, and what it was measured on. rows: of the chunk that was timed."""
-
-    gpu: str
-    dtype: str
-    vocab: int
-    hidden: int
-    rows: int
-    triton: str
-    torch: str
-    milliseconds: float
-    tiling: Tiling
-
-
-def takes_descriptors(lm_head_VH: Tensor) -> bool:
-    """Return whether TMA can read this head: dense rows of bfloat16 that begin at multiples of 16 bytes."""
-    aligned = lm_head_VH.data_ptr() % 16 == 0 and lm_head_VH.stride(0) % 8 == 0 and lm_head_VH.shape[1] % 8 == 0
-    return lm_head_VH.dtype == torch.bfloat16 and lm_head_VH.stride(1) == 1 and aligned
-
-
 def candidates(lm_head_VH: Tensor) -> tuple[Tiling, ...]:
     """Return the tilings that are worth timing for this head on its GPU."""
-    if not 90 <= capability(lm_head_VH.device) < 100:
-        return (*POINTERS, *BEFORE_HOPPER)
-    return (*POINTERS, PERSISTENT) if takes_descriptors(lm_head_VH) else POINTERS
+    return POINTERS if 90 <= capability(lm_head_VH.device) < 100 else (*POINTERS, *BEFORE_HOPPER)
 
 
 _measured: dict[tuple[str, ...], Tiling] = {}
@@ -87,30 +60,26 @@ def tiling_for(lm_head_VH: Tensor) -> Tiling:
         return choose_tiling(lm_head_VH)
     key = _key(lm_head_VH)
     found = _measured.get(key) or read_winners(winners_path(key[0])).get(key)
-    if found is None or (found.persistent and not takes_descriptors(lm_head_VH)):
-        return choose_tiling(lm_head_VH)
-    return found
+    return found or choose_tiling(lm_head_VH)
 
 
 def record(lm_head_VH: Tensor, rows: int, times: Mapping[Tiling, float]) -> Path:
-    """The fastest of `times`, in milliseconds, for this head from now on, and in its file, whose path is returned."""
+    """Use the fastest of `times` (milliseconds, of chunks of `rows` rows) for this head from now on, and store it in
+    the place of an earlier one for the same key. Returns the file's path; the file is there whole or not at all."""
     key = _key(lm_head_VH)
     best = min(times, key=times.__getitem__)
     _measured[key] = best
     gpu, dtype, _, _, triton = key
-    winner = Winner(
-        gpu=gpu,
-        dtype=dtype,
-        vocab=lm_head_VH.shape[0],
-        hidden=lm_head_VH.shape[1],
-        rows=rows,
-        triton=triton,
-        torch=torch.__version__,
-        milliseconds=times[best],
-        tiling=best,
-    )
+    vocab, hidden = lm_head_VH.shape
+    row = {"gpu": gpu, "dtype": dtype, "vocab": vocab, "hidden": hidden, "rows": rows, "triton": triton}
+    row |= {"torch": torch.__version__, "milliseconds": times[best], "tiling": asdict(best)}
     path = winners_path(gpu)
-    write_winner(path, winner)
+    stored = sorted([*(other for other in _rows(path) if _row_key(other) != key), row], key=_row_key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
+    read_winners.cache_clear()
     return path
 
 
@@ -119,22 +88,13 @@ def winners_path(gpu: str) -> Path:
     return (Path(folder) if folder else RESULTS) / f"tiling-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
-def write_winner(path: Path, winner: Winner) -> None:
-    """Into the file, in the place of an earlier one for the same key; the file is there whole or not at all."""
-    kept = [row for row in _rows(path) if _row_key(row) != _row_key(asdict(winner))]
-    rows = sorted([*kept, asdict(winner)], key=_row_key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
-    read_winners.cache_clear()
-
-
 @cache
 def read_winners(path: Path) -> dict[tuple[str, ...], Tiling]:
-    """The file's tilings by key; none where there is no file. Raises ValueError for a file that is something else."""
+    """Return the file's tilings by key; none where there is no file. Raises ValueError for a file that is something
+    else. A tiling of the persistent kernel, which earlier versions had, is left out."""
     try:
-        return {_row_key(row): Tiling(**row["tiling"]) for row in _rows(path)}
+        chosen = {_row_key(row): dict(row["tiling"]) for row in _rows(path)}
+        return {key: Tiling(**tiling) for key, tiling in chosen.items() if not tiling.pop("persistent", False)}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no list of tilings as {AUTOTUNE}=1 stores them ({error}); delete it or measure again"

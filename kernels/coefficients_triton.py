@@ -1,6 +1,6 @@
 """objective.py's `logit_coefficients` in Triton: what a row's gradient is made of, straight onto its exps.
 
-    p_v = e_v / S, S = e^log_normaliser                                        the exps of head_backend.py
+    p_v = e_v / S, S = e^log_normaliser                                        the exps of head_triton.py
     dz_v = c ([v = y] - p_v) = -(c / S) (e_v - S [v = y]),  c = on_target of objective.py
     with entropy: dz_v = on_target [v = y] + p_v (on_probs + on_plogp log p_v)
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.head_backend import Exps, TritonHead
+from thresher.kernels.head_triton import Exps, TritonHead
 from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
 from thresher.kernels.operands import stored_columns
 from thresher.kernels.registry import ProgramWork, Specialisation

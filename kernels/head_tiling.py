@@ -1,9 +1,6 @@
-"""Tilings of the head's kernels: rows of a chunk, and the tiles of their matmul by kind of GPU.
+"""Tilings of the head's kernels: rows of a chunk, and the tiles of their matmul by kind of GPU. Needs no Triton.
 
-This file needs no Triton: the number of rows in a chunk is also asked for where none is installed.
-
-Deliberately absent: a table per shape. There is one tiling for a kind of GPU here, beside the grounds for its choice;
-tilings measured on a GPU are in autotune_cache.py.
+There is one tiling for a kind of GPU here; those measured on a GPU are in autotune_cache.py.
 
 Axes: V vocabulary, H hidden width (docs/notation.md).
 """
@@ -21,8 +18,7 @@ from thresher.kernels.operands import stored_columns
 class Tiling:
     """A program makes [rows, columns] logits, `width` of the hidden axis at a time.
 
-    maxnreg: registers that a thread may have, None for as many as the compiler takes. persistent: a program for each
-    multiprocessor, which takes tile after tile and reads through TMA descriptors (persistent_triton.py).
+    maxnreg: registers that a thread may have, None for as many as the compiler takes.
     """
 
     rows: int
@@ -31,7 +27,6 @@ class Tiling:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    persistent: bool = False
 
     @property
     def launch(self) -> dict[str, int | None]:
@@ -45,7 +40,6 @@ FLOAT32 = Tiling(rows=64, columns=64, width=32, num_warps=4, num_stages=2)
 BFLOAT16 = Tiling(rows=128, columns=128, width=32, num_warps=8, num_stages=4)
 # Three quarters of the traffic from the cache for the same product; takes the registers that wgmma leaves free.
 HOPPER = Tiling(rows=128, columns=256, width=64, num_warps=8, num_stages=3)
-PERSISTENT = Tiling(rows=128, columns=256, width=64, num_warps=8, num_stages=3, persistent=True)
 
 
 def choose_tiling(lm_head_VH: Tensor) -> Tiling:

@@ -22,7 +22,8 @@ then whole vectors of 16 bytes whatever V is, for the stores here and for the ma
 One compiled kernel serves the loss and the log-prob alike, so that equal rows give equal bits: whether a tile is
 stored is a value and not a constant.
 
-Deliberately absent: float16 (a gradient's range is not its) and float64; both are the torch backend's.
+`TritonHead` runs a chunk: the head's tiles, their reduction, and the tiles of wrong offsets once more. float16 and
+float64 are the torch backend's.
 
 Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
 """
@@ -30,22 +31,31 @@ Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs
 # Kernels are typed by their launches.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from thresher.kernels.autotune_cache import FOLDER, candidates, record, tiling_for
 from thresher.kernels.head_tiling import BFLOAT16, FLOAT32, HOPPER, Tiling, again_tiling, processors
-from thresher.kernels.operands import COLUMN_MULTIPLE
+from thresher.kernels.operands import COLUMN_MULTIPLE, stored_columns
 from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _MULTIPLE = tl.constexpr(COLUMN_MULTIPLE)
+LOG2_E = 1 / math.log(2.0)
+SLACK = 30.0  # nats, 13 decades; bfloat16 and float32 have 38 on either side of 1
+REDUCE_ROWS, REDUCE_TILES = 16, 64
+_LN2 = tl.constexpr(math.log(2.0))
 
 # A length must not make a kernel be compiled anew: neither its value nor the alignment that it gives a slice.
 LENGTHS, NARROW = ["count", "store", "parts_stride"], ["targets_ptr", "offsets_ptr", "below_target_ptr"]
+REDUCE_NARROW = [
+    f"{name}_ptr" for name in ("targets", "below_target", "offsets", "again", "logprobs", "entropy", "log_normaliser")
+]
 
 
 @triton.jit
@@ -271,6 +281,66 @@ def _again_kernel(
                 _store_exps(exps_ptr, e, row, column, row < count, exps_stride_r, V)
 
 
+@triton.jit(do_not_specialize=["count", "tiles", "store", "parts_stride"], do_not_specialize_on_alignment=REDUCE_NARROW)
+def _reduce_kernel(
+    parts_ptr,  # [3, tiles, R] fp32
+    targets_ptr,  # [R] int64
+    below_target_ptr,  # [R] fp32
+    offsets_ptr,  # [R] fp32: read, and corrected where it was off; where store
+    again_ptr,  # [tiles of AGAIN_ROWS rows] int32: set to 1 where an offset was corrected
+    logprobs_ptr,  # [R] fp32
+    entropy_ptr,  # [R] fp32
+    log_normaliser_ptr,  # [R] fp32: log(sum e), written where store
+    count,  # R
+    tiles,
+    store,  # 0 or 1
+    parts_stride,  # tiles x R
+    SLACK: tl.constexpr,
+    AGAIN_ROWS: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = row < count
+    part = tl.arange(0, TILES)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + part
+        inside = (tile < tiles)[:, None] & present[None, :]
+        m = tl.load(parts_ptr + tile.to(tl.int64)[:, None] * count + row[None, :], mask=inside, other=float("-inf"))
+        highest = tl.maximum(highest, tl.max(m, 0))
+    total = tl.zeros((ROWS,), tl.float32)
+    moment = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + part
+        inside = (tile < tiles)[:, None] & present[None, :]
+        ptrs = parts_ptr + tile.to(tl.int64)[:, None] * count + row[None, :]
+        below = tl.where(inside, tl.load(ptrs, mask=inside, other=0.0) - highest[None, :], 0.0)
+        s = tl.load(ptrs + parts_stride.to(tl.int64), mask=inside, other=0.0)
+        u = tl.load(ptrs + 2 * parts_stride.to(tl.int64), mask=inside, other=0.0)
+        share = tl.exp2(below)
+        total += tl.sum(share * s, 0)
+        moment += tl.sum(share * (u + below * s), 0)
+    log_total = tl.log2(total)
+    target_tile = tl.load(targets_ptr + row, mask=present, other=0) // HEAD_COLUMNS
+    m_target = tl.load(parts_ptr + target_tile * count + row, mask=present, other=0.0)
+    y = tl.load(below_target_ptr + row, mask=present, other=0.0) + (m_target - highest)
+    tl.store(logprobs_ptr + row, (y - log_total) * _LN2, mask=present)
+    tl.store(entropy_ptr + row, (log_total - moment / total) * _LN2, mask=present)
+    if store:
+        offset = tl.load(offsets_ptr + row, mask=present, other=0.0)
+        log_normaliser = ((highest - offset) + log_total) * _LN2
+        # The negation catches a guess that is not a number, too.
+        off = present & ~(tl.abs(log_normaliser) <= SLACK)
+        # The true one, rounded: what rounding took from it stays in the normaliser.
+        corrected = highest + log_total
+        rest = ((highest - corrected) + log_total) * _LN2
+        tl.store(offsets_ptr + row, corrected, mask=off)
+        tl.store(log_normaliser_ptr + row, tl.where(off, rest, log_normaliser), mask=present)
+        tl.store(again_ptr + tl.program_id(0) * ROWS // AGAIN_ROWS, 1, mask=tl.max(off.to(tl.int32), 0) == 1)
+
+
 def launch_head(
     rows_RH: Tensor,
     lm_head_VH: Tensor,
@@ -284,9 +354,8 @@ def launch_head(
     scale: float,
     tiling: Tiling,
 ) -> None:
-    """One launch of `_head_kernel`; its arguments are described there. exps_stride does not depend on whether anything
-    is stored, so that the log-prob and the loss run the same binary."""
-    assert rows_RH.is_contiguous() and targets_R.is_contiguous() and offsets_R.is_contiguous()
+    """One launch of `_head_kernel`. exps_stride does not depend on whether anything is stored, so that the log-prob and
+    the loss run the same binary."""
     count, columns = rows_RH.shape[0], lm_head_VH.shape[0]
     _head_kernel[(triton.cdiv(count, tiling.rows) * triton.cdiv(columns, tiling.columns),)](
         rows_RH,
@@ -302,7 +371,8 @@ def launch_head(
         scale,
         *lm_head_VH.stride(),
         exps_stride,
-        **_constants(lm_head_VH, tiling),
+        **tile_constants(tiling, *lm_head_VH.shape),
+        **tiling.launch,
     )
 
 
@@ -310,6 +380,7 @@ def launch_again(
     rows_RH: Tensor, lm_head_VH: Tensor, wanted: Tensor, offsets_R: Tensor, exps_RV: Tensor, scale: float
 ) -> None:
     """One launch of `_again_kernel`, a program for each multiprocessor. wanted: [tiles of `again_tiling`] int32."""
+    tiling = again_tiling(lm_head_VH.dtype)
     _again_kernel[(processors(rows_RH.device),)](
         rows_RH,
         lm_head_VH,
@@ -320,13 +391,9 @@ def launch_again(
         scale,
         *lm_head_VH.stride(),
         exps_RV.stride(0),
-        **_constants(lm_head_VH, again_tiling(lm_head_VH.dtype)),
+        **tile_constants(tiling, *lm_head_VH.shape),
+        **tiling.launch,
     )
-
-
-def _constants(lm_head_VH: Tensor, tiling: Tiling) -> dict[str, int | None]:
-    columns, width = lm_head_VH.shape
-    return tile_constants(tiling, columns, width) | tiling.launch
 
 
 def tile_constants(tiling: Tiling, columns: int, width: int) -> dict[str, int | None]:
@@ -339,6 +406,118 @@ def tile_constants(tiling: Tiling, columns: int, width: int) -> dict[str, int | 
         "WIDTH": tiling.width,
         "INTERPRETED": INTERPRETED,
     }
+
+
+def launch_reduce(
+    parts: Tensor,
+    targets_R: Tensor,
+    below_target_R: Tensor,
+    offsets_R: Tensor,
+    again: Tensor,
+    results: tuple[Tensor, Tensor, Tensor],
+    column_tiles: int,
+    store: bool,
+    head_columns: int,
+    again_rows: int,
+) -> None:
+    """One launch of `_reduce_kernel`. again: int32, zeros. results: log-probs, entropies, log-normalisers."""
+    count = len(targets_R)
+    sizes = (count, column_tiles, int(store), column_tiles * count)
+    tile = {"HEAD_COLUMNS": head_columns, "AGAIN_ROWS": again_rows, "ROWS": REDUCE_ROWS, "TILES": REDUCE_TILES}
+    grid = (triton.cdiv(count, REDUCE_ROWS),)
+    _reduce_kernel[grid](parts, targets_R, below_target_R, offsets_R, again, *results, *sizes, SLACK=SLACK, **tile)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exps:
+    """Exponentials of a chunk, which the loss needs beside the log-probs: p = exps / e^log_normaliser, row by row."""
+
+    exps_RV: Tensor  # the operands' dtype; all stored columns, those from V on hold 0
+    log_normaliser_R: Tensor  # fp32
+
+
+class TritonHead:
+    """The kernels of one call with their workspace, for chunks of up to `rows` rows.
+
+    lm_head_VH: [V, H] bf16 or fp32, the columns that exist, any strides.
+    """
+
+    def __init__(self, lm_head_VH: Tensor, temperature: float, rows: int) -> None:
+        self.lm_head_VH = lm_head_VH
+        self.scale = LOG2_E / temperature
+        self.tiling = tiling_for(lm_head_VH)
+        self.column_tiles = triton.cdiv(lm_head_VH.shape[0], self.tiling.columns)
+        self.parts = lm_head_VH.new_empty(3 * self.column_tiles * rows, dtype=torch.float32)
+        self.rows, self.again_rows = rows, again_tiling(lm_head_VH.dtype).rows
+        self.exps_stride = stored_columns(lm_head_VH.shape[0])
+        self.exps_MV: Tensor | None = None
+
+    def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-prob of the target, entropy) of each row, fp32. rows_RH: dense. targets_R: int64."""
+        logprobs_R, entropy_R, _ = self._run(rows_RH, targets_R, None)
+        return logprobs_R, entropy_R
+
+    def exps(self, rows_RH: Tensor, targets_R: Tensor, guess_R: Tensor | None) -> tuple[Tensor, Tensor, Exps]:
+        """`logprobs`, and exps. guess_R: about what the log-probs will be, None for no idea; it decides no result
+        beyond its last bits. The exps are valid until the next chunk."""
+        if self.exps_MV is None:
+            self.exps_MV = self.lm_head_VH.new_empty((self.rows, self.exps_stride))
+        z_target_R = torch.linalg.vecdot(rows_RH, self.lm_head_VH.index_select(0, targets_R)).float() * self.scale
+        offsets_R = z_target_R if guess_R is None else z_target_R - guess_R * LOG2_E
+        logprobs_R, entropy_R, exps = self._run(rows_RH, targets_R, offsets_R)
+        assert exps is not None
+        return logprobs_R, entropy_R, exps
+
+    def _run(self, rows_RH: Tensor, targets_R: Tensor, offsets_R: Tensor | None) -> tuple[Tensor, Tensor, Exps | None]:
+        count, store = rows_RH.shape[0], offsets_R is not None
+        logprobs_R, entropy_R, below_target_R, log_normaliser_R = self.parts.new_empty((4, count))
+        again = torch.zeros(triton.cdiv(count, self.again_rows), dtype=torch.int32, device=rows_RH.device)
+        # Where nothing is stored the kernels read neither offsets nor exps; any pointer does.
+        offsets_R = log_normaliser_R if offsets_R is None else offsets_R
+        exps_RV = rows_RH if self.exps_MV is None else self.exps_MV[:count]
+        head_VH, stride, tiling = self.lm_head_VH, self.exps_stride, self.tiling
+        tile_results = (below_target_R, self.parts, exps_RV, stride, store)
+        launch_head(rows_RH, head_VH, targets_R, offsets_R, *tile_results, self.scale, tiling)
+        results = (logprobs_R, entropy_R, log_normaliser_R)
+        sizes = (self.column_tiles, store, tiling.columns, self.again_rows)
+        launch_reduce(self.parts, targets_R, below_target_R, offsets_R, again, results, *sizes)
+        if not store:
+            return logprobs_R, entropy_R, None
+        # Nearly always a launch that finds nothing to do; asking the GPU whether there is would cost more.
+        launch_again(rows_RH, self.lm_head_VH, again, offsets_R, exps_RV, self.scale)
+        return logprobs_R, entropy_R, Exps(exps_RV, log_normaliser_R)
+
+
+def measure_tilings(lm_head_VH: Tensor, rows: int) -> None:
+    """Time the candidates for this head with chunks of `rows` rows, print what each takes, and store the fastest."""
+    columns, width = lm_head_VH.shape
+    times = {tiling: _time(lm_head_VH, rows, tiling) for tiling in candidates(lm_head_VH)}
+    for tiling, milliseconds in times.items():
+        print(f"head kernel, {rows} rows, head [{columns}, {width}]: {milliseconds:8.3f} ms  {tiling}", flush=True)
+    try:
+        print(f"stored the fastest in {record(lm_head_VH, rows, times)}", flush=True)
+    except OSError as error:  # a folder of the system's, for one: the call itself has nothing to fear
+        print(f"the fastest holds for this process only ({error}); {FOLDER} names a folder to store it in", flush=True)
+
+
+def _time(lm_head_VH: Tensor, rows: int, tiling: Tiling) -> float:
+    """Median milliseconds of one launch that stores, on random rows; infinity where the tiling does not fit."""
+    columns, width = lm_head_VH.shape
+    rows_RH = torch.randn(rows, width, device=lm_head_VH.device).to(lm_head_VH.dtype)
+    targets_R = torch.randint(columns, (rows,), device=lm_head_VH.device)
+    offsets_R, below_target_R = rows_RH.new_zeros((2, rows), dtype=torch.float32)
+    parts = rows_RH.new_empty(3 * triton.cdiv(columns, tiling.columns) * rows, dtype=torch.float32)
+    exps_RV = rows_RH.new_empty((rows, stored_columns(columns)))
+
+    def call() -> None:
+        stride = exps_RV.stride(0)
+        tile_results = (below_target_R, parts, exps_RV, stride, True)
+        launch_head(rows_RH, lm_head_VH, targets_R, offsets_R, *tile_results, LOG2_E, tiling)
+
+    try:
+        return float(triton.testing.do_bench(call, warmup=5, rep=50, return_mode="median"))
+    except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
+        return math.inf
 
 
 def specialisations() -> tuple[Specialisation, ...]:
@@ -357,7 +536,7 @@ def specialisations() -> tuple[Specialisation, ...]:
         )
     ]
     again = [_again_specialisation(dtype, 151_665, 1536) for dtype in (torch.bfloat16, torch.float32)]
-    return (*heads, *again)
+    return (*heads, *again, _reduce_specialisation())
 
 
 # Of what a tile leaves behind, and of the numbers that it takes.
@@ -401,4 +580,24 @@ def _again_specialisation(dtype: torch.dtype, columns: int, width: int) -> Speci
         kernel=_again_kernel,
         signature={name: kind for name, kind in like.signature.items() if name not in absent} | {"wanted_ptr": "*i32"},
         aligned=tuple(name for name in like.aligned if name != "parts_ptr"),
+    )
+
+
+def _reduce_specialisation() -> Specialisation:
+    """The head's tiling makes no difference to its code."""
+    types = {"targets_ptr": "*i64", "again_ptr": "*i32"}
+    return Specialisation(
+        name="reduce",
+        kernel=_reduce_kernel,
+        signature=dict.fromkeys(("parts_ptr", *REDUCE_NARROW), "*fp32")
+        | types
+        | dict.fromkeys(("count", "tiles", "store", "parts_stride"), "i32"),
+        constants={
+            "SLACK": SLACK,
+            "AGAIN_ROWS": BFLOAT16.rows,
+            "HEAD_COLUMNS": BFLOAT16.columns,
+            "ROWS": REDUCE_ROWS,
+            "TILES": REDUCE_TILES,
+        },
+        aligned=("parts_ptr",),
     )

@@ -4,7 +4,7 @@
     H_t = -sum_v p[t, v] log p[t, v],  p = softmax(z)
 
 Logits are made a chunk of rows at a time, from float32 accumulators, so memory is bounded by the chunk: one matmul,
-2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_backend.py, so its
+2THV. The loss runs the same rows through the same backend, `TorchHead` here or `TritonHead` of head_triton.py, so its
 forward gives these very bits (in torch only for chunks of equal size, unless the BLAS is batch-invariant: cuBLAS is
 not, a CPU's often, see ROW_MULTIPLE).
 
@@ -139,7 +139,7 @@ def chunk_size(
         raise ValueError(f"workspace_bytes is {workspace_bytes}; expected at least 1, or None")
     budget = workspace_bytes or WORKSPACE_BYTES.get(lm_head_VH.device.type, WORKSPACE_BYTES["cpu"])
     if backend == "triton" and count and wants_measuring(lm_head_VH):
-        from thresher.kernels.head_backend import measure_tilings  # triton is there only where it can be used
+        from thresher.kernels.head_triton import measure_tilings  # triton is there only where it can be used
 
         usual = even_rows(lm_head_VH, tiling_for(lm_head_VH), budget, count)
         measure_tilings(lm_head_VH, min(chunk_rows or usual, count))
@@ -204,7 +204,7 @@ def token_logprobs(
 
 def _make_head(backend: str, lm_head_VH: Tensor, temperature: float, rows: int) -> HeadBackend:
     if backend == "triton":
-        from thresher.kernels.head_backend import TritonHead  # triton is there only where it can be used
+        from thresher.kernels.head_triton import TritonHead  # triton is there only where it can be used
 
         return TritonHead(lm_head_VH, temperature, rows)
     return TorchHead(lm_head_VH, temperature, rows)

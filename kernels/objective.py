@@ -20,7 +20,7 @@ Axes: R unmasked rows (or a chunk of them), T tokens, V vocabulary (docs/notatio
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 import torch
@@ -86,17 +86,8 @@ class LossRows:
         return len(self.targets_R)
 
     def part(self, rows: slice) -> "LossRows":
-        index_R = None if self.index_R is None else self.index_R[rows]
-        old_R = None if self.old_R is None else self.old_R[rows]
-        ref_R = None if self.ref_R is None else self.ref_R[rows]
-        return LossRows(
-            index_R,
-            self.targets_R[rows],
-            old_R,
-            self.advantages_R[rows],
-            self.weights_R[rows],
-            ref_R,
-        )
+        vectors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return LossRows(**{name: None if x_R is None else x_R[rows] for name, x_R in vectors.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

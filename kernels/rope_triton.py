@@ -17,14 +17,12 @@ block (docs/notation.md).
 # Kernels are typed by their launches.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.operands import check_dense, check_dtype, on_device
+from thresher.kernels.operands import on_device
 from thresher.kernels.registry import Specialisation
 
 HEADS = 16  # of a program: with D 128 two vectors of 16 bytes in bfloat16 for each thread of 4 warps
@@ -82,25 +80,14 @@ def _rotate_and_store_kernel(
     tl.store(v_at + D // 2, right, mask=stored & (head >= N + K))
 
 
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    """The shape that the kernel is compiled for: query heads, key/value heads, head dimension, slots of a block."""
+def _constants(heads: int, kv_heads: int, dim: int, slots: int) -> dict[str, int]:
+    """Return the constants of a launch: query heads, key/value heads, head dimension, slots of a block, the tile."""
+    tile = min(HEADS, triton.next_power_of_2(heads + 2 * kv_heads))
+    return {"N": heads, "K": kv_heads, "D": dim, "S": slots, "HEADS": tile, "HALF": triton.next_power_of_2(dim // 2)}
 
-    N: int
-    K: int
-    D: int
-    S: int
 
-    def constants(self) -> dict[str, int]:
-        own = {"N": self.N, "K": self.K, "D": self.D, "S": self.S}
-        heads, half = triton.next_power_of_2(self.N + 2 * self.K), triton.next_power_of_2(self.D // 2)
-        return own | {"HEADS": min(HEADS, heads), "HALF": half}
-
-    def programs_of_a_row(self) -> int:
-        return -(-(self.N + 2 * self.K) // self.constants()["HEADS"])
-
-    def warps(self) -> int:
-        return min(8, max(1, self.constants()["HALF"] // 16))
+def _warps(constants: dict[str, int]) -> int:
+    return min(8, max(1, constants["HALF"] // 16))
 
 
 def fused_rotate_and_store(
@@ -112,71 +99,42 @@ def fused_rotate_and_store(
     block_T: Tensor,
     slot_T: Tensor,
 ) -> Tensor:
-    """layers.py's `rotate_and_store`, which has the arguments; on a GPU (or interpreted, on a CPU), all bfloat16 or all
-    float32. Raises ValueError for other dtypes, shapes and strides; where block_T and slot_T point is not checked."""
-    heads = _checked(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, slot_T)
-    q_TND = torch.empty((len(qkv_TMD), heads.N, heads.D), dtype=qkv_TMD.dtype, device=qkv_TMD.device)
-    if len(qkv_TMD):
+    """Compute layers.py's `rotate_and_store`, which has the arguments, on a GPU (or interpreted, on a CPU); all
+    bfloat16 or all float32. Where block_T and slot_T point is not checked."""
+    T, M, D = qkv_TMD.shape
+    constants = _constants(M - 2 * kv_heads, kv_heads, D, k_PKSD.shape[2])
+    q_TND = torch.empty((T, constants["N"], D), dtype=qkv_TMD.dtype, device=qkv_TMD.device)
+    places, strides = (block_T, slot_T), (k_PKSD.stride(0), v_PKSD.stride(0))
+    if T:
+        grid = (T * triton.cdiv(M, constants["HEADS"]),)
         with on_device(qkv_TMD):
-            _rotate_and_store_kernel[(len(qkv_TMD) * heads.programs_of_a_row(),)](
-                qkv_TMD,
-                rope,
-                block_T,
-                slot_T,
-                q_TND,
-                k_PKSD,
-                v_PKSD,
-                len(qkv_TMD),
-                k_PKSD.stride(0),
-                v_PKSD.stride(0),
-                **heads.constants(),
-                num_warps=heads.warps(),
+            _rotate_and_store_kernel[grid](
+                qkv_TMD, rope, *places, q_TND, k_PKSD, v_PKSD, T, *strides, **constants, num_warps=_warps(constants)
             )
     return q_TND
-
-
-def _checked(
-    qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
-) -> _Heads:
-    check_dtype("qkv_TMD", qkv_TMD)
-    T, M, D = qkv_TMD.shape if qkv_TMD.dim() == 3 else (0, 0, 0)
-    if 2 * kv_heads >= M or kv_heads < 1 or D % 2:
-        raise ValueError(
-            f"qkv_TMD has shape {tuple(qkv_TMD.shape)} for {kv_heads} key/value heads; expected [T, N + 2K, D] with N "
-            "and K of at least 1 and D even"
-        )
-    dtype, device = qkv_TMD.dtype, qkv_TMD.device
-    check_dense("qkv_TMD", qkv_TMD, (T, M, D), dtype, device)
-    check_dense("rope", rope, (2, T, 1, D // 2), dtype, device)
-    check_dense("block_T", block_T, (T,), torch.int32, device)
-    check_dense("slot_T", slot_T, (T,), torch.int32, device)
-    slots = k_PKSD.shape[2] if k_PKSD.dim() == 4 else 0
-    for name, cache in (("k_PKSD", k_PKSD), ("v_PKSD", v_PKSD)):
-        check_dense(f"a block of {name}", cache[:1], (min(1, len(cache)), kv_heads, slots, D), dtype, device)
-    return _Heads(M - 2 * kv_heads, kv_heads, D, slots)
 
 
 def specialisations() -> tuple[Specialisation, ...]:
     """The heads of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, with blocks of 16 slots, the first in float32, too."""
     shapes = [
-        ("*bf16", _Heads(14, 2, 64, 16)),
-        ("*bf16", _Heads(12, 2, 128, 16)),
-        ("*bf16", _Heads(16, 2, 128, 16)),
-        ("*bf16", _Heads(28, 4, 128, 16)),
-        ("*fp32", _Heads(14, 2, 64, 16)),
+        ("*bf16", _constants(14, 2, 64, 16)),
+        ("*bf16", _constants(12, 2, 128, 16)),
+        ("*bf16", _constants(16, 2, 128, 16)),
+        ("*bf16", _constants(28, 4, 128, 16)),
+        ("*fp32", _constants(14, 2, 64, 16)),
     ]
     floats, places = ("qkv_ptr", "rope_ptr", "q_ptr", "k_ptr", "v_ptr"), ("block_ptr", "slot_ptr")
     strides = ("k_stride_p", "v_stride_p")
     return tuple(
         Specialisation(
-            name=f"rope {pointer[1:]} heads {heads.N}/{heads.K} D {heads.D}",
+            name=f"rope {pointer[1:]} heads {heads['N']}/{heads['K']} D {heads['D']}",
             kernel=_rotate_and_store_kernel,
             signature=dict.fromkeys(floats, pointer)
             | dict.fromkeys(places, "*i32")
             | dict.fromkeys(("count", *strides), "i32"),
-            constants=heads.constants(),
+            constants=heads,
             aligned=(*floats, *strides),
-            num_warps=heads.warps(),
+            num_warps=_warps(heads),
         )
         for pointer, heads in shapes
     )

@@ -23,6 +23,7 @@ Axes: B sequences that draw a token, H hidden width, V vocabulary (docs/notation
 # Kernels are typed by their launches.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
+from dataclasses import dataclass
 from math import gcd
 
 import torch
@@ -41,11 +42,63 @@ from thresher.kernels.noise import (
     ONE,
 )
 from thresher.kernels.registry import Specialisation
-from thresher.kernels.sampling_tiling import AMPERE, FLOAT32, DrawTiling, draw_tiling, draw_tilings
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 REDUCE_ROWS, REDUCE_TILES, REDUCE_WARPS = 8, 256, 8
 VOCABULARY = 151_665  # columns that Qwen2.5's tokenizer knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawTiling:
+    """A program makes logits of [rows, columns], `width` of the hidden axis at a time, and draws from `parts` of the
+    columns one after the other. maxnreg: registers that a thread may have, None for as many as there are."""
+
+    rows: int
+    columns: int
+    width: int
+    num_warps: int
+    num_stages: int
+    parts: int = 1
+    maxnreg: int | None = None
+
+    @property
+    def column_axis(self) -> int:
+        """Return the axis of the columns in a tile. Hopper's instruction wants 64 rows of its left operand. With few
+        sequences the left operand is the head. With many it is the hidden states: a thread then sees two or four rows
+        of the tile, and need not hold a key and a maximum for each."""
+        return 1 if self.rows >= 64 else 0
+
+
+# By dtype and kind of GPU: the smallest that holds the batch, else the last. Chosen by registers, shared memory and
+# bytes in flight: with Triton 3.6 and 3.7 nothing spills, and two blocks at least share a multiprocessor, so that one
+# multiplies while the other draws (`thresher bench compile`). Not measured on a GPU yet.
+AMPERE = (
+    DrawTiling(rows=16, columns=128, width=64, num_warps=4, num_stages=4),
+    DrawTiling(rows=32, columns=128, width=64, num_warps=4, num_stages=4),
+    DrawTiling(rows=64, columns=128, width=64, num_warps=8, num_stages=3, parts=2),
+    DrawTiling(rows=128, columns=128, width=32, num_warps=4, num_stages=4, parts=2),
+)
+HOPPER = (
+    *AMPERE[:2],
+    DrawTiling(rows=64, columns=128, width=64, num_warps=4, num_stages=4, parts=4),
+    DrawTiling(rows=128, columns=128, width=64, num_warps=8, num_stages=3, parts=4, maxnreg=128),
+)
+FLOAT32 = tuple(DrawTiling(rows=rows, columns=64, width=32, num_warps=4, num_stages=2) for rows in (16, 64))
+
+
+def draw_tilings(dtype: torch.dtype, capability: int) -> tuple[DrawTiling, ...]:
+    """For bfloat16 or float32 operands; capability: 80 for sm_80 and so on."""
+    if dtype == torch.float32:
+        return FLOAT32
+    return HOPPER if 90 <= capability < 100 else AMPERE
+
+
+def draw_tiling(dtype: torch.dtype, device: torch.device, count: int) -> DrawTiling:
+    """For `count` rows on `device`, which is a CPU in Triton's interpreter and then taken for sm_80."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    tilings = draw_tilings(dtype, 10 * major + minor)
+    return next((one for one in tilings if one.rows >= count), tilings[-1])
+
 
 # noise.py's constants, unsigned.
 _G32, _F32_0, _F32_1 = (tl.constexpr(x % 2**32) for x in (GOLDEN_32, *FACTORS_32))
@@ -260,9 +313,8 @@ def draw_fused(
 
     hidden_BH: bf16 or fp32 on CUDA (on a CPU in Triton's interpreter), H a multiple of 16. lm_head_VH: the same, a row
     for each column that may be drawn, rows dense. seeds_B, positions_B: int64, dense. temperature_B: float32, any
-    stride; 0 is greedy. Two launches, and a workspace of 5 numbers a row and tile. ValueError for anything else.
+    stride; 0 is greedy. Two launches, and a workspace of 5 numbers a row and tile.
     """
-    _check_operands(hidden_BH, lm_head_VH, seeds_B, positions_B, temperature_B)
     count, (columns, width) = len(hidden_BH), lm_head_VH.shape
     ids_B, logprobs_B = seeds_B.new_empty(count), temperature_B.new_empty(count)
     if not count:
@@ -315,32 +367,6 @@ def _tile_constants(columns: int, tiling: DrawTiling, width: int) -> dict[str, i
         "AXIS": tiling.column_axis,
         "PARTS": tiling.parts,
     }
-
-
-def _check_operands(
-    hidden_BH: Tensor, lm_head_VH: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor
-) -> None:
-    if hidden_BH.dim() != 2 or hidden_BH.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"hidden states are [B, H] of bfloat16 or float32, not {tuple(hidden_BH.shape)} of {hidden_BH.dtype}"
-        )
-    (count, width), device = hidden_BH.shape, hidden_BH.device
-    found = f"{tuple(lm_head_VH.shape)} of {lm_head_VH.dtype} with strides {lm_head_VH.stride()} on {lm_head_VH.device}"
-    if width % 16 or not width:
-        raise ValueError(f"the hidden width is a multiple of 16, not {width}")
-    fits = lm_head_VH.dim() == 2 and len(lm_head_VH) > 0 and lm_head_VH.shape[1] == width
-    if not fits or lm_head_VH.stride(1) != 1 or lm_head_VH.dtype != hidden_BH.dtype or lm_head_VH.device != device:
-        raise ValueError(f"the head is [V, {width}] of {hidden_BH.dtype} with dense rows on {device}, not {found}")
-    for name, vector, dtype in (
-        ("seeds", seeds_B, torch.int64),
-        ("positions", positions_B, torch.int64),
-        ("temperatures", temperature_B, torch.float32),
-    ):
-        if vector.shape != (count,) or vector.dtype != dtype or vector.device != device:
-            found = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
-            raise ValueError(f"{name} are ({count},) of {dtype} on {device}, as the hidden states, not {found}")
-        if dtype == torch.int64 and not vector.is_contiguous():
-            raise ValueError(f"{name} are dense, not of stride {vector.stride()}")
 
 
 def specialisations() -> tuple[Specialisation, ...]:

@@ -13,8 +13,8 @@ All that a step reads and writes lies in arrays (batch_state.py); between the en
 sequences, and one small tensor is read back: who has ended.
 
 What makes a sequence independent of the others: its noise is a function of its own seed and position; a row of the
-forward is batch-invariant, whether it was decoded or prefilled (CPU, float32; kernels/attention/paged_cpu.py); so neither
-chunks of prefill, nor shared or recomputed keys, nor who else runs can be told from its tokens and log-probs.
+forward is batch-invariant, whether it was decoded or prefilled (CPU, float32; kernels/attention/paged_cpu.py); so
+neither chunks of prefill, nor shared or recomputed keys, nor who else runs can be told from its tokens and log-probs.
 
 Axes: T rows of a step, N sequences that draw, L tokens of a sequence, H hidden, V vocabulary.
 """

@@ -2,9 +2,9 @@
 one version of the weights (blocks.py has who owns what).
 
 A `PagedKV` holds, for each layer, keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head dimension,
-slots of a block; each lies as a BLAS's product wants it (kernels/attention/paged_cpu.py). A `DeviceKV` holds both as [P, K,
-S, D], as a GPU's kernels read them (kernels/attention/paged_cuda.py). `PagedStep` and `DeviceStep` are the `attend`
-argument of one forward: they rotate, write the new rows' keys and values to their slots and attend.
+slots of a block; each lies as a BLAS's product wants it (kernels/attention/paged_cpu.py). A `DeviceKV` holds both
+as [P, K, S, D], as a GPU's kernels read them (kernels/attention/paged_cuda.py). `PagedStep` and `DeviceStep` are
+the `attend` argument of one forward: they rotate, write the new rows' keys and values to their slots and attend.
 """
 
 from collections.abc import Sequence

@@ -63,7 +63,7 @@ class SharedTiles:
 
 @dataclass(frozen=True, slots=True)
 class PagedBucket:
-    """QueryRuns of a step that are computed together: each has Q rows, and C blocks of its own behind those it shares.
+    """Pieces of a step that are computed together: each has Q rows, and C blocks of its own behind those it shares.
 
     block_BC: int64, flat, each piece's own blocks; 0 where it needs fewer.
     in_place: products run over so many of the cache's blocks, from block 0 on; 0: over the blocks of block_BC.
@@ -276,8 +276,8 @@ def _common(table_BP: Ints, pieces: QueryRuns, shape: CacheShape, shared_P: Bool
 
 
 def _alike(count_N: Ints, own_N: Ints, shape: CacheShape) -> Iterator[Ints]:
-    """QueryRuns to compute together: of like numbers of rows and of blocks, for both are filled up to the largest. Filling
-    costs time, and so does another bucket."""
+    """Return groups of pieces to compute together: of like numbers of rows and of blocks, since both are padded to the
+    largest. Padding costs time, and so does another bucket."""
     size_N = np.frexp(count_N - 1)[1]  # 1, 2, 3 to 4, 5 to 8 .. rows
     order = np.lexsort((own_N, size_N))
     size_N, own_N, count_N = size_N[order], own_N[order], count_N[order]

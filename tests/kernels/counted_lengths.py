@@ -19,13 +19,11 @@ from thresher.kernels import (
     heads_triton,
     norm_triton,
     objective,
-    persistent_triton,
     rope_triton,
     sampling_triton,
 )
-from thresher.kernels import head_backend as backend
+from thresher.kernels import head_triton as backend
 from thresher.kernels.attention import cascade_triton, paged_cuda, prefill_triton
-from thresher.kernels.head_tiling import PERSISTENT
 from thresher.kernels.registry import specialisations_of, triton_modules
 
 LENGTHS = (1, 2, 16, 63, 64, 1000)
@@ -65,14 +63,6 @@ def loss(n: int) -> None:
     backend.TritonHead(w, 1.0, n).logprobs(torch.randn(n, 20), targets)
 
 
-def persistent(n: int) -> None:
-    rows, head = torch.zeros(n, 128, dtype=torch.bfloat16), torch.zeros(500, 128, dtype=torch.bfloat16)
-    vector, targets = torch.zeros(n + 1), torch.zeros(n + 1, dtype=torch.int64)
-    persistent_triton.launch_persistent_head(
-        rows, head, targets[1:], vector[1:], vector[1:], vector, rows, 512, False, 1.0, PERSISTENT
-    )
-
-
 def layers(n: int) -> None:
     x = torch.ones(n, 896, dtype=torch.bfloat16, requires_grad=True)
     w = torch.ones(896, dtype=torch.bfloat16, requires_grad=True)
@@ -106,7 +96,7 @@ def attention(n: int) -> None:
     prefill_triton.triton_prefill(torch.zeros(n, 14, 64, dtype=torch.bfloat16), cache, cache, runs)
 
 
-LAUNCHES: tuple[Callable[[int], None], ...] = (loss, persistent, layers, draws, attention)
+LAUNCHES: tuple[Callable[[int], None], ...] = (loss, layers, draws, attention)
 
 
 def main() -> None:

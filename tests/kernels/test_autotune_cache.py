@@ -13,17 +13,15 @@ import torch
 
 from thresher.kernels import autotune_cache as winners
 from thresher.kernels.autotune_cache import candidates, read_winners, record, tiling_for, wants_measuring, winners_path
-from thresher.kernels.head_tiling import BFLOAT16, HOPPER, PERSISTENT, Tiling, choose_tiling
+from thresher.kernels.head_tiling import BFLOAT16, HOPPER, Tiling, choose_tiling
 
 GPU = "NVIDIA H100 80GB HBM3"
+OTHER = Tiling(rows=128, columns=64, width=32, num_warps=4, num_stages=4)
 
 
-def fake_head(V: int, H: int, dtype: torch.dtype = torch.bfloat16, pointer: int = 0) -> Any:
+def fake_head(V: int, H: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """What autotune_cache.py looks at, of a head on a GPU that is not there."""
-    device = torch.device("cuda")
-    return SimpleNamespace(
-        is_cuda=True, dtype=dtype, shape=(V, H), device=device, stride=lambda a: (H, 1)[a], data_ptr=lambda: pointer
-    )
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(V, H), device=torch.device("cuda"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,26 +40,19 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_the_fastest_is_stored_and_found_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     head, other = fake_head(151_665, 1536), fake_head(151_665, 2048)
     assert tiling_for(head) == choose_tiling(head) == HOPPER
-    times = {HOPPER: 3.0, BFLOAT16: 2.0, PERSISTENT: math.inf}
+    times = {HOPPER: 3.0, BFLOAT16: 2.0, OTHER: math.inf}
     path = record(head, 1664, times)
     assert path.name == "tiling-nvidia-h100-80gb-hbm3.json" and tiling_for(head) == BFLOAT16
     (row,) = json.loads(path.read_text())
-    assert {name: row[name] for name in ("gpu", "dtype", "vocab", "hidden", "rows", "milliseconds")} == {
-        "gpu": GPU,
-        "dtype": "bfloat16",
-        "vocab": 151_665,
-        "hidden": 1536,
-        "rows": 1664,
-        "milliseconds": 2.0,
-    }
+    names = ("gpu", "dtype", "vocab", "hidden", "rows", "milliseconds")
+    assert [row[name] for name in names] == [GPU, "bfloat16", 151_665, 1536, 1664, 2.0]
     monkeypatch.setattr(winners, "_measured", {})
     assert tiling_for(head) == BFLOAT16 and tiling_for(other) == HOPPER
-    record(other, 1664, times | {PERSISTENT: 1.0})
+    record(other, 1664, times | {OTHER: 1.0})
     record(head, 1664, times | {HOPPER: 1.0})  # takes the place of the earlier one
     assert len(json.loads(path.read_text())) == 2
     monkeypatch.setattr(winners, "_measured", {})
-    assert tiling_for(head) == HOPPER and tiling_for(other) == PERSISTENT
-    assert tiling_for(fake_head(151_665, 2048, pointer=2)) == HOPPER  # no descriptor can describe it
+    assert tiling_for(head) == HOPPER and tiling_for(other) == OTHER
     monkeypatch.setattr(winners, "_triton_version", lambda: "another")
     assert tiling_for(other) == HOPPER
     assert tiling_for(fake_head(151_665, 2048, torch.float32)).rows == 64
@@ -88,20 +79,30 @@ def test_only_what_was_asked_for_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert not wants_measuring(head) and wants_measuring(fake_head(151_665, 896))
 
 
-def test_candidates_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiling_of_the_persistent_kernel_of_earlier_versions_is_left_out() -> None:
     head = fake_head(151_665, 1536)
-    assert PERSISTENT in candidates(head) and PERSISTENT not in candidates(fake_head(151_665, 1535))
+    path = record(head, 1664, {OTHER: 1.0})
+    for persistent, expected in ((False, OTHER), (True, HOPPER)):
+        (row,) = json.loads(path.read_text())
+        path.write_text(json.dumps([row | {"tiling": row["tiling"] | {"persistent": persistent}}]))
+        winners._measured.clear()
+        read_winners.cache_clear()
+        assert tiling_for(head) == expected
+
+
+def test_candidates_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    capped = replace(BFLOAT16, maxnreg=128)
+    assert capped not in candidates(fake_head(151_665, 1536))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     winners.capability.cache_clear()
-    older = candidates(head)
-    assert PERSISTENT not in older and replace(BFLOAT16, maxnreg=128) in older
+    assert capped in candidates(fake_head(151_665, 1536))
 
 
 def test_measuring_times_every_candidate_with_the_calls_rows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    from thresher.kernels import head_backend as backend
+    from thresher.kernels import head_triton as backend
     from thresher.kernels import logprob
 
     seen: list[tuple[int, Tiling]] = []
@@ -126,7 +127,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
-    from thresher.kernels import head_backend as backend
+    from thresher.kernels import head_triton as backend
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(winners.FOLDER, str(tmp_path / "file" / "folder"))

@@ -241,7 +241,7 @@ def test_an_exploding_coefficient_stays_finite_whatever_the_guess() -> None:
 
 
 def test_one_row_with_a_gradient_does_not_make_chunks_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thresher.kernels import head_backend as backend
+    from thresher.kernels import head_triton as backend
 
     launches = []
     real = backend.launch_head

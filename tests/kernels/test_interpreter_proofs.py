@@ -79,8 +79,12 @@ def _wrong_guess() -> None:
         assert (found[name].double() - truth[name]).norm() <= budget[name], name
 
 
+def _reduction() -> None:
+    load(KERNEL_TESTS / "test_head_triton.py").check_reduction(rows=60, tiles=5, again_rows=64)
+
+
 LOSS: dict[str, Launches] = {
-    "thresher.kernels.head_triton": {"a wrong guess": _wrong_guess},
+    "thresher.kernels.head_triton": {"a wrong guess": _wrong_guess, "programs that set one flag": _reduction},
     "thresher.kernels.coefficients_triton": {
         "k3 and dual clip": lambda: _loss(140, beta=0.2, kl_value="k3", dual_clip=1.5),
         "entropy": lambda: _loss(70, entropy_coef=0.1, temperature=1.3),

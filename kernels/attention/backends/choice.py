@@ -26,16 +26,21 @@ from typing import Literal, get_args
 
 import torch
 
-from thresher.kernels.attention.backends.adapter import Unserved, first_line
-from thresher.kernels.attention.backends.flash import load_flash2, load_flash3
-from thresher.kernels.attention.backends.sdpa import MATH, load_sdpa
-from thresher.kernels.attention.backends.torch_varlen import load_torch_varlen
-from thresher.kernels.attention.backends.xformers import load_xformers
+from thresher.kernels.attention.backends.libraries import (
+    MATH,
+    Unserved,
+    first_line,
+    load_flash2,
+    load_flash3,
+    load_sdpa,
+    load_torch_varlen,
+    load_xformers,
+)
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_attention
 
 Choice = Literal["auto", "torch", "triton", "flash", "xformers"]
 Purpose = Literal["training", "rollout"]
-# "torch" is the CPU's in training, and paged_cpu.py's in a rollout; "sdpa" is SDPA's fused kernels, "math" its last one.
+# "torch" is the CPU's in training, and paged_cpu.py's in rollouts; "sdpa" is SDPA's fused kernels, "math" its last one.
 Backend = Literal["torch", "varlen", "sdpa", "math", "flash2", "flash3", "xformers", "triton"]
 
 LOW = (torch.bfloat16, torch.float16)

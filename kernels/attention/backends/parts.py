@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from thresher.kernels.attention.backends.adapter import Unserved, first_line, load_part
 from thresher.kernels.attention.backends.choice import Backend
+from thresher.kernels.attention.backends.libraries import GET_FLASH2, Unserved, first_line, load_part
 from thresher.kernels.attention.parts import AttentionWithLSE, MatmulAttention, SegmentPairs, cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 
@@ -89,8 +89,7 @@ def load_flash2_parts() -> AttentionWithLSE:
     """flash-attn 2's; Unserved without it."""
 
     def load(name: str) -> Any:
-        get = "pip install flash-attn --no-build-isolation, which builds it with nvcc"
-        return load_part("the package flash-attn", get, "flash_attn.flash_attn_interface", name)
+        return load_part("the package flash-attn", GET_FLASH2, "flash_attn.flash_attn_interface", name)
 
     forward, backward = load("_flash_attn_varlen_forward"), load("_flash_attn_varlen_backward")
 

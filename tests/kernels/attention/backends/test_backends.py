@@ -13,12 +13,17 @@ from backend_fakes import FAKES, BlockDiagonalCausalMask, install
 from torch.nn.attention import SDPBackend
 
 from thresher.kernels.attention import varlen
-from thresher.kernels.attention.backends import sdpa
-from thresher.kernels.attention.backends.adapter import Unserved, load_part, repeat_heads
+from thresher.kernels.attention.backends import libraries
 from thresher.kernels.attention.backends.choice import try_attention
-from thresher.kernels.attention.backends.flash import load_flash2, load_flash3
-from thresher.kernels.attention.backends.torch_varlen import load_torch_varlen
-from thresher.kernels.attention.backends.xformers import load_xformers
+from thresher.kernels.attention.backends.libraries import (
+    Unserved,
+    load_flash2,
+    load_flash3,
+    load_part,
+    load_torch_varlen,
+    load_xformers,
+    repeat_heads,
+)
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_attention
 
 LOADERS: dict[str, Callable[[], TrainingAttention]] = {
@@ -120,7 +125,7 @@ def test_sdpa_takes_only_the_kernels_that_it_may(dtype: torch.dtype, monkeypatch
     truth = run(varlen_attention, exact, 2, layout)
     truth_grad = torch.autograd.grad(truth.sum(), exact)[0]
     monkeypatch.setattr(varlen.F, "scaled_dot_product_attention", watched)
-    for attend in (sdpa.load_sdpa(), sdpa.load_sdpa(sdpa.MATH)):
+    for attend in (libraries.load_sdpa(), libraries.load_sdpa(libraries.MATH)):
         out = run(attend, qkv, 2, layout)
         # A sum of 8 terms is off by 8 roundings of eps / 2, and a gradient has two of them behind one another.
         assert (out - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
@@ -129,7 +134,7 @@ def test_sdpa_takes_only_the_kernels_that_it_may(dtype: torch.dtype, monkeypatch
     assert flags == [(False, True), (True, False)]
     assert torch.backends.cuda.math_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
     with pytest.raises(RuntimeError):  # there is none of it on a CPU
-        run(sdpa.load_sdpa([SDPBackend.EFFICIENT_ATTENTION]), qkv.detach(), 2, layout)
+        run(libraries.load_sdpa([SDPBackend.EFFICIENT_ATTENTION]), qkv.detach(), 2, layout)
 
 
 def test_heads_are_repeated_in_groups() -> None:
@@ -208,7 +213,7 @@ def test_torch_takes_what_its_adapter_hands_it(heads: tuple[int, int, int]) -> N
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("load", [load_torch_varlen, load_flash2, load_flash3, load_xformers, sdpa.load_sdpa])
+@pytest.mark.parametrize("load", [load_torch_varlen, load_flash2, load_flash3, load_xformers, libraries.load_sdpa])
 @pytest.mark.parametrize("heads", [(14, 2, 64), (12, 2, 128)], ids=str)
 def test_a_library_on_a_gpu(load: Callable[[], TrainingAttention], heads: tuple[int, int, int]) -> None:
     """In bfloat16 its error, over all values and over all gradients, is within twice that of torch's math kernel."""
@@ -220,7 +225,7 @@ def test_a_library_on_a_gpu(load: Callable[[], TrainingAttention], heads: tuple[
     low = projected(heads, sum(lengths)).to("cuda", torch.bfloat16)
     weights_TND = torch.randn(sum(lengths), heads[0], heads[2], generator=torch.Generator().manual_seed(1)).to(low)
     found = []
-    for one, qkv in ((attend, low), (sdpa.load_sdpa(sdpa.MATH), low), (varlen_attention, low.double())):
+    for one, qkv in ((attend, low), (libraries.load_sdpa(libraries.MATH), low), (varlen_attention, low.double())):
         qkv = qkv.clone().requires_grad_()
         out = run(one, qkv, heads[1], Varlen(lengths, "cuda"))
         found.append((out, *torch.autograd.grad((out * weights_TND.to(out)).sum(), qkv)))

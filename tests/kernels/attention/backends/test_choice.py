@@ -6,7 +6,7 @@ import pytest
 import torch
 from backend_fakes import flash_attn_varlen_func, install
 
-from thresher.kernels.attention.backends import choice, sdpa
+from thresher.kernels.attention.backends import choice, libraries
 from thresher.kernels.attention.backends.choice import (
     LIBRARIES,
     Backend,
@@ -36,7 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_fused_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> Any:
-        return sdpa.load_sdpa([sdpa.SDPBackend.EFFICIENT_ATTENTION])  # which no CPU has
+        return libraries.load_sdpa([libraries.SDPBackend.EFFICIENT_ATTENTION])  # which no CPU has
 
     monkeypatch.setitem(LIBRARIES, "sdpa", choice.Library(load, aligned=False))
 

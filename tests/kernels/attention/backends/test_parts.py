@@ -13,8 +13,8 @@ import torch
 from backend_fakes import ANYTHING, FLASH, stand_in
 
 from thresher.kernels.attention.backends import parts
-from thresher.kernels.attention.backends.adapter import Unserved
 from thresher.kernels.attention.backends.choice import Backend
+from thresher.kernels.attention.backends.libraries import Unserved
 from thresher.kernels.attention.backends.parts import load_partial_attention
 from thresher.kernels.attention.parts import MatmulAttention, SegmentPairs, cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
