@@ -132,10 +132,10 @@ class Adversary(Drafter):
     def looks(self, sequences: int) -> bool:
         return self.rng.random() < 0.9
 
-    def draft(self, tokens_BL: Any, known_B: Any, lane_N: Any, most_N: Any) -> Drafts | None:
-        ids_NK, count_N = np.zeros((len(lane_N), MOST), np.int64), np.zeros(len(lane_N), np.int64)
-        for row, (lane, most) in enumerate(zip(lane_N.tolist(), most_N.tolist(), strict=True)):
-            own = tokens_BL[lane, : known_B[lane]].tolist()
+    def draft(self, tokens_BL: Any, known_B: Any, slot_N: Any, most_N: Any) -> Drafts | None:
+        ids_NK, count_N = np.zeros((len(slot_N), MOST), np.int64), np.zeros(len(slot_N), np.int64)
+        for row, (slot, most) in enumerate(zip(slot_N.tolist(), most_N.tolist(), strict=True)):
+            own = tokens_BL[slot, : known_B[slot]].tolist()
             true = next((ids[len(own) :] for ids in self.written if ids[: len(own)] == own), [])
             guess = [*true[:MOST], *(self.rng.randrange(100) for _ in range(MOST))][:MOST]
             if self.rng.random() < 0.4:

@@ -1,7 +1,7 @@
 """The step as data: all that a forward and a draw need of each running sequence, in arrays made once.
 
-A running sequence has a lane, a row of every array. A step reads the arrays and writes what changed into them; nothing
-is made from a list of sequences. The host changes a lane when its sequence begins, ends, or gets text that it did not
+A running sequence has a slot, a row of every array. A step reads the arrays and writes what changed into them; nothing
+is made from a list of sequences. The host changes a slot when its sequence begins, ends, or gets text that it did not
 write.
 
     on the host (numpy), for they follow from what the host has done        on the policy's device
@@ -16,9 +16,9 @@ write.
     known > cached + 1    a prompt, or text that was appended, to be prefilled
 
 prompt_B counts the tokens of its prompt; drafted_B the guesses that lie behind its known tokens in this step
-(speculative.py); tried_B and taken_B all of them since the lane was opened, and those that came true.
+(speculative.py); tried_B and taken_B all of them since the slot was opened, and those that came true.
 
-Axes: B lanes, L tokens of a sequence, P blocks of a sequence, N the lanes that draw in this step, C columns of the stop
+Axes: B slots, L tokens of a sequence, P blocks of a sequence, N the slots that draw in this step, C columns of the stop
 tables, V vocabulary.
 """
 
@@ -44,22 +44,22 @@ NOT_FINITE = -1  # in the place of a code of `StopTables.advance`: the token's l
 
 
 class BatchState:
-    """Arrays for `lanes` sequences of at most `length` tokens in at most `blocks` blocks, and one lane more, which is
+    """Arrays for `slots` sequences of at most `length` tokens in at most `blocks` blocks, and one slot more, which is
     nobody's: rows that fill a batch up read and write there.
 
     mirror: the host keeps ids and log-probs of its own, which whoever reads the device back puts there (`note_drawn`).
     """
 
-    def __init__(self, lanes: int, length: int, blocks: int, device: torch.device, mirror: bool = False) -> None:
-        self.device, self.length, self.spare = device, max(length, 2), lanes
-        length, lanes = self.length, lanes + 1
-        self.known_B, self.cached_B, self.room_B, self.blocks_B = (np.zeros(lanes, np.int64) for _ in range(4))
-        self.drafted_B, self.tried_B, self.taken_B = (np.zeros(lanes, np.int64) for _ in range(3))
-        self.prompt_B = np.zeros(lanes, np.int64)
-        self.table_BP = np.zeros((lanes, blocks), np.int64)
-        self.tokens_BL = torch.zeros(lanes, length, dtype=torch.int64, device=device)
-        self.logprobs_BL = torch.zeros(lanes, length, device=device)
-        self.seeds_B, self.state_B = (torch.zeros(lanes, dtype=torch.int64, device=device) for _ in range(2))
+    def __init__(self, slots: int, length: int, blocks: int, device: torch.device, mirror: bool = False) -> None:
+        self.device, self.length, self.spare = device, max(length, 2), slots
+        length, slots = self.length, slots + 1
+        self.known_B, self.cached_B, self.room_B, self.blocks_B = (np.zeros(slots, np.int64) for _ in range(4))
+        self.drafted_B, self.tried_B, self.taken_B = (np.zeros(slots, np.int64) for _ in range(3))
+        self.prompt_B = np.zeros(slots, np.int64)
+        self.table_BP = np.zeros((slots, blocks), np.int64)
+        self.tokens_BL = torch.zeros(slots, length, dtype=torch.int64, device=device)
+        self.logprobs_BL = torch.zeros(slots, length, device=device)
+        self.seeds_B, self.state_B = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         # How the host reaches them: on a CPU as its own arrays, for a call of torch costs more than one of numpy.
         on_device = (self.tokens_BL, self.logprobs_BL, self.seeds_B, self.state_B)
         self._tokens, self._logprobs, self._seeds, self._states = (
@@ -67,49 +67,49 @@ class BatchState:
         )
         self._mirror: tuple[Ints, Floats] | None = None
         if mirror:
-            self._mirror = (np.zeros((lanes, length), np.int64), np.zeros((lanes, length), np.float32))
-        self.draws: list[SamplingParams] = [SamplingParams()] * lanes
-        self.rules = SamplingTensors.uniform(1.0, lanes, device)
-        self._free = list(range(lanes - 2, -1, -1))
+            self._mirror = (np.zeros((slots, length), np.int64), np.zeros((slots, length), np.float32))
+        self.draws: list[SamplingParams] = [SamplingParams()] * slots
+        self.rules = SamplingTensors.uniform(1.0, slots, device)
+        self._free = list(range(slots - 2, -1, -1))
 
     def open(self, sequence: TokenSequence, cached: int, blocks: Sequence[int]) -> int:
-        """A lane for a sequence of which `cached` tokens lie in the first of `blocks`."""
-        lane = sequence.lane = self._free.pop()
-        self.known_B[lane] = self.cached_B[lane] = 0
-        self.append(lane, sequence.ids)
-        self.cached_B[lane], self.blocks_B[lane] = cached, len(blocks)
-        self.table_BP[lane, : len(blocks)] = blocks
-        self._seeds[lane], self.prompt_B[lane] = sequence.seed, len(sequence.prompt.ids)
-        if self.draws[lane] != sequence.draw:
-            # Lanes that are free take it over: rows that are all drawn alike cost less.
+        """A slot for a sequence of which `cached` tokens lie in the first of `blocks`."""
+        slot = sequence.slot = self._free.pop()
+        self.known_B[slot] = self.cached_B[slot] = 0
+        self.append(slot, sequence.ids)
+        self.cached_B[slot], self.blocks_B[slot] = cached, len(blocks)
+        self.table_BP[slot, : len(blocks)] = blocks
+        self._seeds[slot], self.prompt_B[slot] = sequence.seed, len(sequence.prompt.ids)
+        if self.draws[slot] != sequence.draw:
+            # Slots that are free take it over: rows that are all drawn alike cost less.
             free = {*self._free, self.spare}
-            self.draws = [sequence.draw if x in free or x == lane else draw for x, draw in enumerate(self.draws)]
+            self.draws = [sequence.draw if x in free or x == slot else draw for x, draw in enumerate(self.draws)]
             self.rules = self._rules()
         if sequence.writing:
             done = len(sequence.ids) - sequence.turn_start
-            self.room_B[lane] = sequence.room - done
-            self._states[lane] = sequence.stop_state
+            self.room_B[slot] = sequence.room - done
+            self._states[slot] = sequence.stop_state
             if done:
                 turn = slice(sequence.turn_start, len(sequence.ids))
-                self._logprobs[lane, turn] = self._values(sequence.logprobs)
+                self._logprobs[slot, turn] = self._values(sequence.logprobs)
                 if self._mirror is not None:
-                    self._mirror[1][lane, turn] = sequence.logprobs
-        return lane
+                    self._mirror[1][slot, turn] = sequence.logprobs
+        return slot
 
     def begin_turn(self, sequence: TokenSequence) -> None:
-        self.room_B[sequence.lane] = sequence.room
-        self._states[sequence.lane] = sequence.stop_state
+        self.room_B[sequence.slot] = sequence.room
+        self._states[sequence.slot] = sequence.stop_state
 
-    def put_drafts(self, lane_N: Ints, ids_NK: Ints, count_N: Ints) -> None:
-        """Put the first `count_N` drafts of each lane behind its known tokens, to be fed with them."""
-        self.drafted_B[lane_N] = count_N
+    def put_drafts(self, slot_N: Ints, ids_NK: Ints, count_N: Ints) -> None:
+        """Put the first `count_N` drafts of each slot behind its known tokens, to be fed with them."""
+        self.drafted_B[slot_N] = count_N
         row, column = np.nonzero(np.arange(ids_NK.shape[1]) < count_N[:, None])
-        self.host_tokens()[lane_N[row], self.known_B[lane_N[row]] + column] = ids_NK[row, column]
+        self.host_tokens()[slot_N[row], self.known_B[slot_N[row]] + column] = ids_NK[row, column]
 
-    def drafts_of(self, lane_N: Ints, most: int) -> Ints:
-        """The guesses behind what is known, [N, most]; anything behind the last of a lane."""
-        place_NK = self.known_B[lane_N, None] + np.arange(most)
-        drafts_NK: Ints = self.host_tokens()[lane_N[:, None], np.minimum(place_NK, self.length - 1)]
+    def drafts_of(self, slot_N: Ints, most: int) -> Ints:
+        """The guesses behind what is known, [N, most]; anything behind the last of a slot."""
+        place_NK = self.known_B[slot_N, None] + np.arange(most)
+        drafts_NK: Ints = self.host_tokens()[slot_N[:, None], np.minimum(place_NK, self.length - 1)]
         return drafts_NK
 
     def host_tokens(self) -> Ints:
@@ -119,56 +119,56 @@ class BatchState:
         return tokens
 
     def close(self, sequence: TokenSequence) -> None:
-        """Take the lane back; what was written of a turn goes to the sequence first, which may come again."""
-        lane = sequence.lane
+        """Take the slot back; what was written of a turn goes to the sequence first, which may come again."""
+        slot = sequence.slot
         if sequence.writing:
             self.read_turn(sequence)
-            sequence.stop_state = int(self._states[lane])
-        sequence.drafted += int(self.tried_B[lane])
-        sequence.accepted += int(self.taken_B[lane])
-        self.tried_B[lane] = self.taken_B[lane] = self.drafted_B[lane] = 0
-        self.table_BP[lane, : self.blocks_B[lane]] = 0
-        self.known_B[lane] = self.cached_B[lane] = self.room_B[lane] = self.blocks_B[lane] = 0
-        self._free.append(lane)
-        sequence.lane = -1
+            sequence.stop_state = int(self._states[slot])
+        sequence.drafted += int(self.tried_B[slot])
+        sequence.accepted += int(self.taken_B[slot])
+        self.tried_B[slot] = self.taken_B[slot] = self.drafted_B[slot] = 0
+        self.table_BP[slot, : self.blocks_B[slot]] = 0
+        self.known_B[slot] = self.cached_B[slot] = self.room_B[slot] = self.blocks_B[slot] = 0
+        self._free.append(slot)
+        sequence.slot = -1
 
-    def append(self, lane: int, ids: Sequence[int]) -> None:
-        known = self.known_B[lane]
-        self._tokens[lane, known : known + len(ids)] = self._values(ids)
+    def append(self, slot: int, ids: Sequence[int]) -> None:
+        known = self.known_B[slot]
+        self._tokens[slot, known : known + len(ids)] = self._values(ids)
         if self._mirror is not None:
-            self._mirror[0][lane, known : known + len(ids)] = ids
-        self.known_B[lane] = known + len(ids)
+            self._mirror[0][slot, known : known + len(ids)] = ids
+        self.known_B[slot] = known + len(ids)
 
-    def note_drawn(self, lane_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
+    def note_drawn(self, slot_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
         """Write the tokens drawn at these positions, once read back, into the host's copy."""
         assert self._mirror is not None
-        self._mirror[0][lane_N, position_N] = ids_N
-        self._mirror[1][lane_N, position_N] = logprobs_N
+        self._mirror[0][slot_N, position_N] = ids_N
+        self._mirror[1][slot_N, position_N] = logprobs_N
 
-    def newest(self, lane: int, count: int) -> list[int]:
-        """The lane's last ids."""
-        known = int(self.known_B[lane])
+    def newest(self, slot: int, count: int) -> list[int]:
+        """The slot's last ids."""
+        known = int(self.known_B[slot])
         tokens = self._tokens if self._mirror is None else self._mirror[0]
-        ids: list[int] = tokens[lane, known - count : known].tolist()
+        ids: list[int] = tokens[slot, known - count : known].tolist()
         return ids
 
     def read_turn(self, sequence: TokenSequence) -> None:
         """The turn's ids and log-probs so far, to the host."""
-        turn = slice(sequence.turn_start, int(self.known_B[sequence.lane]))
+        turn = slice(sequence.turn_start, int(self.known_B[sequence.slot]))
         tokens, logprobs = (self._tokens, self._logprobs) if self._mirror is None else self._mirror
-        sequence.ids[sequence.turn_start :] = tokens[sequence.lane, turn].tolist()
-        sequence.logprobs = logprobs[sequence.lane, turn].tolist()
+        sequence.ids[sequence.turn_start :] = tokens[sequence.slot, turn].tolist()
+        sequence.logprobs = logprobs[sequence.slot, turn].tolist()
 
-    def extend(self, lanes_N: Ints, blocks_N: Ints, pool_take: Ints) -> None:
-        """Give each of the lanes so many more blocks, out of those that were taken."""
-        lane_X = np.repeat(lanes_N, blocks_N)
+    def extend(self, slots_N: Ints, blocks_N: Ints, pool_take: Ints) -> None:
+        """Give each of the slots so many more blocks, out of those that were taken."""
+        slot_X = np.repeat(slots_N, blocks_N)
         place_X = np.arange(len(pool_take)) - np.repeat(np.cumsum(blocks_N) - blocks_N, blocks_N)
-        self.table_BP[lane_X, self.blocks_B[lane_X] + place_X] = pool_take
-        self.blocks_B[lanes_N] += blocks_N
+        self.table_BP[slot_X, self.blocks_B[slot_X] + place_X] = pool_take
+        self.blocks_B[slots_N] += blocks_N
 
     def blocks_of(self, sequence: TokenSequence) -> list[int]:
-        lane = sequence.lane
-        blocks: list[int] = self.table_BP[lane, : self.blocks_B[lane]].tolist()
+        slot = sequence.slot
+        blocks: list[int] = self.table_BP[slot, : self.blocks_B[slot]].tolist()
         return blocks
 
     def _values(self, values: Sequence[int] | Sequence[float]) -> Any:
@@ -333,41 +333,41 @@ def count_accepted(
 
 
 def accept_tokens(
-    batch: BatchState, stops: StopTables, lane_N: Ints, drafted_N: Ints, ids_F: torch.Tensor, logprobs_F: torch.Tensor
+    batch: BatchState, stops: StopTables, slot_N: Ints, drafted_N: Ints, ids_F: torch.Tensor, logprobs_F: torch.Tensor
 ) -> tuple[Ints, Ints]:
     """Per sequence the code of `advance` for its last token, and how many tokens stand.
 
     Between the ends of turns this is the one place where a step reads back from the device, in one copy.
     """
-    first_N, known_N, left_N, lane = (
+    first_N, known_N, left_N, slot = (
         torch.from_numpy(x).to(batch.device)
-        for x in (np.cumsum(1 + drafted_N) - 1 - drafted_N, batch.known_B[lane_N], drafted_N, lane_N)
+        for x in (np.cumsum(1 + drafted_N) - 1 - drafted_N, batch.known_B[slot_N], drafted_N, slot_N)
     )
     if not drafted_N.any():
-        batch.tokens_BL[lane, known_N] = ids_F
-        batch.logprobs_BL[lane, known_N] = logprobs_F.float()
-        batch.state_B[lane], code_N = advance(stops, batch.state_B[lane], ids_F, logprobs_F)
-        return code_N.cpu().numpy(), np.ones_like(lane_N)
+        batch.tokens_BL[slot, known_N] = ids_F
+        batch.logprobs_BL[slot, known_N] = logprobs_F.float()
+        batch.state_B[slot], code_N = advance(stops, batch.state_B[slot], ids_F, logprobs_F)
+        return code_N.cpu().numpy(), np.ones_like(slot_N)
     # A sequence with fewer drafts has its last row again, where no draft is compared.
     column_NQ = torch.arange(int(drafted_N.max()) + 1, device=batch.device).minimum(left_N[:, None])
-    row_NQ, place_NQ, lane_N1 = first_N[:, None] + column_NQ, known_N[:, None] + column_NQ, lane[:, None]
+    row_NQ, place_NQ, slot_N1 = first_N[:, None] + column_NQ, known_N[:, None] + column_NQ, slot[:, None]
     ids_NQ, logprobs_NQ = ids_F[row_NQ], logprobs_F[row_NQ].float()
-    drafts_NK = batch.tokens_BL[lane_N1, place_NQ[:, :-1]]
-    batch.state_B[lane], code_N, taken_N = count_accepted(
-        stops, batch.state_B[lane], ids_NQ, logprobs_NQ, drafts_NK, left_N
+    drafts_NK = batch.tokens_BL[slot_N1, place_NQ[:, :-1]]
+    batch.state_B[slot], code_N, taken_N = count_accepted(
+        stops, batch.state_B[slot], ids_NQ, logprobs_NQ, drafts_NK, left_N
     )
     # Behind what stands they are written, too, and written anew before they are read.
-    batch.tokens_BL[lane_N1, place_NQ] = ids_NQ
-    batch.logprobs_BL[lane_N1, place_NQ] = logprobs_NQ
+    batch.tokens_BL[slot_N1, place_NQ] = ids_NQ
+    batch.logprobs_BL[slot_N1, place_NQ] = logprobs_NQ
     codes, taken = torch.stack([code_N, taken_N]).cpu().numpy()
     return codes, taken
 
 
-def rows_of(batch: BatchState, lane_N: Ints, drafted_N: Ints) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (lane, position that is sampled) of every row [F], int64."""
-    lane_F, position_F = np.repeat(lane_N, 1 + drafted_N), with_drafts(batch.known_B[lane_N], drafted_N)
-    lanes, positions = (torch.from_numpy(x).to(batch.device) for x in (lane_F, position_F))
-    return lanes, positions
+def rows_of(batch: BatchState, slot_N: Ints, drafted_N: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (slot, position that is sampled) of every row [F], int64."""
+    slot_F, position_F = np.repeat(slot_N, 1 + drafted_N), with_drafts(batch.known_B[slot_N], drafted_N)
+    slots, positions = (torch.from_numpy(x).to(batch.device) for x in (slot_F, position_F))
+    return slots, positions
 
 
 def with_drafts(first_N: Ints, drafted_N: Ints) -> Ints:

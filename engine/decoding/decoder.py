@@ -71,7 +71,7 @@ class Decoder:
         self.policy, self.reuse, self.share_prefix = policy, reuse, share_prefix
         self.vocab_size = tokenizer.vocab_size  # the head may be wider
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
-        # Look-ups read the lanes' ids.
+        # Look-ups read the slots' ids.
         self.speculate: Speculate = speculate if self.mirrors or policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
@@ -99,15 +99,15 @@ class Decoder:
         self.batch = BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
-        self._laps: list[
+        self._timers: list[
             tuple[CudaTimer, float]
         ] = []  # not yet read: of forwards, and the share of each that was prefill
-        self._of_lane: dict[int, TokenSequence] = {}
-        self._lanes_N: Ints | None = None  # of the running sequences, by age; None: they changed
+        self._sequence_in: dict[int, TokenSequence] = {}
+        self._slots_N: Ints | None = None  # of the running sequences, by age; None: they changed
         self._prefilling: list[TokenSequence] = []
         self._from_prompt: list[TokenSequence] = []  # all is cached: they draw from their prompt's last hidden state
         self._busy = 0.0
-        self._drawn: tuple[Ints, Ints] | None = None  # by the last step: lanes, and how many tokens each
+        self._sampled: tuple[Ints, Ints] | None = None  # by the last step: slots, and how many tokens each
 
     def _draft_costs(self) -> Costs:
         return ON_CPU
@@ -130,7 +130,7 @@ class Decoder:
         sequence.stop, sequence.room, sequence.writing = stop, room, True
         sequence.turn_start, sequence.logprobs = len(sequence.ids), []
         sequence.stop_state = self.stops.start(stop, lead)
-        if sequence.lane >= 0:
+        if sequence.slot >= 0:
             self.batch.begin_turn(sequence)
         else:
             self.scheduler.submit(sequence)
@@ -138,16 +138,16 @@ class Decoder:
     def append(self, sequence: TokenSequence, ids: Sequence[int]) -> None:
         """Text that it did not write, between two turns."""
         sequence.ids.extend(ids)
-        if sequence.lane >= 0:
+        if sequence.slot >= 0:
             if sequence not in self._prefilling:
                 self._prefilling.append(sequence)
                 # Its last token was drawn and not yet fed; fed with the text, it is no prefill.
-                sequence.prefilled -= int(self.batch.known_B[sequence.lane] > self.batch.cached_B[sequence.lane])
-            self.batch.append(sequence.lane, ids)
+                sequence.prefilled -= int(self.batch.known_B[sequence.slot] > self.batch.cached_B[sequence.slot])
+            self.batch.append(sequence.slot, ids)
 
     def release(self, sequence: TokenSequence, keep: bool = False) -> None:
         """It is over, and its blocks go back; keep: others will soon begin as it did, and shall find them."""
-        if sequence.lane >= 0:
+        if sequence.slot >= 0:
             self.scheduler.running.remove(sequence)
             self._leave(sequence, keep)
         elif sequence in self.scheduler.waiting:
@@ -155,11 +155,11 @@ class Decoder:
 
     def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
         """Return the ids that the last step drew, by sequence, before anything was released."""
-        if self._drawn is None:
+        if self._sampled is None:
             return []
         return [
-            (self._of_lane[lane], self.batch.newest(lane, taken))
-            for lane, taken in zip(*(x.tolist() for x in self._drawn), strict=True)
+            (self._sequence_in[slot], self.batch.newest(slot, taken))
+            for slot, taken in zip(*(x.tolist() for x in self._sampled), strict=True)
         ]
 
     @torch.inference_mode()
@@ -167,11 +167,11 @@ class Decoder:
         """One forward and one draw; the sequences whose turn has ended, the oldest first."""
         started, self._busy = time.perf_counter(), 0.0
         self._admit()
-        self._draft()
+        self._look_up_drafts()
         runs = self._make_room()
         hidden_TH = self._forward(runs)
         self._finish_prefills(runs, hidden_TH)
-        ended = self._draw(runs, hidden_TH)
+        ended = self._sample_and_end_turns(runs, hidden_TH)
         self.clock.host += time.perf_counter() - started - self._busy
         return ended
 
@@ -183,10 +183,10 @@ class Decoder:
             if admitted.copy is not None:
                 assert self.cache is not None
                 self.cache.copy([admitted.copy])
-            lane = self.batch.open(sequence, cached, admitted.blocks)
+            slot = self.batch.open(sequence, cached, admitted.blocks)
             if self.drafter is not None:
-                self.drafter.open(lane, sequence.earlier)
-            self._of_lane[lane], self._lanes_N = sequence, None
+                self.drafter.open(slot, sequence.earlier)
+            self._sequence_in[slot], self._slots_N = sequence, None
             if not sequence.begun:
                 sequence.begun = True
                 sequence.prompt.waiting -= 1
@@ -194,12 +194,12 @@ class Decoder:
             (self._from_prompt if cached == len(sequence.ids) else self._prefilling).append(sequence)
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
-        lane, blocks = sequence.lane, self.batch.blocks_of(sequence)
-        cached = int(self.batch.cached_B[lane])
+        slot, blocks = sequence.slot, self.batch.blocks_of(sequence)
+        cached = int(self.batch.cached_B[slot])
         self.batch.close(sequence)
         self.scheduler.leave(sequence, cached, blocks, keep)
-        del self._of_lane[lane]
-        self._lanes_N = None
+        del self._sequence_in[slot]
+        self._slots_N = None
         for listed in (self._prefilling, self._from_prompt):
             if sequence in listed:
                 listed.remove(sequence)
@@ -231,31 +231,31 @@ class Decoder:
     def _runs(self) -> QueryRuns:
         """New rows: first the token of everyone who has one, then prompts and appended text, the oldest first, as far
         as the forward's rows go."""
-        lane_N = self._lane_order()
-        start_N = self.batch.cached_B[lane_N]
-        count_N = self._wanted_rows(lane_N)
+        slot_N = self._slot_order()
+        start_N = self.batch.cached_B[slot_N]
+        count_N = self._wanted_rows(slot_N)
         order, long = np.argsort(count_N > 1, kind="stable"), int((count_N > 1).sum())
-        count_N += self.batch.drafted_B[lane_N]
-        lane_N, start_N, count_N = lane_N[order], start_N[order], count_N[order]
+        count_N += self.batch.drafted_B[slot_N]
+        slot_N, start_N, count_N = slot_N[order], start_N[order], count_N[order]
         decoding = int(count_N[: len(order) - long].sum())
         # Prefills get some rows even where decoding alone fills the forward.
-        left_N = max(FORWARD_ROWS, decoding + len(lane_N)) - (np.cumsum(count_N) - count_N)
+        left_N = max(FORWARD_ROWS, decoding + len(slot_N)) - (np.cumsum(count_N) - count_N)
         count_N = np.clip(count_N, 0, np.maximum(left_N, 0))
         some = count_N > 0
-        lane_N, start_N, count_N = lane_N[some], start_N[some], count_N[some]
-        return QueryRuns(lane_N, start_N, count_N, np.cumsum(count_N) - count_N)
+        slot_N, start_N, count_N = slot_N[some], start_N[some], count_N[some]
+        return QueryRuns(slot_N, start_N, count_N, np.cumsum(count_N) - count_N)
 
-    def _wanted_rows(self, lane_N: Ints) -> Ints:
-        """Return how many tokens each lane has yet to be fed. Between turns the last token stays unfed: the next turn's
+    def _wanted_rows(self, slot_N: Ints) -> Ints:
+        """Return how many tokens each slot has yet to be fed. Between turns the last token stays unfed: the next turn's
         first token is drawn in the step that feeds it, since its hidden state is kept no longer."""
         batch = self.batch
-        return batch.known_B[lane_N] - batch.cached_B[lane_N] - (batch.room_B[lane_N] == 0)  # type: ignore[no-any-return]
+        return batch.known_B[slot_N] - batch.cached_B[slot_N] - (batch.room_B[slot_N] == 0)  # type: ignore[no-any-return]
 
-    def _lane_order(self) -> Ints:
-        """The lanes of the running sequences, by age."""
-        if self._lanes_N is None:
-            self._lanes_N = np.array([sequence.lane for sequence in self.scheduler.running], np.int64)
-        return self._lanes_N
+    def _slot_order(self) -> Ints:
+        """The slots of the running sequences, by age."""
+        if self._slots_N is None:
+            self._slots_N = np.array([sequence.slot for sequence in self.scheduler.running], np.int64)
+        return self._slots_N
 
     # --- The forward and the draw
 
@@ -269,12 +269,12 @@ class Decoder:
         assert isinstance(self.cache, PagedKV)
         step = PagedStep(self.cache, self.batch.table_BP, runs, shared_P)
         with CudaTimer(self.policy.device) as lap:
-            ids_T = self.batch.tokens_BL[step.lane_T, step.positions_T]
+            ids_T = self.batch.tokens_BL[step.slot_T, step.positions_T]
             hidden_TH = self.policy.hidden(ids_T, step.positions_T, step)
         self.batch.cached_B[runs.table_N] += runs.count_N
         self._busy += lap.host
         prefilled = self._count_prefilled(runs)
-        self._laps.append((lap, prefilled / rows))  # what decodes and prefills at once is shared out by rows
+        self._timers.append((lap, prefilled / rows))  # what decodes and prefills at once is shared out by rows
         self.clock.prefilled_tokens += prefilled
         self.clock.forward_rows += rows
         self.clock.forwards += 1
@@ -285,8 +285,8 @@ class Decoder:
             return 0
         count_of = dict(zip(runs.table_N.tolist(), runs.count_N.tolist(), strict=True))
         for sequence in self._prefilling:
-            sequence.prefilled += count_of.get(sequence.lane, 0)
-        return sum(count_of.get(sequence.lane, 0) for sequence in self._prefilling)
+            sequence.prefilled += count_of.get(sequence.slot, 0)
+        return sum(count_of.get(sequence.slot, 0) for sequence in self._prefilling)
 
     def _finish_prefills(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> None:
         """Pages that others waited for; and a prompt that is complete gives its last hidden state to all that share it,
@@ -298,90 +298,90 @@ class Decoder:
             if cached >= len(prompt.ids):
                 prompt.filling = False
             if self.reuse and prompt.waiting and cached == len(sequence.ids) == len(prompt.ids):
-                (run,) = np.flatnonzero(runs.table_N == sequence.lane)
+                (run,) = np.flatnonzero(runs.table_N == sequence.slot)
                 assert hidden_TH is not None
                 # A copy: a row of hidden_TH itself would keep all of it alive.
                 prompt.hidden_H = hidden_TH[int(runs.row_N[run] + runs.count_N[run]) - 1].clone()
                 complete = True
         still = self.batch.cached_B < self.batch.known_B
-        self._prefilling = [sequence for sequence in self._prefilling if still[sequence.lane]]
+        self._prefilling = [sequence for sequence in self._prefilling if still[sequence.slot]]
         if complete:
             self._admit()
 
     def _mark_ready(self, sequence: TokenSequence) -> int:
         """Return how many of the sequence's tokens are cached. Sequences that wait for its pages may use them from now
         on."""
-        cached = int(self.batch.cached_B[sequence.lane])
+        cached = int(self.batch.cached_B[sequence.slot])
         self.scheduler.computed(sequence, cached)
         return cached
 
-    def _draft(self) -> None:
-        """Guesses at what the lanes that decode write next, where they pay."""
+    def _look_up_drafts(self) -> None:
+        """Guesses at what the slots that decode write next, where they pay."""
         batch = self.batch
         batch.drafted_B[:] = 0
         if self.drafter is None:
             return
-        lane_N = self._may_draft()
-        if not len(lane_N) or not self.drafter.looks(len(lane_N)):
+        slot_N = self._may_draft()
+        if not len(slot_N) or not self.drafter.looks(len(slot_N)):
             return
-        lane_N = self._before_look_up(lane_N)
-        if len(lane_N):
-            drafts = self.drafter.draft(batch.host_tokens(), batch.known_B, lane_N, batch.room_B[lane_N] - 1)
+        slot_N = self._before_look_up(slot_N)
+        if len(slot_N):
+            drafts = self.drafter.draft(batch.host_tokens(), batch.known_B, slot_N, batch.room_B[slot_N] - 1)
             if drafts is not None:
-                batch.put_drafts(lane_N, drafts.ids_NK, drafts.count_N)
+                batch.put_drafts(slot_N, drafts.ids_NK, drafts.count_N)
 
     def _may_draft(self) -> Ints:
-        """Return the lanes that decode and have room for more than the next token."""
-        batch, lane_N = self.batch, self._lane_order()
-        may_N = (batch.known_B[lane_N] == batch.cached_B[lane_N] + 1) & (batch.room_B[lane_N] > 1)
-        return lane_N[np.flatnonzero(may_N)]
+        """Return the slots that decode and have room for more than the next token."""
+        batch, slot_N = self.batch, self._slot_order()
+        may_N = (batch.known_B[slot_N] == batch.cached_B[slot_N] + 1) & (batch.room_B[slot_N] > 1)
+        return slot_N[np.flatnonzero(may_N)]
 
-    def _before_look_up(self, lane_N: Ints) -> Ints:
-        """Return the lanes that may draft, once all that was drawn is known; here it always is."""
-        return lane_N
+    def _before_look_up(self, slot_N: Ints) -> Ints:
+        """Return the slots that may draft, once all that was drawn is known; here it always is."""
+        return slot_N
 
-    def _draw(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
+    def _sample_and_end_turns(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
         """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
         sequences whose turn that ended."""
         batch = self.batch
         fed_N = runs.table_N
         due_N = batch.cached_B[fed_N] == batch.known_B[fed_N] + batch.drafted_B[fed_N]
         due_N &= batch.room_B[fed_N] > 0
-        lane_N, last_N = fed_N[due_N], (runs.row_N + runs.count_N - 1)[due_N]
-        drafted_N = batch.drafted_B[lane_N]
+        slot_N, last_N = fed_N[due_N], (runs.row_N + runs.count_N - 1)[due_N]
+        drafted_N = batch.drafted_B[slot_N]
         hidden = []
         if hidden_TH is not None:
             row_F = with_drafts(last_N - drafted_N, drafted_N)
             hidden.append(hidden_TH.index_select(0, torch.from_numpy(row_F).to(batch.device)))
         if self._from_prompt:
-            lane_N = np.concatenate([lane_N, [sequence.lane for sequence in self._from_prompt]])
+            slot_N = np.concatenate([slot_N, [sequence.slot for sequence in self._from_prompt]])
             drafted_N = np.concatenate([drafted_N, np.zeros(len(self._from_prompt), np.int64)])
             hidden.append(torch.stack([one.prompt.last_hidden_H for one in self._from_prompt]))
             self._from_prompt = []
-        self._drawn = None
-        if not len(lane_N):
+        self._sampled = None
+        if not len(slot_N):
             return []
         with CudaTimer(self.policy.device) as lap:
-            code_N, taken_N = self._write(torch.cat(hidden), lane_N, drafted_N)
+            code_N, taken_N = self._sample_rows(torch.cat(hidden), slot_N, drafted_N)
         self._check_finite(code_N)
-        self._laps.append((lap, 0.0))
+        self._timers.append((lap, 0.0))
         self._busy += lap.host
-        self.clock.add(self._laps)
-        self._laps = []
-        self._drawn = lane_N, taken_N
-        self._count_drawn(lane_N, drafted_N, taken_N)
-        over = (code_N > 0) | (batch.room_B[lane_N] == 0)
-        ended = [self._end_turn(int(lane), int(code)) for lane, code in zip(lane_N[over], code_N[over], strict=True)]
+        self.clock.add(self._timers)
+        self._timers = []
+        self._sampled = slot_N, taken_N
+        self._count_sampled(slot_N, drafted_N, taken_N)
+        over = (code_N > 0) | (batch.room_B[slot_N] == 0)
+        ended = [self._end_turn(int(slot), int(code)) for slot, code in zip(slot_N[over], code_N[over], strict=True)]
         return sorted(ended, key=attrgetter("number"))
 
-    def _write(self, hidden_FH: torch.Tensor, lane_N: Ints, drafted_N: Ints) -> tuple[Ints, Ints]:
-        """Draw at every row, and put what stands into the lanes: per sequence 0 or the code that says why its turn
+    def _sample_rows(self, hidden_FH: torch.Tensor, slot_N: Ints, drafted_N: Ints) -> tuple[Ints, Ints]:
+        """Draw at every row, and put what stands into the slots: per sequence 0 or the code that says why its turn
         ends, and how many tokens it got. F: rows, 1 + drafts of each sequence, one sequence after the other."""
         batch = self.batch
-        lane_F, position_F = rows_of(batch, lane_N, drafted_N)
-        head_VH, rules = self.policy.head_VH[: self.vocab_size], batch.rules.take(lane_F)
-        ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, batch.seeds_B[lane_F], position_F, rules)
-        return accept_tokens(batch, self.stops, lane_N, drafted_N, ids_F, logprobs_F)
+        slot_F, position_F = rows_of(batch, slot_N, drafted_N)
+        head_VH, rules = self.policy.head_VH[: self.vocab_size], batch.rules.take(slot_F)
+        ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, batch.seeds_B[slot_F], position_F, rules)
+        return accept_tokens(batch, self.stops, slot_N, drafted_N, ids_F, logprobs_F)
 
     def _check_finite(self, code_N: Ints) -> None:
         """NotFiniteDraw, before anything of the step is handed out, where a token was drawn from logits that are not
@@ -395,29 +395,29 @@ class Decoder:
             "NaN or infinity; check the weights, config.json (rope_theta, rms_norm_eps) and the temperature"
         )
 
-    def _count_drawn(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
+    def _count_sampled(self, slot_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
         batch = self.batch
-        batch.known_B[lane_N] += taken_N
-        batch.room_B[lane_N] -= taken_N
+        batch.known_B[slot_N] += taken_N
+        batch.room_B[slot_N] -= taken_N
         self.clock.sampled_tokens += int(taken_N.sum())
         if drafted_N.any():
-            batch.cached_B[lane_N] = batch.known_B[lane_N] - 1  # rows of drafts that did not come true are written anew
-            self._count_drafts(lane_N, drafted_N, taken_N - 1)
+            batch.cached_B[slot_N] = batch.known_B[slot_N] - 1  # rows of drafts that did not come true are written anew
+            self._count_drafts(slot_N, drafted_N, taken_N - 1)
 
-    def _count_drafts(self, lane_N: Ints, drafted_N: Ints, accepted_N: Ints) -> None:
+    def _count_drafts(self, slot_N: Ints, drafted_N: Ints, accepted_N: Ints) -> None:
         """Count the drafts that were fed and those that came true."""
         assert self.drafter is not None
-        self.batch.tried_B[lane_N] += drafted_N
-        self.batch.taken_B[lane_N] += accepted_N
+        self.batch.tried_B[slot_N] += drafted_N
+        self.batch.taken_B[slot_N] += accepted_N
         self.clock.drafted_tokens += int(drafted_N.sum())
         self.clock.accepted_tokens += int(accepted_N.sum())
         some = drafted_N > 0
-        self.drafter.note(lane_N[some], drafted_N[some], accepted_N[some])
+        self.drafter.note(slot_N[some], drafted_N[some], accepted_N[some])
 
-    def _end_turn(self, lane: int, code: int) -> TokenSequence:
-        sequence = self._of_lane[lane]
+    def _end_turn(self, slot: int, code: int) -> TokenSequence:
+        sequence = self._sequence_in[slot]
         self.batch.read_turn(sequence)
-        self.batch.room_B[lane] = 0
+        self.batch.room_B[slot] = 0
         sequence.writing = False
         sequence.hit = self.stops.hit(sequence.stop, code, sequence.ids[-1])
         sequence.finish = "stop" if sequence.hit else "eos" if code else "length"

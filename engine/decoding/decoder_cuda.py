@@ -23,7 +23,7 @@ counts alone (Drafter.looks). The GPU waits for the host then, which the costs o
 The rest, who runs, blocks, prefixes, preemption, is decoder.py's. Sequences whose prompts share blocks read them once
 where that pays (kernels/attention/paged_cuda.py).
 
-Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of a sequence, L tokens of a lane.
+Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of a sequence, L tokens of a slot.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DeviceDecoder(Decoder):
 
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         super()._start_over(longest, clock)
-        self._flight: PendingStep | None = None
+        self._pending: PendingStep | None = None
         self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
         self._steps: dict[tuple[int, int, bool], BucketStep] = {}
@@ -128,7 +128,7 @@ class DeviceDecoder(Decoder):
 
     @property
     def idle(self) -> bool:
-        return super().idle and self._flight is None
+        return super().idle and self._pending is None
 
     @torch.inference_mode()
     def step(self) -> list[TokenSequence]:
@@ -137,11 +137,11 @@ class DeviceDecoder(Decoder):
         started, self._busy = time.perf_counter(), 0.0
         self._new_ids, self._ended = [], []
         self._admit()
-        self._draft()
+        self._look_up_drafts()
         runs = self._make_room()
         decodes = self.batch.known_B[runs.table_N] == self.batch.cached_B[runs.table_N] + 1
         self._prefill(runs[np.flatnonzero(~decodes)])
-        before, self._flight = self._flight, self._launch(runs.table_N[decodes])
+        before, self._pending = self._pending, self._launch(runs.table_N[decodes])
         self._receive(before)
         self.clock.host += time.perf_counter() - started - self._busy
         return sorted(self._ended, key=attrgetter("number"))
@@ -152,24 +152,24 @@ class DeviceDecoder(Decoder):
 
     # --- Who runs
 
-    def _wanted_rows(self, lane_N: Ints) -> Ints:
+    def _wanted_rows(self, slot_N: Ints) -> Ints:
         """A prompt and appended text but for the last token, which is fed by the step that draws."""
-        missing_N = self.batch.known_B[lane_N] - self.batch.cached_B[lane_N]
-        return np.where(missing_N == 1, self.batch.room_B[lane_N] > 0, missing_N - 1).astype(np.int64)
+        missing_N = self.batch.known_B[slot_N] - self.batch.cached_B[slot_N]
+        return np.where(missing_N == 1, self.batch.room_B[slot_N] > 0, missing_N - 1).astype(np.int64)
 
     def _give_way(self) -> bool:
         """Guesses go first; and nobody goes while a token of its own is under way."""
-        return super()._give_way() or self._land()
+        return super()._give_way() or self._receive_pending()
 
-    def _land(self) -> bool:
+    def _receive_pending(self) -> bool:
         """Read what is under way, if anything is, before more is launched."""
-        flight, self._flight = self._flight, None
-        self._receive(flight)
-        return flight is not None
+        pending, self._pending = self._pending, None
+        self._receive(pending)
+        return pending is not None
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
-        if self._flight is not None:
-            self._flight.alive_N &= self._flight.lane_N != sequence.lane
+        if self._pending is not None:
+            self._pending.alive_N &= self._pending.slot_N != sequence.slot
         super()._leave(sequence, keep)
 
     # --- Drafts
@@ -177,13 +177,13 @@ class DeviceDecoder(Decoder):
     def _draft_costs(self) -> Costs:
         return gpu_costs(sum(weight.numel() * weight.element_size() for weight in self.policy.parameters()))
 
-    def _draft(self) -> None:
-        if self._flight is not None and self._flight.drafts:
-            self._land()
-        super()._draft()
+    def _look_up_drafts(self) -> None:
+        if self._pending is not None and self._pending.drafts:
+            self._receive_pending()
+        super()._look_up_drafts()
 
-    def _before_look_up(self, lane_N: Ints) -> Ints:
-        return self._may_draft() if self._land() else lane_N
+    def _before_look_up(self, slot_N: Ints) -> Ints:
+        return self._may_draft() if self._receive_pending() else slot_N
 
     # --- Prefill
 
@@ -192,14 +192,14 @@ class DeviceDecoder(Decoder):
         if len(runs.table_N):
             step = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
             with CudaTimer(self.policy.device) as lap:
-                self.policy.hidden(self.batch.tokens_BL[step.lane_T, step.positions_T], step.positions_T, step)
+                self.policy.hidden(self.batch.tokens_BL[step.slot_T, step.positions_T], step.positions_T, step)
             self.batch.cached_B[runs.table_N] += runs.count_N
             rows = int(runs.count_N.sum())
             self._count_prefilled(runs)
             self.clock.prefilled_tokens += rows
             self.clock.forward_rows += rows
             self.clock.forwards += 1
-            self._laps.append((lap, 1.0))
+            self._timers.append((lap, 1.0))
             self._busy += lap.host
         for sequence in self._prefilling:
             if self._mark_ready(sequence) >= len(sequence.prompt.ids) - 1:
@@ -207,41 +207,41 @@ class DeviceDecoder(Decoder):
 
     # --- Decode
 
-    def _launch(self, lane_N: Ints) -> PendingStep | None:
-        """Feed these lanes' last tokens and drafts, and draw; as far as the host is concerned a token each at once."""
-        if not len(lane_N):
+    def _launch(self, slot_N: Ints) -> PendingStep | None:
+        """Feed these slots' last tokens and drafts, and draw; as far as the host is concerned a token each at once."""
+        if not len(slot_N):
             return None
-        batch, drafted_N = self.batch, self.batch.drafted_B[lane_N]
+        batch, drafted_N = self.batch, self.batch.drafted_B[slot_N]
         drafts = drafts_bucket(int(drafted_N.max()))
-        table_NP, prefix = batch.table_BP[lane_N], None
+        table_NP, prefix = batch.table_BP[slot_N], None
         if self.share_prefix:
             # In no longer a prefix than lies before the first new row, whose block is its own.
-            blocks_N = np.minimum(batch.prompt_B[lane_N], batch.cached_B[lane_N]) // self.page_size
+            blocks_N = np.minimum(batch.prompt_B[slot_N], batch.cached_B[slot_N]) // self.page_size
             prefix = shared_prefixes(table_NP, blocks_N, self.page_size)
-        step = self._step_for(bucket_of(len(lane_N)), drafts, prefix is not None)
-        step.load(lane_N, batch.cached_B[lane_N], table_NP, prefix, batch.drafts_of(lane_N, drafts), drafted_N)
+        step = self._step_for(bucket_of(len(slot_N)), drafts, prefix is not None)
+        step.load(slot_N, batch.cached_B[slot_N], table_NP, prefix, batch.drafts_of(slot_N, drafts), drafted_N)
         with CudaTimer(self.policy.device) as lap:
             rows = step.launch()
         self._busy += lap.host
-        laps, self._laps = [*self._laps, (lap, 0.0)], []
-        position_N = batch.known_B[lane_N]
-        batch.known_B[lane_N] += 1
-        batch.cached_B[lane_N] += 1
-        batch.room_B[lane_N] -= 1
+        laps, self._timers = [*self._timers, (lap, 0.0)], []
+        position_N = batch.known_B[slot_N]
+        batch.known_B[slot_N] += 1
+        batch.cached_B[slot_N] += 1
+        batch.room_B[slot_N] -= 1
         if self._prefilling:
-            self._end_prefills(lane_N)
+            self._end_prefills(slot_N)
         self.clock.forwards += 1
-        self.clock.forward_rows += len(lane_N) + int(drafted_N.sum())
-        return PendingStep(lane_N, position_N, drafted_N, np.ones(len(lane_N), bool), batch.room_B[lane_N], rows, laps)
+        self.clock.forward_rows += len(slot_N) + int(drafted_N.sum())
+        return PendingStep(slot_N, position_N, drafted_N, np.ones(len(slot_N), bool), batch.room_B[slot_N], rows, laps)
 
-    def _end_prefills(self, lane_N: Ints) -> None:
+    def _end_prefills(self, slot_N: Ints) -> None:
         """The last token of a prompt, or of appended text, is prefilled by the step that draws behind it."""
-        launched = set(lane_N.tolist())
-        for sequence in (one for one in self._prefilling if one.lane in launched):
+        launched = set(slot_N.tolist())
+        for sequence in (one for one in self._prefilling if one.slot in launched):
             self._mark_ready(sequence)
             sequence.prefilled += 1
             self.clock.prefilled_tokens += 1
-        self._prefilling = [one for one in self._prefilling if one.lane not in launched]
+        self._prefilling = [one for one in self._prefilling if one.slot not in launched]
 
     def _step_for(self, size: int, drafts: int, shares: bool) -> BucketStep:
         made_for = (self.batch.rules, self.stops.version)
@@ -263,48 +263,48 @@ class DeviceDecoder(Decoder):
             self._steps[size, drafts, shares] = step
         return self._steps[size, drafts, shares]
 
-    def _receive(self, flight: PendingStep | None) -> None:
+    def _receive(self, pending: PendingStep | None) -> None:
         """Read a step's draws back to the host, and end the turns that they complete."""
-        if flight is None:
+        if pending is None:
             return
-        batch, alive_N = self.batch, flight.alive_N
+        batch, alive_N = self.batch, pending.alive_N
         started = time.perf_counter()
-        drawn = flight.read()
+        drawn = pending.read()
         self._busy += time.perf_counter() - started
-        self.clock.add(flight.laps)
+        self.clock.add(pending.laps)
         self.clock.discarded_tokens += int(drawn.taken_N[~alive_N].sum())
-        drawn, lane_N, drafted_N = drawn.of(alive_N), flight.lane_N[alive_N], flight.drafted_N[alive_N]
+        drawn, slot_N, drafted_N = drawn.of(alive_N), pending.slot_N[alive_N], pending.drafted_N[alive_N]
         self._check_finite(drawn.code_N)
         row, column = np.nonzero(drawn.accepted_NQ)
-        position = flight.position_N[alive_N][row] + column
-        batch.note_drawn(lane_N[row], position, drawn.ids_NQ[row, column], drawn.logprobs_NQ[row, column])
+        position = pending.position_N[alive_N][row] + column
+        batch.note_drawn(slot_N[row], position, drawn.ids_NQ[row, column], drawn.logprobs_NQ[row, column])
         self.clock.sampled_tokens += int(drawn.taken_N.sum())
-        if flight.drafts:
+        if pending.drafts:
             accepted_N = drawn.taken_N - 1
-            batch.known_B[lane_N] += accepted_N
-            batch.cached_B[lane_N] += accepted_N  # rows of drafts that did not come true are written anew
-            batch.room_B[lane_N] -= accepted_N
-            self._count_drafts(lane_N, drafted_N, accepted_N)
+            batch.known_B[slot_N] += accepted_N
+            batch.cached_B[slot_N] += accepted_N  # rows of drafts that did not come true are written anew
+            batch.room_B[slot_N] -= accepted_N
+            self._count_drafts(slot_N, drafted_N, accepted_N)
         self._new_ids += [
-            (self._of_lane[lane], ids[:taken])
-            for lane, ids, taken in zip(*(x.tolist() for x in (lane_N, drawn.ids_NQ, drawn.taken_N)), strict=True)
+            (self._sequence_in[slot], ids[:taken])
+            for slot, ids, taken in zip(*(x.tolist() for x in (slot_N, drawn.ids_NQ, drawn.taken_N)), strict=True)
         ]
-        over_N = (drawn.code_N > 0) | (flight.room_N[alive_N] == drawn.taken_N - 1)
-        self._take_back(lane_N[over_N])
+        over_N = (drawn.code_N > 0) | (pending.room_N[alive_N] == drawn.taken_N - 1)
+        self._take_back(slot_N[over_N])
         self._ended += [
-            self._end_turn(int(lane), int(code))
-            for lane, code in zip(lane_N[over_N], drawn.code_N[over_N], strict=True)
+            self._end_turn(int(slot), int(code))
+            for slot, code in zip(slot_N[over_N], drawn.code_N[over_N], strict=True)
         ]
 
     def _take_back(self, ended_N: Ints) -> None:
-        """The token too many, of lanes whose turn has turned out to be over."""
-        if self._flight is None or not len(ended_N):
+        """The token too many, of slots whose turn has turned out to be over."""
+        if self._pending is None or not len(ended_N):
             return
-        again_N = np.isin(self._flight.lane_N, ended_N) & self._flight.alive_N
-        self._flight.alive_N[again_N] = False
-        lane_N = self._flight.lane_N[again_N]
-        self.batch.known_B[lane_N] -= 1
-        self.batch.cached_B[lane_N] -= 1
+        again_N = np.isin(self._pending.slot_N, ended_N) & self._pending.alive_N
+        self._pending.alive_N[again_N] = False
+        slot_N = self._pending.slot_N[again_N]
+        self.batch.known_B[slot_N] -= 1
+        self.batch.cached_B[slot_N] -= 1
 
 
 MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
@@ -315,9 +315,9 @@ IN_THE_AIR = 2  # steps that may be under way: buffers that the host fills or re
 class PendingStep:
     """A decode step that was launched and not yet read. position_N: of the first token that each sequence draws;
     drafted_N: how many drafts follow it. alive_N: sequences that still want theirs; room_N: tokens that the turn may
-    have after the first. laps: of the forwards since the flight before, and of this one (DecodeClock.add)."""
+    have after the first. laps: of the forwards since the pending before, and of this one (DecodeClock.add)."""
 
-    lane_N: Ints
+    slot_N: Ints
     position_N: Ints
     drafted_N: Ints
     alive_N: Bools
@@ -332,7 +332,7 @@ class PendingStep:
 
     def read(self) -> Drawn:
         """Return the step's draws, once they have arrived on the host."""
-        return self.rows.read(len(self.lane_N))
+        return self.rows.read(len(self.slot_N))
 
 
 class BucketStep:
@@ -356,7 +356,7 @@ class BucketStep:
         device, blocks = policy.device, batch.table_BP.shape[1]
         self.groups = max(size // 2, 1) if shares else 0
         shapes = {
-            "lane": (size,),
+            "slot": (size,),
             "start": (size,),
             "count": (size,),
             "first": (size,),
@@ -392,17 +392,17 @@ class BucketStep:
         return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
 
     def load(
-        self, lane_N: Ints, start_N: Ints, table_NP: Ints, prefix: Prefixes | None, drafts_NK: Ints, drafted_N: Ints
+        self, slot_N: Ints, start_N: Ints, table_NP: Ints, prefix: Prefixes | None, drafts_NK: Ints, drafted_N: Ints
     ) -> None:
         """Copy the inputs of a step's sequences to the device, in one copy. start_N: the positions of their last
         tokens, which are fed. drafts_NK: drafts, of which a sequence has drafted_N; K is the step's."""
-        count = len(lane_N)
+        count = len(slot_N)
         self.turn = (self.turn + 1) % IN_THE_AIR
         staging = self.staging[self.turn]
-        lane, start, rows, first, table, prefix_GP, length, members, drafts = (x.numpy() for x in self._views(staging))
+        slot, start, rows, first, table, prefix_GP, length, members, drafts = (x.numpy() for x in self._views(staging))
         staging.zero_()
-        lane[:] = self.batch.spare
-        lane[:count], start[:count], rows[:count], table[:count] = lane_N, start_N, 1 + drafted_N, table_NP
+        slot[:] = self.batch.spare
+        slot[:count], start[:count], rows[:count], table[:count] = slot_N, start_N, 1 + drafted_N, table_NP
         drafts[:count] = drafts_NK
         if prefix is not None:
             groups = len(prefix.length_G)
@@ -414,31 +414,31 @@ class BucketStep:
     def run(self) -> None:
         """Feed, draw, put away what stands. Reads and writes buffers, nothing else."""
         batch, row_Q = self.batch, self.row_Q
-        lane_B1, start_B1, count_B1 = (self.inputs[name].long()[:, None] for name in ("lane", "start", "count"))
+        slot_B1, start_B1, count_B1 = (self.inputs[name].long()[:, None] for name in ("slot", "start", "count"))
         drafts_BK = self.inputs["drafts"].long()
         # Rows that a sequence does not have stand at the place of its last.
         position_BQ = start_B1 + torch.minimum(row_Q, (count_B1 - 1).clamp_(min=0))
-        block_BQ = self.inputs["table"].gather(1, position_BQ // self.cache.slots)
+        block_BQ = self.inputs["table"].gather(1, position_BQ // self.cache.block_size)
         self.block_T = torch.where(row_Q < count_B1, block_BQ, -1).view(-1)
-        self.slot_T = (position_BQ % self.cache.slots).int().view(-1)
-        ids_BQ = torch.cat([batch.tokens_BL[lane_B1, start_B1], drafts_BK], 1)
-        lane_T, position_T = lane_B1.expand(-1, len(row_Q)).reshape(-1), position_BQ.view(-1)
+        self.offset_T = (position_BQ % self.cache.block_size).int().view(-1)
+        ids_BQ = torch.cat([batch.tokens_BL[slot_B1, start_B1], drafts_BK], 1)
+        slot_T, position_T = slot_B1.expand(-1, len(row_Q)).reshape(-1), position_BQ.view(-1)
         hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self._attend)
         head_VH = self.policy.head_VH[: self.columns]
-        seeds_T, rules = batch.seeds_B[lane_T], self.rules.take(lane_T)
+        seeds_T, rules = batch.seeds_B[slot_T], self.rules.take(slot_T)
         ids_T, logprobs_T = sampling.sample_from_head(hidden_TH, head_VH, seeds_T, position_T + 1, rules)
-        ids_BQ, lane_B = ids_T.view(-1, len(row_Q)), lane_B1[:, 0]
-        logprobs_BQ, state_B = logprobs_T.view_as(ids_BQ), batch.state_B[lane_B]
+        ids_BQ, slot_B = ids_T.view(-1, len(row_Q)), slot_B1[:, 0]
+        logprobs_BQ, state_B = logprobs_T.view_as(ids_BQ), batch.state_B[slot_B]
         state_B, code_B, taken_B = count_accepted(
             self.stops, state_B, ids_BQ, logprobs_BQ, drafts_BK, count_B1[:, 0] - 1
         )
-        batch.state_B[lane_B] = state_B
-        batch.tokens_BL[torch.where(row_Q < taken_B[:, None], lane_B1, batch.spare), position_BQ + 1] = ids_BQ
+        batch.state_B[slot_B] = state_B
+        batch.tokens_BL[torch.where(row_Q < taken_B[:, None], slot_B1, batch.spare), position_BQ + 1] = ids_BQ
         pack_drawn(ids_BQ, logprobs_BQ, code_B, taken_B, self.packed_BX)
 
     def _attend(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
-        q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.slot_T)
+        q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.offset_T)
         q_BQND = q_TND.unflatten(0, (self.size, len(self.row_Q)))
         return decode_attention(q_BQND, k_PKSD, v_PKSD, self.rows).flatten(0, 1)
 
@@ -457,7 +457,7 @@ class BucketStep:
         return DrawnRows(received, done)
 
     def capture(self, pool: Any) -> None:
-        """Make `run` a CUDA graph. Whatever the buffers hold is fed to the spare lane meanwhile."""
+        """Make `run` a CUDA graph. Whatever the buffers hold is fed to the spare slot meanwhile."""
         self.staging[self.turn].zero_()
         self.staging[self.turn][: self.size] = self.batch.spare
         self.sent.copy_(self.staging[self.turn])

@@ -69,7 +69,7 @@ class PagedStep:
 
     Rows lie sequence after sequence and are filled up to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
     batch-invariant (kernels/operands.py), with rows that write to block 0, which nobody owns.
-    rows: how many are no filling. lane_T: the row of `table_BP` that each belongs to.
+    rows: how many are no filling. slot_T: the row of `table_BP` that each belongs to.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class PagedStep:
         self.cache = cache
         size, device = cache.shape.slots, cache.k_LPKDS.device
         position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
-        lane_T = np.repeat(runs.table_N, runs.count_N)
+        slot_T = np.repeat(runs.table_N, runs.count_N)
         self.rows = len(position_T)
         filling = np.arange(-self.rows % ROW_MULTIPLE)
-        block_T = np.concatenate([table_BP[lane_T, position_T // size], np.zeros_like(filling)])
-        slot_T = np.concatenate([position_T % size, filling % size])
+        block_T = np.concatenate([table_BP[slot_T, position_T // size], np.zeros_like(filling)])
+        offset_T = np.concatenate([position_T % size, filling % size])
         position_T = np.concatenate([position_T, np.zeros_like(filling)])
-        lane_T = np.concatenate([lane_T, np.zeros_like(filling)])
-        put = (torch.from_numpy(x).to(device) for x in (lane_T, position_T, block_T, slot_T))
-        self.lane_T, self.positions_T, self.block_T, self.slot_T = put
+        slot_T = np.concatenate([slot_T, np.zeros_like(filling)])
+        put = (torch.from_numpy(x).to(device) for x in (slot_T, position_T, block_T, offset_T))
+        self.slot_T, self.positions_T, self.block_T, self.offset_T = put
         self.buckets = paged_buckets(table_BP, runs, cache.shape, device, shared_P)
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
         k_PKDS, v_PKSD = self.cache.k_LPKDS[layer], self.cache.v_LPKSD[layer]
-        k_PKDS[self.block_T, :, :, self.slot_T] = k_TKD
-        v_PKSD[self.block_T, :, self.slot_T] = v_TKD
+        k_PKDS[self.block_T, :, :, self.offset_T] = k_TKD
+        v_PKSD[self.block_T, :, self.offset_T] = v_TKD
         return paged_attention(q_TND, k_PKDS, v_PKSD, self.buckets)
 
 
@@ -110,7 +110,7 @@ class DeviceKV:
         self, config: ModelConfig, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         check_page_size(page_size)
-        self.slots = page_size
+        self.block_size = page_size
         shape = (config.num_hidden_layers, num_blocks, config.num_key_value_heads, page_size, config.head_dim)
         # Not filled: the kernels read no slot that was not written.
         self.k_LPKSD, self.v_LPKSD = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
@@ -140,21 +140,22 @@ class DeviceStep:
         self.cache = cache
         self.fresh = None if runs.start_N.any() else fresh
         self.layout = None if self.fresh is None else Varlen(runs.count_N.tolist(), device)
-        blocks = int((runs.start_N + runs.count_N - 1).max()) // cache.slots + 1
+        blocks = int((runs.start_N + runs.count_N - 1).max()) // cache.block_size + 1
         position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
-        lane_T = np.repeat(runs.table_N, runs.count_N)
-        rows = np.stack([lane_T, position_T, table_BP[lane_T, position_T // cache.slots], position_T % cache.slots])
+        slot_T = np.repeat(runs.table_N, runs.count_N)
+        number_T, offset_T = np.divmod(position_T, cache.block_size)
+        rows = np.stack([slot_T, position_T, table_BP[slot_T, number_T], offset_T])
         about = np.stack([np.cumsum(runs.count_N) - runs.count_N, runs.start_N, runs.count_N])
         sent = to_device(np.concatenate([rows.ravel(), about.ravel(), table_BP[runs.table_N, :blocks].ravel()]), device)
         count = len(runs.table_N)
         rows_4T, about_3N, table = sent.split([rows.size, about.size, count * blocks])
-        self.lane_T, self.positions_T, self.block_T, self.slot_T = rows_4T.view(4, -1)
+        self.slot_T, self.positions_T, self.block_T, self.offset_T = rows_4T.view(4, -1)
         row_N, start_N, count_N = about_3N.view(3, count)
         self.rows = PrefillRows(table.view(count, blocks), row_N, start_N, count_N, int(runs.count_N.max()))
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
-        q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.slot_T)
+        q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.offset_T)
         if self.fresh is not None and self.layout is not None:
             return self.fresh(*rotated_heads(qkv_TMD, rope, kv_heads), self.layout)
         return prefill_attention(q_TND, k_PKSD, v_PKSD, self.rows)

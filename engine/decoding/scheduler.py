@@ -1,6 +1,6 @@
 """Admission and preemption of sequences. Pure bookkeeping, no tensors.
 
-Sequences wait in the order in which they were handed in. One is admitted when a lane is free and the pool has room for
+Sequences wait in the order in which they were handed in. One is admitted when a slot is free and the pool has room for
 what it holds so far; then it grows. When the pool is full, the youngest running sequence waits again: its tokens are
 kept, its blocks are released (their content may still be found when it comes back), and its result does not change. The
 oldest running sequence can always go on, for the pool holds the longest that was accepted. So there is no deadlock, and
@@ -54,7 +54,7 @@ class SharedPrompt:
 @dataclass(slots=True, eq=False)
 class TokenSequence:
     """One stream of tokens. Its ids are complete here whenever no turn is being written; within one, the newest are in
-    its lane's arrays.
+    its slot's arrays.
 
     stop, room: the turn's stop strings, and how many tokens it may have. finish: why the last turn ended, "stop", "eos"
     or "length"; hit: the stop that ended it. prefilled: tokens that were computed for it without being drawn, those
@@ -69,13 +69,13 @@ class TokenSequence:
     grows: bool = True  # whether it may need blocks beyond those that it was let in with
     number: int = -1  # in the order in which they were handed in
     begun: bool = False
-    lane: int = -1
+    slot: int = -1
     writing: bool = False
     stop: tuple[str, ...] = ()
     room: int = 0
     turn_start: int = 0
     logprobs: list[float] = field(default_factory=list)  # of the turn's tokens
-    stop_state: int = 0  # of the stop automaton, while it has no lane
+    stop_state: int = 0  # of the stop automaton, while it has no slot
     finish: str = ""
     hit: Hit | None = None
     page: RadixNode | None = None  # the last full page of it that is in the pool's tree

@@ -1,4 +1,4 @@
-"""Drafts: guesses at what a sequence writes next, looked up in what was written before, for all lanes at once.
+"""Drafts: guesses at what a sequence writes next, looked up in what was written before, for all slots at once.
 
 A token is argmax(z / T + noise(seed, position, token)) and the noise is a function, so a draft is verified by equality:
 one forward feeds the last token and k drafts behind it, a token is drawn at each of these rows, and those stand that
@@ -13,15 +13,15 @@ With "auto" a row is spent only where it is likely to be used. A forward of n se
 
     1 + drafting + c(n) x drafts / n        c(n) = row + row_each n         (Costs)
 
-times as long as one without, and with p the share of guesses of a kind that came true so far, the i-th draft of a lane
-is used with chance p^i. So a lane gets as many drafts as have p^i > c(n), and all go unused where together they would
+times as long as one without, and with p the share of guesses of a kind that came true so far, the i-th draft of a slot
+is used with chance p^i. So a slot gets as many drafts as have p^i > c(n), and all go unused where together they would
 not make up for the first term. Where that has been so for a while, guesses are looked up only now and then. All from
 counts and stored costs, never from the clock.
 
-On a GPU every lane of a step has as many rows as the one with the most drafts (decoder_cuda.py), so these rows are what
-is paid for, and lanes get at most the number, of STACKED, with which the step writes the most tokens in its time.
+On a GPU every slot of a step has as many rows as the one with the most drafts (decoder_cuda.py), so these rows are what
+is paid for, and slots get at most the number, of STACKED, with which the step writes the most tokens in its time.
 
-Axes: B lanes, L tokens of a sequence, N lanes that decode, K drafts of a lane.
+Axes: B slots, L tokens of a sequence, N slots that decode, K drafts of a slot.
 """
 
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 Speculate = Literal["auto"] | int
 
-MOST = 8  # drafts of a lane
+MOST = 8  # drafts of a slot
 TURN_END = -1  # in earlier ids, behind the last token of a turn
-WINDOW = 4096  # tokens that are looked through, the last ones of the longest lane's
+WINDOW = 4096  # tokens that are looked through, the last ones of the longest slot's
 STACKED = (1, 2, 4, 8)  # numbers of drafts for which a GPU has a step
 PATIENCE, PAUSE = 4, 16  # after so many steps in which drafts did not pay, look only every so many steps
 # Kinds of a guess: after 4 or 2 equal tokens of the earlier text, after 3 of the own context.
@@ -48,7 +48,7 @@ BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # guesses that came true and that 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Cost that drafts add to a forward of n sequences, in forwards: drafting + (row / n + row_each) x rows. stacked:
-    whether every lane has as many rows as the lane with the most."""
+    whether every slot has as many rows as the slot with the most."""
 
     drafting: float
     row: float
@@ -72,31 +72,31 @@ def gpu_costs(weight_bytes: int) -> Costs:
 
 @dataclass(slots=True)
 class Drafts:
-    """ids_NK: the guesses; count_N: how many of them each lane has."""
+    """ids_NK: the guesses; count_N: how many of them each slot has."""
 
     ids_NK: Ints
     count_N: Ints
 
 
 class Drafter:
-    """`speculate`: "auto", or the number of drafts that every lane with a guess gets. counts: guesses of each kind that
+    """`speculate`: "auto", or the number of drafts that every slot with a guess gets. counts: guesses of each kind that
     came true, and that did not; from the first step of a rollout on, so that a resumed run drafts as it would have."""
 
-    def __init__(self, speculate: Speculate, lanes: int, length: int, costs: Costs = ON_CPU) -> None:
+    def __init__(self, speculate: Speculate, slots: int, length: int, costs: Costs = ON_CPU) -> None:
         self.speculate, self.costs = speculate, costs
-        self.earlier_BL = np.full((lanes, length), -1, np.int64)
-        self.earlier_B = np.zeros(lanes, np.int64)  # lengths
-        self.kind_B = np.zeros(lanes, np.int64)  # of the last guess
+        self.earlier_BL = np.full((slots, length), -1, np.int64)
+        self.earlier_B = np.zeros(slots, np.int64)  # lengths
+        self.kind_B = np.zeros(slots, np.int64)  # of the last guess
         self.steps = self.refused = 0
         self.counts = np.array(BEGIN)
 
-    def open(self, lane: int, earlier: "Int32s | None") -> None:
-        """A new sequence in the lane; earlier: ids that it may repeat, TURN_END behind each turn."""
-        self.earlier_B[lane] = 0
+    def open(self, slot: int, earlier: "Int32s | None") -> None:
+        """A new sequence in the slot; earlier: ids that it may repeat, TURN_END behind each turn."""
+        self.earlier_B[slot] = 0
         if earlier is not None:
             ids = earlier[: self.earlier_BL.shape[1]]
-            self.earlier_BL[lane, : len(ids)] = ids
-            self.earlier_B[lane] = len(ids)
+            self.earlier_BL[slot, : len(ids)] = ids
+            self.earlier_B[slot] = len(ids)
 
     def looks(self, sequences: int) -> bool:
         """Return whether drafts are looked up in this step, in which `sequences` decode. Call it once a step. The
@@ -105,28 +105,28 @@ class Drafter:
         wanted = any(self._drafts_wanted(kind, sequences) for kind in range(len(BEGIN)))
         return wanted and (self.refused <= PATIENCE or self.steps % PAUSE == 0)
 
-    def draft(self, tokens_BL: Ints, known_B: Ints, lane_N: Ints, most_N: Ints) -> Drafts | None:
-        """Guesses for lanes that decode, at most `most_N` each; None where nobody has one that pays."""
-        wanted = [self._drafts_wanted(kind, len(lane_N)) for kind in range(len(BEGIN))]
-        known_N = known_B[lane_N]
-        found_N, kind_N = np.full(len(lane_N), -1), np.zeros(len(lane_N), np.int64)
-        from_earlier_N = np.zeros(len(lane_N), bool)
+    def draft(self, tokens_BL: Ints, known_B: Ints, slot_N: Ints, most_N: Ints) -> Drafts | None:
+        """Guesses for slots that decode, at most `most_N` each; None where nobody has one that pays."""
+        wanted = [self._drafts_wanted(kind, len(slot_N)) for kind in range(len(BEGIN))]
+        known_N = known_B[slot_N]
+        found_N, kind_N = np.full(len(slot_N), -1), np.zeros(len(slot_N), np.int64)
+        from_earlier_N = np.zeros(len(slot_N), bool)
         for kind, tokens in ((EARLIER_4, 4), (EARLIER_2, 2), (OWN_3, 3)):
             left = np.flatnonzero(found_N < 0)
             if not wanted[kind] or not len(left):
                 continue
             own = kind == OWN_3
-            lanes = lane_N[left]
-            source, length = (tokens_BL, known_N[left]) if own else (self.earlier_BL, self.earlier_B[lanes])
-            place = _nearest(source, lanes, length, tokens_BL, known_N[left], tokens)
+            slots = slot_N[left]
+            source, length = (tokens_BL, known_N[left]) if own else (self.earlier_BL, self.earlier_B[slots])
+            place = _nearest(source, slots, length, tokens_BL, known_N[left], tokens)
             found_N[left], kind_N[left] = place, kind
             from_earlier_N[left] = not own
-        return self._read(tokens_BL, known_N, lane_N, most_N, wanted, found_N, kind_N, from_earlier_N)
+        return self._read(tokens_BL, known_N, slot_N, most_N, wanted, found_N, kind_N, from_earlier_N)
 
-    def note(self, lane_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
-        """Count how many of the lanes' drafts came true."""
-        np.add.at(self.counts[:, 0], self.kind_B[lane_N], taken_N)
-        np.add.at(self.counts[:, 1], self.kind_B[lane_N], taken_N < drafted_N)
+    def note(self, slot_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
+        """Count how many of the slots' drafts came true."""
+        np.add.at(self.counts[:, 0], self.kind_B[slot_N], taken_N)
+        np.add.at(self.counts[:, 1], self.kind_B[slot_N], taken_N < drafted_N)
 
     def _drafts_wanted(self, kind: int, sequences: int) -> int:
         if self.speculate != "auto":
@@ -140,7 +140,7 @@ class Drafter:
         return chances
 
     def _most_that_pay(self, count_N: Ints, kind_N: Ints) -> int:
-        """Return the largest number of drafts for a lane with which the forward is likely to write the most in its
+        """Return the largest number of drafts for a slot with which the forward is likely to write the most in its
         time; 0: no drafts make up for what they cost."""
         if self.speculate != "auto":
             return MOST
@@ -161,7 +161,7 @@ class Drafter:
         self,
         tokens_BL: Ints,
         known_N: Ints,
-        lane_N: Ints,
+        slot_N: Ints,
         most_N: Ints,
         wanted: list[int],
         found_N: Ints,
@@ -169,36 +169,36 @@ class Drafter:
         from_earlier_N: npt.NDArray[np.bool_],
     ) -> Drafts | None:
         """Return the tokens behind the places that were found, as drafts; None where there are none."""
-        length_N = np.where(from_earlier_N, self.earlier_B[lane_N], known_N)
+        length_N = np.where(from_earlier_N, self.earlier_B[slot_N], known_N)
         count_N = np.minimum(np.array(wanted)[kind_N], np.minimum(length_N - 1 - found_N, most_N))
         count_N = np.where(found_N < 0, 0, np.maximum(count_N, 0))
         at_NK = np.minimum(found_N[:, None] + 1 + np.arange(int(count_N.max())), tokens_BL.shape[1] - 1)
-        own_NK, earlier_NK = tokens_BL[lane_N[:, None], at_NK], self.earlier_BL[lane_N[:, None], at_NK]
+        own_NK, earlier_NK = tokens_BL[slot_N[:, None], at_NK], self.earlier_BL[slot_N[:, None], at_NK]
         ids_NK = np.where(from_earlier_N[:, None], earlier_NK, own_NK)
         left_NK = np.where(ids_NK == TURN_END, np.arange(ids_NK.shape[1]), MOST)
         count_N = np.minimum(count_N, left_NK.min(1, initial=MOST))
         count_N = np.minimum(count_N, self._most_that_pay(count_N, kind_N))
         if not count_N.any():
             return None
-        self.kind_B[lane_N] = kind_N
+        self.kind_B[slot_N] = kind_N
         return Drafts(ids_NK[:, : int(count_N.max())], count_N)
 
 
-def _nearest(source_BL: Ints, lane_N: Ints, length_N: Ints, tokens_BL: Ints, known_N: Ints, tokens: int) -> Ints:
-    """The place in each lane's source, one token before its end at most, at which the lane's last `tokens` tokens end:
-    of several the nearest to the lane's own length, which in its own context is the latest; -1 where there is none."""
+def _nearest(source_BL: Ints, slot_N: Ints, length_N: Ints, tokens_BL: Ints, known_N: Ints, tokens: int) -> Ints:
+    """The place in each slot's source, one token before its end at most, at which the slot's last `tokens` tokens end:
+    of several the nearest to the slot's own length, which in its own context is the latest; -1 where there is none."""
     longest = int(length_N.max(initial=0))
     first = max(longest - WINDOW, 0)
     if longest - first < tokens + 1 or int(known_N.min()) < tokens:
-        return np.full(len(lane_N), -1)
-    rows = source_BL[lane_N, first:longest]
+        return np.full(len(slot_N), -1)
+    rows = source_BL[slot_N, first:longest]
     place = np.arange(first + tokens - 1, longest)
     same = place < length_N[:, None] - 1
     for back in range(tokens):
-        last_N = tokens_BL[lane_N, known_N - 1 - back]
+        last_N = tokens_BL[slot_N, known_N - 1 - back]
         same &= rows[:, tokens - 1 - back : rows.shape[1] - back] == last_N[:, None]
     found = same.any(1)
-    lane_N, at = np.full(len(lane_N), -1), np.flatnonzero(found)
+    slot_N, at = np.full(len(slot_N), -1), np.flatnonzero(found)
     away = np.where(same[at], np.abs(place - known_N[at, None]), np.iinfo(np.int64).max)
-    lane_N[at] = place[away.argmin(1)]
-    return lane_N
+    slot_N[at] = place[away.argmin(1)]
+    return slot_N

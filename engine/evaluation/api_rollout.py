@@ -237,7 +237,7 @@ class ApiRollout(EpisodeRunner):
         """Return the trajectories of `jobs`. UserError as the endpoint's."""
         self.clock = RolloutClock()
         started = time.perf_counter()
-        trajectories = self.collect(jobs, ApiWriter(self, temperature), on_progress)
+        trajectories = self.play_all(jobs, ApiWriter(self, temperature), on_progress)
         self.clock.total = time.perf_counter() - started
         return trajectories
 

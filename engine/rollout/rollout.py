@@ -193,7 +193,7 @@ class EpisodeRunner:
         self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
         self.shuffle, self.unit = shuffle, unit
         self.clock = RolloutClock()
-        self.under_way: tuple[int, int] | None = None  # of `collect`: trajectories that have ended, and all
+        self.under_way: tuple[int, int] | None = None  # of `play_all`: trajectories that have ended, and all
 
     def prompt(self, question: Question, room: int = 0) -> list[int]:
         """Return the ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the
@@ -260,7 +260,7 @@ class EpisodeRunner:
             ]
             yield from play.steps(samples)
 
-    def collect(
+    def play_all(
         self,
         jobs: Sequence[Job],
         writer: TurnWriter,
@@ -279,7 +279,7 @@ class EpisodeRunner:
         return [done[job.group, job.sample] for job in jobs]
 
     def stage(self) -> Stage | None:
-        """Return how far `collect` is, for `console.polling`; None while nothing is under way."""
+        """Return how far `play_all` is, for `console.polling`; None while nothing is under way."""
         under_way = self.under_way  # once: the run goes on while this is asked
         text = f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
         return None if under_way is None else Stage("rollout", *under_way, text)
@@ -314,7 +314,7 @@ class Rollout(EpisodeRunner):
             speculate=limits.num_draft_tokens,
         )
         # By question: the last trajectory, which may come again.
-        self._written: OrderedDict[str, Int32s] = OrderedDict()
+        self._earlier_ids: OrderedDict[str, Int32s] = OrderedDict()
 
     @staticmethod
     def blocks_for(limits: Limits) -> int:
@@ -336,15 +336,15 @@ class Rollout(EpisodeRunner):
         self.decoder.begin(self.limits.max_context, self.clock)
         recall = recall and bool(self.decoder.speculate)
         draw = SamplingParams(temperature=temperature)
-        writer = DecoderWriter(self.decoder, draw, self._written if recall else {})
-        trajectories = self.collect(jobs, writer, on_progress)
+        writer = DecoderWriter(self.decoder, draw, self._earlier_ids if recall else {})
+        trajectories = self.play_all(jobs, writer, on_progress)
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
         for trajectory in trajectories if recall else ():
-            self._written[trajectory.question_id] = ids_by_turns(trajectory)
-            self._written.move_to_end(trajectory.question_id)
-        while len(self._written) > REMEMBERED:
-            self._written.popitem(last=False)
+            self._earlier_ids[trajectory.question_id] = ids_by_turns(trajectory)
+            self._earlier_ids.move_to_end(trajectory.question_id)
+        while len(self._earlier_ids) > REMEMBERED:
+            self._earlier_ids.popitem(last=False)
         return trajectories
 
 
@@ -375,9 +375,9 @@ class DecoderWriter:
         self.decoder.begin_turn(sequence, stop, sample.room, lead)
 
     def step(self) -> list[tuple[Sample, Written]]:
-        return [(self.writing.pop(sequence), self._written(sequence)) for sequence in self.decoder.step()]
+        return [(self.writing.pop(sequence), self._ended_turn(sequence)) for sequence in self.decoder.step()]
 
-    def _written(self, sequence: TokenSequence) -> Written:
+    def _ended_turn(self, sequence: TokenSequence) -> Written:
         hit, full = sequence.hit, sequence.finish == "length"
         stop, trailing = (None, 0) if hit is None else (hit.tag, len(hit.trailing))
         return Written(sequence.turn_ids, sequence.logprobs, stop, trailing, full)

@@ -58,30 +58,30 @@ def stops(tiny_tokenizer: Tokenizer) -> StopTables:
     return StopTables(tiny_tokenizer, [tiny_tokenizer.added_tokens["<|endoftext|>"]], CPU)
 
 
-def drafted_lanes(tokenizer: Tokenizer, stops: StopTables, seed: int) -> tuple[BatchState, Ints]:
-    """Lanes that know KNOWN tokens of some text, with guesses behind them, and the bytes of a stop half read."""
+def drafted_slots(tokenizer: Tokenizer, stops: StopTables, seed: int) -> tuple[BatchState, Ints]:
+    """Slots that know KNOWN tokens of some text, with guesses behind them, and the bytes of a stop half read."""
     noise = torch.Generator().manual_seed(seed)
     batch = BatchState(COUNT, 40, 4, CPU)
     batch.tokens_BL[:] = torch.randint(0, tokenizer.vocab_size, batch.tokens_BL.shape, generator=noise)
     batch.known_B[:] = KNOWN
-    for lane in range(COUNT):
-        state_N = torch.tensor([stops.start(((), ("</search>",), ("</answer>", "</search>"))[lane % 3])])
-        for token in tokenizer.encode_template("x</search>")[: -1 if lane % 2 else -2]:
+    for slot in range(COUNT):
+        state_N = torch.tensor([stops.start(((), ("</search>",), ("</answer>", "</search>"))[slot % 3])])
+        for token in tokenizer.encode_template("x</search>")[: -1 if slot % 2 else -2]:
             state_N, _ = stops.advance(state_N, torch.tensor([token]))
-        batch.state_B[lane] = state_N[0]
+        batch.state_B[slot] = state_N[0]
     return batch, np.random.default_rng(seed).permutation(COUNT)[: COUNT - 5]
 
 
 def one_by_one(
-    batch: BatchState, stops: StopTables, lane: int, drafted: int, ids: list[int]
+    batch: BatchState, stops: StopTables, slot: int, drafted: int, ids: list[int]
 ) -> tuple[list[int], int, int]:
-    """What stands of the tokens drawn behind a lane's last one and its drafts, the code of the last, and the state: as
+    """What stands of the tokens drawn behind a slot's last one and its drafts, the code of the last, and the state: as
     they would have been drawn with nobody guessing."""
-    kept, state_N = [], batch.state_B[lane : lane + 1]
+    kept, state_N = [], batch.state_B[slot : slot + 1]
     for column, token in enumerate(ids):
         kept.append(token)
         state_N, code_N = stops.advance(state_N, torch.tensor([token]))
-        guessed = column < drafted and int(batch.tokens_BL[lane, KNOWN + column]) == token
+        guessed = column < drafted and int(batch.tokens_BL[slot, KNOWN + column]) == token
         if code_N[0] or not guessed:
             break
     return kept, int(code_N[0]), int(state_N[0])
@@ -95,35 +95,35 @@ def test_those_stand_that_would_have_been_drawn_one_by_one(
     ends = [tiny_tokenizer.encode_template("x</search>")[-1], tiny_tokenizer.added_tokens["<|endoftext|>"]]
     seen_codes, seen_taken = set(), set()
     for seed in range(8):
-        batch, lane_N = drafted_lanes(tiny_tokenizer, stops, seed)
+        batch, slot_N = drafted_slots(tiny_tokenizer, stops, seed)
         draw = np.random.default_rng(100 + seed)
-        drafted_N, ids = draw.integers(0, drafts + 1, len(lane_N)), []
-        for lane, count in zip(lane_N, 1 + drafted_N, strict=True):
-            guessed = batch.tokens_BL[lane, KNOWN : KNOWN + count].tolist()  # true guesses, but for some
+        drafted_N, ids = draw.integers(0, drafts + 1, len(slot_N)), []
+        for slot, count in zip(slot_N, 1 + drafted_N, strict=True):
+            guessed = batch.tokens_BL[slot, KNOWN : KNOWN + count].tolist()  # true guesses, but for some
             ids.append([token if draw.random() < 0.6 else int(draw.choice([*ends, 7])) for token in guessed])
-        wanted = [one_by_one(batch, stops, *row) for row in zip(lane_N.tolist(), drafted_N.tolist(), ids, strict=True)]
+        wanted = [one_by_one(batch, stops, *row) for row in zip(slot_N.tolist(), drafted_N.tolist(), ids, strict=True)]
 
         in_place = deepcopy(batch)
         ids_F = torch.tensor([token for row in ids for token in row])
         logprobs_F = -torch.rand(len(ids_F), generator=torch.Generator().manual_seed(seed))
-        code_N, taken_N = accept_tokens(in_place, stops, lane_N, drafted_N, ids_F, logprobs_F)
+        code_N, taken_N = accept_tokens(in_place, stops, slot_N, drafted_N, ids_F, logprobs_F)
         first_N = np.cumsum(1 + drafted_N) - 1 - drafted_N
-        for row, (lane, (kept, code, state)) in enumerate(zip(lane_N.tolist(), wanted, strict=True)):
-            assert (taken_N[row], code_N[row], int(in_place.state_B[lane])) == (len(kept), code, state)
+        for row, (slot, (kept, code, state)) in enumerate(zip(slot_N.tolist(), wanted, strict=True)):
+            assert (taken_N[row], code_N[row], int(in_place.state_B[slot])) == (len(kept), code, state)
             there = slice(KNOWN, KNOWN + len(kept))
-            assert in_place.tokens_BL[lane, there].tolist() == kept
-            assert torch.equal(in_place.logprobs_BL[lane, there], logprobs_F[first_N[row] :][: len(kept)])
-        others = sorted(set(range(COUNT)) - set(lane_N.tolist()))
+            assert in_place.tokens_BL[slot, there].tolist() == kept
+            assert torch.equal(in_place.logprobs_BL[slot, there], logprobs_F[first_N[row] :][: len(kept)])
+        others = sorted(set(range(COUNT)) - set(slot_N.tolist()))
         assert torch.equal(in_place.tokens_BL[others], batch.tokens_BL[others])
         assert torch.equal(in_place.tokens_BL[:, :KNOWN], batch.tokens_BL[:, :KNOWN])
 
         wide = drafts + 2  # columns behind a sequence's drafts hold true guesses, which count for nothing
         ids_NQ, drafts_NK = torch.zeros(len(ids), 1 + wide, dtype=torch.int64), torch.zeros(len(ids), wide).long()
-        for row, lane in enumerate(lane_N.tolist()):
+        for row, slot in enumerate(slot_N.tolist()):
             ids_NQ[row, : len(ids[row])] = torch.tensor(ids[row])
-            drafts_NK[row, : drafted_N[row]] = batch.tokens_BL[lane, KNOWN : KNOWN + drafted_N[row]]
+            drafts_NK[row, : drafted_N[row]] = batch.tokens_BL[slot, KNOWN : KNOWN + drafted_N[row]]
             drafts_NK[row, drafted_N[row] :] = ids_NQ[row, drafted_N[row] : -1]
-        state_N = batch.state_B[torch.from_numpy(lane_N)]
+        state_N = batch.state_B[torch.from_numpy(slot_N)]
         logprobs_NQ = -torch.ones(ids_NQ.shape)
         columns = count_accepted(stops, state_N, ids_NQ, logprobs_NQ, drafts_NK, torch.from_numpy(drafted_N))
         found = [tuple(row) for row in torch.stack(columns, 1).tolist()]

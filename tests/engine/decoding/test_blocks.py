@@ -347,6 +347,6 @@ def test_a_pool_of_nothing_is_refused(blocks: int, size: int) -> None:
 
 
 def test_blocks_are_handed_out_as_an_array() -> None:
-    """The lanes' tables are filled from it."""
+    """The slots' tables are filled from it."""
     taken = BlockPool(5, 4).allocate(3)
     assert taken.dtype == np.int64 and taken.shape == (3,)

@@ -106,21 +106,21 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
             times.append(gpu.now)
             return rows
 
-        def was_read(flight: PendingStep) -> Any:
+        def was_read(pending: PendingStep) -> Any:
             gpu.reached = times.pop(0)
-            return read(flight)
+            return read(pending)
 
         monkeypatch.setattr(BucketStep, "launch", launched)
         monkeypatch.setattr(PendingStep, "read", was_read)
     else:
-        write = Decoder._write
+        write = Decoder._sample_rows
 
         def written(decoder: Decoder, *rows: Any) -> Any:
             done = write(decoder, *rows)
             gpu.reached = gpu.now
             return done
 
-        monkeypatch.setattr(Decoder, "_write", written)
+        monkeypatch.setattr(Decoder, "_sample_rows", written)
     turns = (TurnPlan(room=6), TurnPlan(room=5, appended=(tuple(range(30)),)))
     play(decoder, [list(range(40))], [Plan(prompt=0, seed=seed, turns=turns) for seed in range(3)])
     assert prefills and decodes

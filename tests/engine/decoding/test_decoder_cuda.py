@@ -117,15 +117,15 @@ def test_a_turn_ends_within_its_guesses(
     end_turn, read = DeviceDecoder._end_turn, decoder_cuda.PendingStep.read
     taken: dict[int, tuple[int, int]] = {}
 
-    def note(flight: decoder_cuda.PendingStep) -> Any:
-        drawn = read(flight)
-        pairs = zip(drawn.taken_N.tolist(), flight.drafted_N.tolist(), strict=True)
-        taken.update(zip(flight.lane_N.tolist(), pairs, strict=True))
+    def note(pending: decoder_cuda.PendingStep) -> Any:
+        drawn = read(pending)
+        pairs = zip(drawn.taken_N.tolist(), pending.drafted_N.tolist(), strict=True)
+        taken.update(zip(pending.slot_N.tolist(), pairs, strict=True))
         return drawn
 
-    def end(decoder: DeviceDecoder, lane: int, code: int) -> TokenSequence:
-        sequence = end_turn(decoder, lane, code)
-        stands, guessed = taken[lane]
+    def end(decoder: DeviceDecoder, slot: int, code: int) -> TokenSequence:
+        sequence = end_turn(decoder, slot, code)
+        stands, guessed = taken[slot]
         if stands > 1 and (stands <= guessed or sequence.finish == "length"):
             ends[sequence.finish] += 1
         return sequence
@@ -225,13 +225,13 @@ def test_only_where_guesses_are_looked_up_is_a_step_read_before_the_next_is_laun
         air += 1
         return launch(step)
 
-    def was_read(flight: decoder_cuda.PendingStep) -> Any:
+    def was_read(pending: decoder_cuda.PendingStep) -> Any:
         nonlocal air
         air -= 1
-        return read(flight)
+        return read(pending)
 
-    def nearest(source: Any, lane_N: Any, length_N: Any, tokens_BL: Any, known_N: Any, tokens: int) -> Any:
-        return np.full(len(lane_N), 0 if speculate == 2 and tokens == 3 else -1)  # 3: in the own context
+    def nearest(source: Any, slot_N: Any, length_N: Any, tokens_BL: Any, known_N: Any, tokens: int) -> Any:
+        return np.full(len(slot_N), 0 if speculate == 2 and tokens == 3 else -1)  # 3: in the own context
 
     monkeypatch.setattr(speculative, "_nearest", nearest)
     monkeypatch.setattr(BucketStep, "launch", launched)
@@ -389,12 +389,12 @@ def test_the_same_buffers_give_the_same_step(drafts: int, running: Callable[[int
     step.run()
     assert torch.equal(step.packed_BX, first[0])
     assert all(torch.equal(x, y) for x, y in zip(kept[:2], first[1][:2], strict=True))
-    unused = sorted(set(range(len(batch.known_B) - 1)) - set(lanes_of(decoder)))
-    assert torch.equal(batch.tokens_BL[unused], before[0][unused]), "rows that fill it up write to the spare lane alone"
+    unused = sorted(set(range(len(batch.known_B) - 1)) - set(slots_of(decoder)))
+    assert torch.equal(batch.tokens_BL[unused], before[0][unused]), "rows that fill it up write to the spare slot alone"
 
 
-def lanes_of(decoder: DeviceDecoder) -> list[int]:
-    return [sequence.lane for sequence in decoder.scheduler.running]
+def slots_of(decoder: DeviceDecoder) -> list[int]:
+    return [sequence.slot for sequence in decoder.scheduler.running]
 
 
 def test_buckets_are_few() -> None:

@@ -141,8 +141,10 @@ def test_the_counts_can_tell(steady: Callable[..., Decoder], monkeypatch: pytest
     for count in (4, 64):
         decoder = steady(count)
         running = decoder.scheduler.running
-        looped = lines(lambda running=running: [one.lane for one in running])
-        monkeypatch.setattr(decoder, "_draft", lambda running=running: list(map(torch.ones, range(len(running)))))
+        looped = lines(lambda running=running: [one.slot for one in running])
+        monkeypatch.setattr(
+            decoder, "_look_up_drafts", lambda running=running: list(map(torch.ones, range(len(running))))
+        )
         found.append((sum(looped.values()), len(ops(decoder.step))))
     assert found[1][0] >= found[0][0] + 60 and found[1][1] == found[0][1] + 60
 
@@ -153,7 +155,7 @@ def test_what_ends_is_all_that_is_looped_over(steady: Callable[..., Decoder]) ->
     for count in (4, 64):
         decoder = steady(count)
         plain = len(ops(decoder.step))
-        decoder.batch.room_B[decoder.scheduler.running[2].lane] = 1
+        decoder.batch.room_B[decoder.scheduler.running[2].slot] = 1
         ended = []
         with Ops() as mode:
             ended = decoder.step()

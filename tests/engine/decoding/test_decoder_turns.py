@@ -171,7 +171,7 @@ def test_who_was_sent_back_between_two_turns_goes_on_later(
     sequence, text = start(decoder, 1, room=4), [40, 41, 42]
     until(decoder, sequence)
     first = sequence.turn_ids
-    assert send_back(decoder) is sequence and decoder.idle and sequence.lane < 0
+    assert send_back(decoder) is sequence and decoder.idle and sequence.slot < 0
     decoder.append(sequence, text)
     assert decoder.idle and decoder.step() == []
     decoder.begin_turn(sequence, (), 4)
@@ -185,7 +185,7 @@ def test_a_sequence_may_be_released_at_any_time(decoder: Decoder) -> None:
     decoder.scheduler.max_running = 2
     runs, stays, waits = (start(decoder, seed) for seed in range(3))
     decoder.step()
-    assert waits.lane < 0
+    assert waits.slot < 0
     decoder.release(waits)
     decoder.release(runs)
     until(decoder, stays)
@@ -215,7 +215,7 @@ def test_who_goes_in_the_middle_of_its_prompt_holds_nobody_up(
         decoder.begin_turn(sequence, (), 5)
     for _ in range(3):
         decoder.step()
-    assert decoder.scheduler.running == [first] and 16 < decoder.batch.cached_B[first.lane] < len(ids)
+    assert decoder.scheduler.running == [first] and 16 < decoder.batch.cached_B[first.slot] < len(ids)
     if sent_back:
         send_back(decoder)
     else:

@@ -50,11 +50,11 @@ def test_a_step_writes_nothing_but_its_own_slots() -> None:
     assert (cache.k_LPKDS[0] == 7).all() and (cache.v_LPKSD[0] == -7).all(), "another layer"
 
 
-def test_rows_know_their_lane_and_position() -> None:
+def test_rows_know_their_slot_and_position() -> None:
     step = step_of(PagedKV(make_config(), 9, 16), (1, 15, 3), (0, 0, 2))
-    assert step.lane_T[:5].tolist() == [1, 1, 1, 0, 0] and step.positions_T[:5].tolist() == [15, 16, 17, 0, 1]
+    assert step.slot_T[:5].tolist() == [1, 1, 1, 0, 0] and step.positions_T[:5].tolist() == [15, 16, 17, 0, 1]
     assert step.block_T.tolist() == [3, 6, 6, 5, 5] + [0] * 11
-    assert step.slot_T[:5].tolist() == [15, 0, 1, 0, 1] and step.rows == 5
+    assert step.offset_T[:5].tolist() == [15, 0, 1, 0, 1] and step.rows == 5
 
 
 def test_a_copied_block_is_the_same_in_every_layer() -> None:

@@ -127,7 +127,7 @@ def test_the_oldest_begin_first() -> None:
     assert [sequence.number for sequence in sequences] == [0, 1, 2, 3]
 
 
-def test_no_more_run_than_there_are_lanes() -> None:
+def test_no_more_run_than_there_are_slots() -> None:
     simulation = Simulation(BlockPool(500, 4), 3)
     sequences = [simulation.submit([n, n], 5) for n in range(6)]
     assert simulation.admit() == sequences[:3] and simulation.admit() == []

@@ -164,18 +164,18 @@ def test_what_speculate_may_be(speculate: Any, tiny_policy: Policy, tiny_tokeniz
 # --- What a GPU pays for
 
 
-def drafted(lanes: int, some: int, weight_bytes: float = 15e9, speculate: Any = "auto") -> list[int] | None:
-    """Drafts of lanes of which `some` repeat what they wrote, where 8 of 10 guesses have come true."""
-    drafter = Drafter(speculate, lanes, 64, gpu_costs(int(weight_bytes)))
+def drafted(slots: int, some: int, weight_bytes: float = 15e9, speculate: Any = "auto") -> list[int] | None:
+    """Drafts of slots of which `some` repeat what they wrote, where 8 of 10 guesses have come true."""
+    drafter = Drafter(speculate, slots, 64, gpu_costs(int(weight_bytes)))
     drafter.counts[:] = [80.0, 20.0]
-    tokens_BL = np.arange(lanes)[:, None] * 100 + np.arange(64)
+    tokens_BL = np.arange(slots)[:, None] * 100 + np.arange(64)
     tokens_BL[:some, 20:24] = tokens_BL[:some, :4]
-    assert drafter.looks(lanes)
-    drafts = drafter.draft(tokens_BL, np.full(lanes, 24), np.arange(lanes), np.full(lanes, 40))
+    assert drafter.looks(slots)
+    drafts = drafter.draft(tokens_BL, np.full(slots, 24), np.arange(slots), np.full(slots, 40))
     return None if drafts is None else drafts.count_N.tolist()
 
 
-def test_a_gpu_pays_for_the_rows_of_lanes_that_have_no_guess() -> None:
+def test_a_gpu_pays_for_the_rows_of_slots_that_have_no_guess() -> None:
     assert drafted(8, 8) == [8] * 8, "rows are cheap while they are few"
     assert drafted(8, 2) == [4] * 2 + [0] * 6, "the other six have four rows more, too"
     assert drafted(8, 1) is None
