@@ -1,9 +1,9 @@
 """Ctrl-C and SIGTERM: what must not be cut in two is finished first, all else ends at once.
 
-    with handle_signals():                                        # once a process: cli/main.py
-        with defer_signals("the step is finished first"):     # training: a signal is noted
-            with allow_signals():                              # an evaluation: raised at once
-        with defer_signals("..", unless=lambda: step.collecting):    # the same, asked when a signal comes
+    with handle_signals():                                          # once a process: cli/main.py
+        with defer_signals("the step is finished first"):           # training: a signal is noted
+            with allow_signals():                                   # an evaluation: raised at once
+        with defer_signals("..", unless=lambda: step.collecting):   # the same, asked when a signal comes
 
 The first signal raises `Interrupted` in the main thread, once; inside `defer_signals` it is noted, and raised where
 `allow_signals` begins, at `check()`, or where `defer_signals` ends. A second Ctrl-C ends the process at once with
