@@ -32,7 +32,7 @@ from thresher.common.signals import Interrupted, allow_signals, noted
 
 PATIENCE = timedelta(hours=6)
 _NOTE = "thresher/failed"  # key of the store: the rank that failed first
-_LAST_WORDS = 5.0  # seconds that a rank with nothing to say leaves to the one that has
+_LAST_WORDS = 5.0  # seconds that a rank which failed later waits for the one that failed first
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ class Ranks:
         return self.count > 1
 
     def share(self, total: int) -> range:
-        """This rank's stretch of `total` things, shared out as evenly as they can be."""
+        """Return this rank's range of `total` things, shared out as evenly as possible."""
         return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
 
     def gather(self, value: T) -> list[T] | None:
-        """Every rank's value, in the order of the ranks, on rank 0; None elsewhere. The value must pickle."""
+        """Return all ranks' values, in their order, on rank 0; None elsewhere. The value must pickle."""
         if not self.is_distributed:
             return [value]
         values: list[T] | None = [value] * self.count if self.is_main else None
@@ -77,27 +77,24 @@ class Ranks:
         return value
 
     def all_reduce_sum(self, *numbers: int) -> list[int]:
-        """Each number summed over the ranks."""
+        """Return the sum of each number over the ranks."""
         return self._reduced(numbers, dist.ReduceOp.SUM) if self.is_distributed else list(numbers)
 
     def all_reduce_max(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         return self._reduced((number,), dist.ReduceOp.MAX)[0] if self.is_distributed else number
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """For work without collectives, of which nothing is kept. A signal ends it at once; when all ranks have ended
-        it, `Interrupted` is raised on every one, so that none goes on alone."""
-        if not self.is_distributed:
-            with allow_signals():
-                yield
-            return
+        """Let a signal end work that keeps nothing and has no collectives. When all ranks have left it, `Interrupted`
+        is raised on every one, so that none goes on alone."""
         try:
             with allow_signals():
                 yield
         except Interrupted:
-            pass
-        if number := self.all_reduce_max(noted() or 0):
+            if not self.is_distributed:
+                raise
+        if self.is_distributed and (number := self.all_reduce_max(noted() or 0)):
             raise Interrupted(number)
 
     def _reduced(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> list[int]:
@@ -151,12 +148,11 @@ def _from_environment() -> Ranks:
     if given.get("WORLD_SIZE", "1") == "1":
         return SINGLE
     try:
-        ranks = Ranks(*(int(given[name]) for name in names))
+        return Ranks(*(int(given[name]) for name in names))
     except (KeyError, ValueError):
         raise UserError(
             f"the environment says {given}; expected numbers in {', '.join(names)}, as torchrun sets them, or none"
         ) from None
-    return ranks
 
 
 def _fails_first(store: Any, ranks: Ranks) -> bool:

@@ -75,20 +75,17 @@ def recomputed_record(ranks: Sequence[Recomputed]) -> dict[str, float]:
 def recompute(
     updater: Updater, batch: Sequence[list[TrainSequence]], grpo: GrpoSection, temperature: float
 ) -> tuple[list[list[TrainSequence]], Recomputed]:
-    """The items of each of a batch's optimiser steps with old log-probs by the policy as it is now, and importance
-    weights where the recipe wants some; what was found on the way."""
+    """Return the sequences of each optimiser step of a batch with old log-probs by the current policy, and importance
+    weights where the recipe has them; and the statistics of these."""
     started = time.perf_counter()
-    items = [item for of_step in batch for item in of_step]
-    own = updater.logprobs(items, temperature)
-    gaps = [
-        abs(now - then)
-        for item, mine in zip(items, own, strict=True)
-        for now, then in zip(mine, item.old_logprobs, strict=True)
-    ]
-    weights, sums = importance_weights(own, [item.old_logprobs for item in items], grpo)
+    sequences = [one for of_step in batch for one in of_step]
+    rollout = [one.old_logprobs for one in sequences]
+    own = updater.logprobs(sequences, temperature)
+    gaps = [abs(now - then) for pair in zip(own, rollout, strict=True) for now, then in zip(*pair, strict=True)]
+    weights, sums = importance_weights(own, rollout, grpo)
     renewed = iter(
-        replace(item, old_logprobs=mine, importance=weight)
-        for item, mine, weight in zip(items, own, weights, strict=True)
+        replace(one, old_logprobs=mine, importance=weight)
+        for one, mine, weight in zip(sequences, own, weights, strict=True)
     )
     return [[next(renewed) for _ in of_step] for of_step in batch], Recomputed(
         tokens=len(gaps),
@@ -102,8 +99,8 @@ def recompute(
 def importance_weights(
     own: Sequence[Sequence[float]], rollout: Sequence[Sequence[float]], grpo: GrpoSection
 ) -> tuple[list[list[float] | None], WeightSums]:
-    """Log-probs of every trajectory's tokens, by the update and by the rollout -> the weight of each token, None where
-    the recipe wants none, and the sums of the weights as they were."""
+    """Return the weight of each token from its log-probs by the update and by the rollout (None: the recipe has no
+    weights), and the sums of the unbounded weights."""
     if grpo.tis_level == "none":
         return [None] * len(own), WeightSums()
     logs = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(own, rollout, strict=True)]
@@ -120,11 +117,8 @@ def importance_weights(
 def _bounded(w: float, grpo: GrpoSection) -> float:
     if grpo.tis_rule == "truncate":
         return min(w, grpo.tis_cap)
-    return w if _floor(grpo) <= w <= grpo.tis_cap else 0.0
-
-
-def _floor(grpo: GrpoSection) -> float:
-    return 1.0 / grpo.tis_cap if grpo.tis_floor is None else grpo.tis_floor
+    floor = 1.0 / grpo.tis_cap if grpo.tis_floor is None else grpo.tis_floor
+    return w if floor <= w <= grpo.tis_cap else 0.0
 
 
 def _sums(raw: list[float], grpo: GrpoSection) -> WeightSums:

@@ -58,7 +58,7 @@ class Transcript:
 def read_transcripts(
     path: str | Path, tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
 ) -> list[Transcript]:
-    """All transcripts of a JSONL file. UserError names the line of a malformed one."""
+    """Read all transcripts of a JSONL file. UserError names the line of a malformed one."""
     placed = ((f"{path}:{number}", record) for number, record in read_records(path, foreign=True, remedy=ON_PURPOSE))
     result = encode_all(placed, tokenizer, renderer, template, end_id)
     if not result:
@@ -69,8 +69,8 @@ def read_transcripts(
 def read_data(
     sft: SftSection, tokenizer: Tokenizer, renderer: Renderer, system_template: str, end_id: int | None
 ) -> tuple[list[Transcript], list[Unused], int]:
-    """The transcripts of sft.data, the questions that give none, and how many there are in all. UserError for a file
-    that cannot be read or gives nothing."""
+    """Return the transcripts of sft.data, the questions that give none, and the number of all questions. UserError for
+    a file that cannot be read or gives nothing."""
     assert sft.data is not None
     template = None if sft.template is None else read_template(sft.template, passages=sft.format != "closed-book")
     if sft.format == "reasoning" and "{passages}" not in system_template:
@@ -89,7 +89,7 @@ def encode_all(
     template: str,
     end_id: int | None,
 ) -> list[Transcript]:
-    """The transcripts of (place, record) pairs. UserError names the place of a malformed one."""
+    """Return the transcripts of (place, record) pairs. UserError names the place of a malformed one."""
     result = []
     with console.counting("transcripts into tokens:") as counter:
         for place, record in placed:
@@ -112,7 +112,7 @@ def encode_all(
 def encode_transcript(
     record: dict[str, Any], tokenizer: Tokenizer, renderer: Renderer, template: str, end_id: int | None = None
 ) -> Transcript:
-    """One transcript's tokens; `end_id` is the end of text. LookupError, TypeError or ValueError for one that is
+    """Return one transcript's tokens; `end_id` is the end of text. LookupError, TypeError or ValueError for one that is
     malformed or trains nothing."""
     segments = record["segments"]
     cut = False
@@ -147,9 +147,8 @@ def encode_transcript(
 
 
 def _prompt(record: dict[str, Any], template: str) -> Prompt:
-    """Its passages are needed where the template shows them, lest it be filled with none."""
-    given = record["passages"] if "{passages}" in template else []
-    places = ((value, f"passage {number}") for number, value in enumerate(given, 1))
+    passages = record["passages"] if "{passages}" in template else []
+    places = ((value, f"passage {number}") for number, value in enumerate(passages, 1))
     passages = [to_passage(as_object(value, place), 0, place) for value, place in places]
     return Prompt(template, record["question"], passages)
 
@@ -223,7 +222,7 @@ class SftTrainer:
     ) -> SftResult:
         """Train, from the policy's weights on.
 
-        `log` gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured.
+        log: gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured.
         begun: go on behind its records; the policy's weights are those with which it began. keep: called behind each
         step with the number of steps of all attempts so far, and the optimiser.
         """
@@ -266,34 +265,24 @@ class SftTrainer:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = "gradient" if math.isfinite(loss) else "policy"
                 raise UserError(f"sft: step {step + 1}: the {what} is not finite; start again with a lower sft.lr")
-            record = {
-                "step": step + 1,
-                "restart": restart,
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": norm,
-                "tokens": tokens,
-            }
-            asked = (step + 1) % sft.gate_every == 0 and step + 1 >= sft.min_steps
-            if sft.stop_at_copy_accuracy is not None and (asked or step + 1 == sft.steps):
+            done = step + 1
+            record = {"step": done, "restart": restart, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": tokens}
+            due = done % sft.gate_every == 0 and done >= sft.min_steps
+            if sft.stop_at_copy_accuracy is not None and (due or done == sft.steps):
                 with console.stage("names held out"):
                     copying = self.copying()
                 record["copying"] = copying
             log(record)
-            done = step + 1
             keep(restart * sft.steps + done, optimizer)
         return SftResult(done, restart, loss, copying, sft.stop_at_copy_accuracy is None or self._opens(copying))
 
     def _opens(self, copying: float | None) -> bool:
         """Return whether there is a gate and a policy with this copying accuracy passes it."""
-        return (
-            self.sft.stop_at_copy_accuracy is not None
-            and copying is not None
-            and copying >= self.sft.stop_at_copy_accuracy
-        )
+        gate = self.sft.stop_at_copy_accuracy
+        return gate is not None and copying is not None and copying >= gate
 
     def _batches(self, restart: int) -> Iterator[list[Transcript]]:
-        """The batches of an attempt, without end: a function of the seed and the restart."""
+        """Yield the batches of an attempt, without end: a function of the seed and the restart."""
         rng = Random(f"sft {self.seed} {restart}")
         order: list[Transcript] = []
         while True:
@@ -304,18 +293,9 @@ class SftTrainer:
 
     def _backward(self, batch: Sequence[Transcript]) -> tuple[float, int]:
         rows = sum(len(transcript.positions) for transcript in batch)
-        items = [
-            TrainSequence(
-                ids=t.ids,
-                positions=t.positions,
-                old_logprobs=[0.0] * len(t.positions),
-                advantage=1.0,
-                weight=1.0 / rows,
-            )
-            for t in batch
-        ]
+        sequences = [_sequence(t.ids, t.positions, 1.0, 1.0 / rows) for t in batch]
         loss, tokens, recompute = 0.0, 0, self.optim.checkpoint_activations == "on"
-        batches = pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention)
+        batches = pack(sequences, self.optim.micro_batch_tokens, self.policy.device, self.attention)
         with console.stage("update", len(batches)) as line:
             for number, packed in enumerate(batches, 1):
                 hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, recompute)
@@ -338,13 +318,10 @@ class SftTrainer:
 
     @torch.no_grad()
     def copying(self) -> float:
-        """Share of the held-out copied tokens that are the most likely token at their place."""
-        items = [
-            TrainSequence(ids=t.ids, positions=t.copied, old_logprobs=[0.0] * len(t.copied), advantage=0.0, weight=1.0)
-            for t in self.held_out
-        ]
+        """Return the share of the held-out copied tokens that are the most likely token at their place."""
+        sequences = [_sequence(t.ids, t.copied, 0.0, 1.0) for t in self.held_out]
         right = total = 0
-        for packed in pack(items, self.optim.micro_batch_tokens, self.policy.device, self.attention):
+        for packed in pack(sequences, self.optim.micro_batch_tokens, self.policy.device, self.attention):
             hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout)
             head_VH = self.policy.head_VH[: self.vocab_size]
             for rows_R, targets_R in zip(packed.rows_R.split(256), packed.targets_R.split(256), strict=True):
@@ -352,3 +329,8 @@ class SftTrainer:
                 right += int((best_R == targets_R).sum())
             total += len(packed.rows_R)
         return right / max(total, 1)
+
+
+def _sequence(ids: list[int], positions: list[int], advantage: float, weight: float) -> TrainSequence:
+    old_logprobs = [0.0] * len(positions)
+    return TrainSequence(ids=ids, positions=positions, old_logprobs=old_logprobs, advantage=advantage, weight=weight)

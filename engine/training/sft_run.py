@@ -79,49 +79,52 @@ class FineTuning:
 
     @property
     def trained(self) -> int:
-        """Parameters that learn: all, or the adapters'."""
+        """Number of parameters that learn: all, or the adapters'."""
         return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
 
     @property
     def most_steps(self) -> int:
-        """Of all attempts."""
+        """Largest number of steps of all attempts."""
         return self.sft.steps * (1 + (self.sft.max_restarts if self.sft.stop_at_copy_accuracy is not None else 0))
 
-    @property
-    def model_bytes(self) -> int:
-        """Of the model that is written: all in float32, adapters merged and by themselves."""
-        return FP32 * sum(parameter.numel() for parameter in self.policy.parameters())
-
-    @property
-    def checkpoints_bytes(self) -> int:
-        """Of the checkpoints that lie there at a time, the one being written among them."""
+    def _bytes_to_write(self, folder: Path) -> int:
+        """Return the bytes of the model, all in float32, and of the checkpoints that lie there at a time, the one being
+        written among them, beyond those in the folder."""
+        model = FP32 * sum(parameter.numel() for parameter in self.policy.parameters())
         each = int((FP32 + MOMENT_BYTES[self.recipe.optim.optimizer_state_dtype]) * self.trained)
-        return min(KEPT + 1, self.most_steps // self.sft.save_every) * each
+        there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        return model + min(KEPT + 1, self.most_steps // self.sft.save_every) * each - there
 
     def run(
         self, out: Path, watch: Callable[[dict[str, Any]], None], resume: bool = False, from_step: int | None = None
     ) -> dict[str, Any]:
-        """Train, with a call of `watch` for each step's record, and write the model folder `out`; the figures of
-        sft.json. resume, from_step: as `train` has them."""
+        """Train, with a call of `watch` for each step's record, and write the model folder `out`; return the content of
+        sft.json. resume, from_step: as in `train`."""
         started = time.perf_counter()
         recipe, folder, told = self.recipe, sft_folder(out), from_step is not None
         digests = self._digests()
         checkpoint = checkpoint_to_resume(folder / "checkpoints", from_step, recipe.run.verify) if resume else None
         if resume:
-            check_resumed("sft", folder, checkpoint, self.most_steps, told, _period)
+            period = lambda stored: stored.need(SftSection).save_every  # noqa: E731
+            check_resumed("sft", folder, checkpoint, self.most_steps, told, period)
             self._check_digests(checkpoint, digests)
-        need_room(out, self.model_bytes + self.checkpoints_bytes - _size(folder), "the model, with its checkpoints,")
+        need_room(out, self._bytes_to_write(folder), "the model, with its checkpoints,")
         with RunFolder.resume(folder, recipe, unverified=told) if resume else RunFolder.create(folder, recipe) as run:
             if not told:
                 check_newest(run, checkpoint)
             run.truncate_after(checkpoint.step if checkpoint else -1)
             run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
             before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
-            clock = partial(_since, started - before)
+
+            def clock() -> float:
+                return before + time.perf_counter() - started
+
             figures = self._train(run, checkpoint, watch, clock, digests)
             records = [_of_attempt(record, self.sft) for record in run.metrics()]
             self._save(out, records, figures)
-            _remove(folder)
+            hidden = folder.with_name(f".{folder.name}.tmp")  # for a half-deleted folder must not have a run's name
+            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(folder.rename(hidden))
         return figures
 
     def _train(
@@ -167,7 +170,7 @@ class FineTuning:
         }
 
     def _restore(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-        """Weights and moments of a checkpoint, with the bits that they were saved with."""
+        """Restore weights and moments of a checkpoint, with the bits that they were saved with."""
         if self.recipe.lora is not None:
             load_adapters(self.policy, checkpoint / FOLDER)
         else:  # verified when it was chosen
@@ -215,7 +218,7 @@ class FineTuning:
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """UserError where `FineTuning.run` would refuse its folder at once; for asking before anything is loaded."""
+    """Raise UserError where `FineTuning.run` would refuse its folder, before anything is loaded."""
     folder = sft_folder(out)
     if out.exists():
         if not resume:
@@ -231,7 +234,7 @@ def check_out(out: Path, resume: bool) -> None:
 
 
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
-    """Model, adapters where the recipe wants them, and transcripts from `sft.transcripts` or `sft.data`."""
+    """Load the model, adapters where the recipe has them, and transcripts from `sft.transcripts` or `sft.data`."""
     sft = recipe.need(SftSection)
     parts = load_run_context(recipe)
     policy = parts.policy
@@ -250,25 +253,6 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
     return FineTuning(recipe, parts, policy, sft, trainer, unused, questions)
 
 
-def _period(recipe: Recipe) -> int:
-    return recipe.need(SftSection).save_every
-
-
-def _since(moment: float) -> float:
-    return time.perf_counter() - moment
-
-
 def _of_attempt(record: dict[str, Any], sft: SftSection) -> dict[str, Any]:
-    """A record of the run folder with its step within its attempt."""
+    """Return a record of the run folder with its step within its attempt."""
     return record | {"step": record["step"] - record["restart"] * sft.steps}
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def _remove(folder: Path) -> None:
-    """Delete a run folder that has done its work. Renamed first, for a half-deleted one must not have its name."""
-    hidden = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    shutil.rmtree(folder.rename(hidden))

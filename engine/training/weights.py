@@ -29,12 +29,12 @@ Reference = Policy | StreamedPolicy | None  # None where beta is 0
 
 
 def starting_weights(recipe: Recipe, checkpoint: Checkpoint | None) -> Path:
-    """The folder from which the policy of a run is loaded."""
+    """Return the folder from which the policy of a run is loaded."""
     return Path(recipe.model.path) if checkpoint is None or recipe.lora is not None else checkpoint.path
 
 
 def load_updater(recipe: Recipe, parts: RunContext, checkpoint: Checkpoint | None, ranks: Ranks) -> Updater:
-    """The updater of a run on these ranks, for parts that were loaded from `starting_weights`."""
+    """Return the updater of a run on these ranks, for parts that were loaded from `starting_weights`."""
     policy, grpo = parts.policy, recipe.grpo
     if recipe.lora is not None:
         put_adapters(recipe, policy)
@@ -49,7 +49,7 @@ def load_updater(recipe: Recipe, parts: RunContext, checkpoint: Checkpoint | Non
 
 
 def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights, Reference]:
-    """In one process. `policy` is made trainable in place."""
+    """Return the weights and reference of one process. `policy` is made trainable in place."""
     beside = recipe.grpo.beta > 0
     if recipe.lora is not None:
         return MasterWeights(policy), policy if beside else None
@@ -62,8 +62,8 @@ def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights
 
 
 def _reference(recipe: Recipe) -> Policy | StreamedPolicy:
-    """A frozen copy of the model at `model.path`, where grpo.reference wants it. "auto" is the plan's to decide, before
-    a run begins (engine/planning/plan.py); without one, on the device."""
+    """Load a frozen copy of the model at `model.path`, where grpo.reference has it. The plan decides "auto" before a run
+    begins (engine/planning/plan.py); without a plan it is on the device."""
     if recipe.grpo.reference != "cpu":
         return load_on_device(recipe, recipe.model.path).requires_grad_(False)
     model = load_policy(recipe.model.path, DTYPES[recipe.model.dtype], verify=recipe.run.verify)
@@ -71,7 +71,8 @@ def _reference(recipe: Recipe) -> Policy | StreamedPolicy:
 
 
 def _sharded(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tuple[TrainedWeights, Reference]:
-    """Of several ranks. `policy` becomes the one that rolls out, whose weights are gathered."""
+    """Return the weights and reference of several ranks. `policy` becomes the one that rolls out, whose weights are
+    gathered."""
     dtype = torch.float32 if recipe.lora is None else policy.dtype  # a base that is frozen needs no master weights
     apart = recipe.optim.offload == "masters"
     trained = load_sharded(folder, policy, dtype, ranks, trained=True, in_cpu_memory=apart)
@@ -86,6 +87,6 @@ def _sharded(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tupl
 
 
 def put_adapters(recipe: Recipe, policy: Policy) -> None:
-    """Fresh adapters as the recipe's [lora] has them, which it must have."""
+    """Add fresh adapters, as the recipe's [lora] has them."""
     assert recipe.lora is not None
     add_lora(policy, **asdict(recipe.lora))
