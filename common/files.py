@@ -235,12 +235,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     try:
         with writing(path, temporary):
             yield temporary
-            _flush(temporary)
+            flush(temporary)
             os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def atomic_write_bytes(path: str | Path, data: bytes) -> None:
@@ -262,7 +262,7 @@ def staged_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
     name, and deleted after. A kill between the two renames leaves the old folder under its temporary name.
     """
     path = Path(path)
-    _refuse_existing(path, replace)
+    refuse_existing(path, replace)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -273,8 +273,8 @@ def staged_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
             temporary.mkdir()
             yield temporary
             for file in sorted(temporary.rglob("*")):
-                _flush(file)
-            _refuse_existing(path, replace)
+                flush(file)
+            refuse_existing(path, replace)
             _move_into_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -294,10 +294,11 @@ def _move_into_place(temporary: Path, path: Path) -> None:
             os.rename(old, path)
             raise
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    _flush(path.parent)
+    flush(path.parent)
 
 
-def _refuse_existing(path: Path, replace: bool) -> None:
+def refuse_existing(path: Path, replace: bool = False) -> None:
+    """Raise UserError where something is called `path` already, unless it is to be replaced."""
     if not replace and os.path.lexists(path):
         raise UserError(f"{path}: exists already; choose another name or remove it first")
 
@@ -306,7 +307,8 @@ def _temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Put what was written to the file or folder `path` onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,16 +19,16 @@ def lock_folder(folder: Path) -> int:
 
 
 @contextmanager
-def locked_file(path: Path) -> Iterator[None]:
+def locked_file(path: Path, kind: str = "file") -> Iterator[None]:
     """Let only this process write to the file, which need not exist yet. UserError where another one does."""
     lock = path.with_name(f".{path.name}.lock")
     try:
-        descriptor = _lock(lock, path, "file")
+        descriptor = _lock(lock, path, kind)
         while not lock.exists() or not os.path.samestat(
             os.fstat(descriptor), lock.stat()
         ):  # its last holder deleted it
             os.close(descriptor)
-            descriptor = _lock(lock, path, "file")
+            descriptor = _lock(lock, path, kind)
     except OSError as error:
         raise Unwritable(path, error) from None
     try:

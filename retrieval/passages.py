@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from thresher.common.errors import UserError
+from thresher.common.files import decode_text
 from thresher.common.jsonl import (
     BOM,
     Record,
@@ -108,7 +109,7 @@ def record_at(data: bytes, fmt: CorpusFormat, where: str) -> Record:
     """Return the first record in `data`, bytes that begin where a record of a seekable format does."""
     if fmt.kind == "lines":
         return as_object(parse_json(data.partition(b"\n")[0].rstrip(), where), where)
-    text = io.StringIO(_decode(data, where), newline="\n")
+    text = io.StringIO(decode_text(data, where), newline="\n")
     try:
         return _tsv_record(next(_tsv_reader(text)), fmt.columns, where)
     except (csv.Error, StopIteration) as error:
@@ -198,7 +199,7 @@ def iter_table(path: Path, delimiter: str, malformed: str) -> Iterator[tuple[str
         nonlocal number, end
         for number, line in iter_lines(path):
             end += len(line)
-            yield _decode(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
+            yield decode_text(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
 
     reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
     while True:
@@ -241,15 +242,6 @@ def _tsv_cells(line: bytes) -> tuple[str, ...]:
         return tuple(next(_tsv_reader(iter([line.decode("utf-8", "replace")])), []))
     except csv.Error:
         return ()
-
-
-def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: not valid UTF-8 at byte {error.start}; expected UTF-8, so convert the file"
-        ) from None
 
 
 def _is_passage(line: bytes) -> bool:

@@ -6,12 +6,10 @@
 Shape letters: N passages, Q queries, D dimension, B a slice, F candidates.
 """
 
-import fcntl
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from thresher.common.errors import UserError
-from thresher.common.files import atomic_write_text, need_room, read_json_object, staged_folder
+from thresher.common.files import (
+    atomic_write_text,
+    flush,
+    need_room,
+    read_json_object,
+    refuse_existing,
+    staged_folder,
+)
+from thresher.common.locks import locked_file
 from thresher.retrieval.corpus import Corpus, check_embed, embedded_text
 from thresher.retrieval.encoders import Encoder, Vectors
 from thresher.retrieval.indexes.approximate import ApproximateSearch, candidates_of
@@ -192,7 +198,7 @@ def build_folder(
         need_faiss(f"an index of kind {settings.kind.name}")  # before hours of encoding
     work = work_folder(folder)
     work.mkdir(parents=True, exist_ok=True)
-    with _locked(work):
+    with locked_file(work, "index"):
         _check_disk(work, settings, len(corpus), encoder.dim)
         manifest = fill_folder(work, folder, corpus, encoder, settings, on_stage)
         _publish(work, folder)
@@ -218,12 +224,6 @@ def build_index(
 def work_folder(folder: Path) -> Path:
     """Return the folder in which the index `folder` is built."""
     return folder.with_name(folder.name + WORK_SUFFIX)
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raise UserError where something is called `folder` already."""
-    if os.path.lexists(folder):
-        raise UserError(f"{folder}: exists already; choose another name or remove it first")
 
 
 def fill_folder(
@@ -372,30 +372,9 @@ def _tidy(work: Path, settings: BuildSettings) -> None:
 def _publish(work: Path, folder: Path) -> None:
     """Give the finished folder its name, all of it being on the disk."""
     for path in (*sorted(work.rglob("*")), work):
-        _flush(path)
+        flush(path)
     os.rename(work, folder)
-    _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """Hold the lock of the folder `work`; it goes with the process, so a kill leaves none."""
-    descriptor = os.open(work, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise UserError(f"{work}: another process is building this index; wait for it, or end it") from None
-    finally:
-        os.close(descriptor)
+    flush(folder.parent)
 
 
 def _check_disk(work: Path, settings: BuildSettings, passages: int, dim: int) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from thresher.common.errors import UserError
-from thresher.common.files import refuse_hub_id, show_bytes
+from thresher.common.files import refuse_existing, refuse_hub_id, show_bytes
 from thresher.common.jsonl import write_jsonl
-from thresher.retrieval.building.build import BuildSettings, build_folder, refuse_existing, work_folder
+from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
 from thresher.retrieval.corpus import (
     CACHE_FILES,
     Corpus,

@@ -1,6 +1,5 @@
 """Builds that are killed: resumed to the same bytes, refused over anything else, whole or absent."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from index_cases import DIM, Clustered, numbered
 
 from thresher.common.errors import UserError
 from thresher.common.hashes import read_hashes
+from thresher.common.locks import locked_file
 from thresher.retrieval.building import build as build_module
 from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
 from thresher.retrieval.corpus import Corpus
@@ -183,11 +183,8 @@ def test_another_kind_keeps_the_vectors_and_nothing_else(tmp_path, begun):
 
 
 def test_a_folder_is_built_by_one_process_at_a_time(begun):
-    descriptor = os.open(work_folder(begun), os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another process is building this index"):
+    with locked_file(work_folder(begun)), pytest.raises(UserError, match=r"process \d+ is writing to this index"):
         run(begun, "IVF8,Flat")
-    os.close(descriptor)
     assert run(begun, "IVF8,Flat")[0] == ("filling lists", 300)
     with pytest.raises(UserError, match="ix: exists already"):
         run(begun, "IVF8,Flat")
