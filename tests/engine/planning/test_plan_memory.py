@@ -26,7 +26,7 @@ from thresher.engine.planning.memory import (
     read_setting,
 )
 from thresher.engine.planning.plan import plan
-from thresher.engine.planning.time import CHIPS, sent_bytes
+from thresher.engine.planning.time import CHIPS, MeasuredRates, sent_bytes
 from thresher.engine.systems import load_system
 from thresher.engine.training.train import train
 from thresher.kernels.attention.prefix import PrefixForest
@@ -66,18 +66,26 @@ def saved_bytes(config: ModelConfig, dtype: torch.dtype, targets: tuple[str, ...
     return sum(kept.values()) / TOKENS
 
 
+def recipe(**tables: dict[str, Any]) -> Recipe:
+    return from_dict(Recipe, {"model": {"path": "m"}} | tables, "test")
+
+
+def on_gpu(**tables: dict[str, Any]) -> Recipe:
+    return recipe(**{"model": {"path": "m", "device": "cuda", "dtype": "bfloat16"}} | tables)
+
+
 def setting_of(
     dtype: torch.dtype, targets: tuple[str, ...] | None, device: str = "cpu", shared: bool = False
 ) -> PlanSetting:
     """shared: prompts of a thousand tokens, once for eight samples."""
-    table: dict[str, Any] = {
-        "model": {"path": "m", "dtype": str(dtype)[6:], "device": device},
-        "rollout": {"max_context": 1032, "max_policy_tokens": 32, "max_turns": 1},
-        "optim": {"share_prefix": shared},
-    }
-    if targets is not None:
-        table["lora"] = {"rank": RANK, "targets": list(targets)}
-    setting = read_setting(from_dict(Recipe, table, "test"))
+    setting = read_setting(
+        recipe(
+            model={"path": "m", "dtype": str(dtype)[6:], "device": device},
+            rollout={"max_context": 1032, "max_policy_tokens": 32, "max_turns": 1},
+            optim={"share_prefix": shared},
+            **({} if targets is None else {"lora": {"rank": RANK, "targets": list(targets)}}),
+        )
+    )
     assert setting.prompt_once is shared
     return setting
 
@@ -139,10 +147,8 @@ def test_lengths_are_those_of_a_systems_preset(name: str, sampled: int, searched
     assert found.prompt + found.own == found.length
 
 
-def small(**optim: Any) -> Recipe:
-    """Two questions of four samples: a prompt of 900 tokens, of their own 100."""
-    rollout = {"group_size": 4, "questions_per_step": 2, "max_turns": 1, "max_policy_tokens": 100, "max_context": 1000}
-    return from_dict(Recipe, {"model": {"path": "m"}, "rollout": rollout, "optim": optim}, "test")
+# Two questions of four samples: a prompt of 900 tokens, of their own 100.
+SMALL = {"group_size": 4, "questions_per_step": 2, "max_turns": 1, "max_policy_tokens": 100, "max_context": 1000}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +162,11 @@ def small(**optim: Any) -> Recipe:
 )
 def test_a_micro_batch_is_counted_in_computed_tokens(optim: dict[str, Any], tokens: int, several: bool) -> None:
     """Up to the budget, and at least one whole context."""
-    setting = read_setting(small(**optim))
+    setting = read_setting(recipe(rollout=SMALL, optim=optim))
     assert micro_batch(setting) == (tokens, several)
-    activations = plan(CONFIG, small(checkpoint_activations="off", **optim)).phases["loss"]["activations"]
+    activations = plan(CONFIG, recipe(rollout=SMALL, optim=optim | {"checkpoint_activations": "off"})).phases["loss"][
+        "activations"
+    ]
     assert activations == tokens * activation_bytes(CONFIG, setting, checkpointed=False)
 
 
@@ -170,20 +178,16 @@ def test_a_longer_context_never_needs_less() -> None:
 
 def test_on_a_gpu_prompts_are_shared_where_its_libraries_can() -> None:
     def shares(dtype: str, **optim: Any) -> bool:
-        tables = {"model": {"path": "m", "device": "cuda", "dtype": dtype}, "optim": optim}
-        return read_setting(from_dict(Recipe, tables, "test")).share_rows
+        return read_setting(on_gpu(model={"path": "m", "device": "cuda", "dtype": dtype}, optim=optim)).share_rows
 
     assert shares("bfloat16") and not shares("float32") and not shares("bfloat16", attention="xformers")
 
 
 def test_seconds_follow_computed_tokens_and_rows_in_the_loss_do_not() -> None:
     """Without its head an update takes as long as its computed tokens; with it, somewhat longer than that."""
-    chip = CHIPS["H100"]
 
     def update(share: bool) -> float:
-        recipe = small(share_prefix=share)
-        tables = recipe.to_dict() | {"model": {"path": "m", "device": "cuda", "dtype": "bfloat16"}}
-        seconds = plan(CONFIG, from_dict(Recipe, tables, "test"), rates=chip).seconds
+        seconds = plan(CONFIG, on_gpu(rollout=SMALL, optim={"share_prefix": share}), rates=CHIPS["H100"]).seconds
         assert seconds is not None
         return seconds["update"]
 
@@ -191,40 +195,35 @@ def test_seconds_follow_computed_tokens_and_rows_in_the_loss_do_not() -> None:
     assert share < update(True) / update(False) < 2 * share
 
 
-def large(**tables: dict[str, Any]) -> Recipe:
-    given = {"model": {"path": "m", "device": "cuda", "dtype": "bfloat16"}, "rollout": {"questions_per_step": 64}}
-    return from_dict(Recipe, given | tables, "test")
+LARGE = {"questions_per_step": 64}
+APART: dict[str, dict[str, Any]] = {"rollout": LARGE, "optim": {"share_prefix": False}}
 
 
 def test_what_ranks_send_by_hand() -> None:
     """All weights of 7B, four micro-batches of one update on each of eight GPUs (docs/scale.md)."""
     config = MODELS["7B"]
     p, layers = all_weights(config), config.num_hidden_layers * one_layer(config)
-    setting = read_setting(large(optim={"share_prefix": False}), gpus=8)
+    setting = read_setting(on_gpu(**APART), gpus=8)
     tokens, _ = micro_batch(setting)
     batches = 8 * 8 * 4096 // tokens
     sent = sent_bytes(config, setting)
     assert sent["rollout"] == 2 * p * 7 / 8
     assert sent["update"] == (batches * (6 * p + 2 * layers + 2 * layers) + 2 * (p - layers)) * 7 / 8
-    adapters = sent_bytes(config, read_setting(large(lora={"rank": 4}, optim={"share_prefix": False}), gpus=8))
+    adapters = sent_bytes(config, read_setting(on_gpu(lora={"rank": 4}, **APART), gpus=8))
     assert adapters["rollout"] == sent["rollout"] and adapters["update"] < 0.7 * sent["update"]
-    assert set(sent_bytes(config, read_setting(large())).values()) == {0.0}
+    assert set(sent_bytes(config, read_setting(on_gpu(rollout=LARGE))).values()) == {0.0}
 
 
 def test_links_count_where_a_chips_are_known() -> None:
     """A rollout waits for its copy; an update for what it sends where that takes longer than computing."""
     config, chip = MODELS["7B"], CHIPS["A100-80"]
-    recipe = large()
-    one, eight = plan(config, recipe, rates=chip), plan(config, recipe, gpus=8, rates=chip)
+    one, eight = (plan(config, on_gpu(rollout=LARGE), gpus, rates=chip) for gpus in (1, 8))
     assert one.links is None and eight.links == 300e9
-    short = large(optim={"micro_batch_tokens": 1}, rollout={"questions_per_step": 64, "max_context": 128})
+    short = on_gpu(rollout=LARGE | {"max_context": 128}, optim={"micro_batch_tokens": 1})
     slow, sent = plan(config, short, gpus=8, rates=chip).seconds, sent_bytes(config, read_setting(short, gpus=8))
     assert slow is not None and slow["update"] == sent["update"] / 300e9
 
-    class Measured:
-        flops_per_s, bytes_per_s = chip.flops_per_s, chip.bytes_per_s
-
-    without = plan(config, recipe, gpus=8, rates=Measured())
+    without = plan(config, on_gpu(rollout=LARGE), 8, rates=MeasuredRates(chip.flops_per_s, chip.bytes_per_s))
     assert without.links is None and without.seconds is not None and eight.seconds is not None
     assert eight.seconds["rollout"] == pytest.approx(without.seconds["rollout"] + sent["rollout"] / 300e9)
     assert eight.seconds["update"] == without.seconds["update"]
@@ -255,16 +254,12 @@ def test_a_run_is_refused_before_anything_is_loaded(
         check_disk(recipe, recipe.model.path, out)
 
 
-@pytest.mark.parametrize(
-    ("changes", "most"),
-    [
-        ({"run": {"steps": 2, "save_every": 9}, "data": {"dev": None}}, 1),
-        ({"run": {"steps": 9, "save_every": 3, "keep_checkpoints": 1, "eval_every": 1}}, 3),
-        ({"run": {"steps": 9, "save_every": 3, "keep_checkpoints": 1}, "data": {"dev": None}}, 2),
-        ({"run": {"steps": 9, "save_every": 3, "keep_checkpoints": 9}, "data": {"dev": None}}, 3),
-    ],
-)
-def test_checkpoints_that_lie_there_at_a_time(
-    make_recipe: Callable[..., Recipe], changes: dict[str, Any], most: int
-) -> None:
-    assert checkpoints_at_a_time(make_recipe(**changes)) == most
+def test_checkpoints_that_lie_there_at_a_time(make_recipe: Callable[..., Recipe]) -> None:
+    three, no_dev = {"steps": 9, "save_every": 3}, {"data": {"dev": None}}
+    for changes, most in (
+        ({"run": {"steps": 2, "save_every": 9}, **no_dev}, 1),
+        ({"run": three | {"keep_checkpoints": 1, "eval_every": 1}}, 3),
+        ({"run": three | {"keep_checkpoints": 1}, **no_dev}, 2),
+        ({"run": three | {"keep_checkpoints": 9}, **no_dev}, 3),
+    ):
+        assert checkpoints_at_a_time(make_recipe(**changes)) == most

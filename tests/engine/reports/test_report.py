@@ -294,6 +294,7 @@ def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, dr
 def test_runs_that_share_too_little(tmp_path: Path, drawn: list[Chart]) -> None:
     first, other, fresh = run_with(tmp_path / "a", 3), run_with(tmp_path / "b", 5), make_run(tmp_path / "c")
     other.write_evaluation(9, [trajectory("else", True)])
+    first.append_metrics(step_record(4, recall_notes=0.5))  # a curve of its own, which is no comparison
     assert write_comparison([first.path, other.path, fresh.path], tmp_path / "page.html") == []
     text = Page((tmp_path / "page.html").read_text(encoding="utf-8")).text
     assert "no question is in both" in text and "C has no evaluation of held-out questions yet." in text

@@ -303,6 +303,8 @@ def test_a_form_is_one_its_system_rewards(name: str, files: Path) -> None:
             branches=branches,
             entailment=1.0,
         )
+        for part in record["segments"]:
+            assert all(re.fullmatch(f" {NAME}", part["text"][start:end]) for start, end in part.get("copied", ()))
         result = system.reward(attempt)
         assert result.parts["em"] == 1 and result.parts.get("format", 1) == 1, record
         rewards.append(result.reward)
