@@ -340,7 +340,7 @@ class Decoder:
         """Return the slots that may draft, once all that was drawn is known; here it always is."""
         return slot_N
 
-    def _sample_and_end_turns(self, runs: Pieces, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
+    def _sample_and_end_turns(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
         """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
         sequences whose turn that ended."""
         batch = self.batch
