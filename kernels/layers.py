@@ -26,12 +26,13 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 TRITON_DTYPES = (torch.bfloat16, torch.float32)
 UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
 
 
-def uses_triton(tensor: torch.Tensor) -> bool:
+def uses_triton(tensor: Tensor) -> bool:
     """Return whether `tensor` goes to a Triton kernel: bfloat16 or float32 on a GPU, where Triton is installed."""
     return tensor.is_cuda and tensor.dtype in TRITON_DTYPES and _has_triton()
 
@@ -41,7 +42,7 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Normalise each row of `x_TH` [T, H] (float32 or bfloat16) by its root mean square; returns [T, H] in x's
     dtype."""
     if x_TH.dtype == torch.float32:
@@ -56,8 +57,8 @@ Scaling = tuple[float, float, float, float]
 
 
 def rope_table(
-    positions_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None
-) -> torch.Tensor:
+    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None
+) -> Tensor:
     """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
     by the layers."""
     angle = positions_T.float()[:, None] / _wavelengths(head_dim, theta, positions_T.device, scaling)
@@ -65,7 +66,7 @@ def rope_table(
 
 
 @lru_cache
-def _wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scaling | None = None) -> torch.Tensor:
+def _wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scaling | None = None) -> Tensor:
     """Positions to a radian of every pair, [D/2] float32: theta^(2i/D), stretched where there is a scaling."""
     with torch.inference_mode(False):  # the tensor outlives whoever asks first
         plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
@@ -77,16 +78,14 @@ def _wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Sca
         return plain / (kept + (1 - kept) / factor)
 
 
-def rotate(x_TND: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def rotate(x_TND: Tensor, table: Tensor) -> Tensor:
     """Turn `x_TND` [T, N, D] by the angles of `table` (from `rope_table`); returns [T, N, D]."""
     cos, sin = table[0], table[1]
     a, b = x_TND.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def rotated_heads(
-    qkv_TMD: torch.Tensor, table: torch.Tensor, kv_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rotated_heads(qkv_TMD: Tensor, table: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of a fused projection [T, N + 2K, D] the rotated queries [T, N, D] and keys [T, K, D], and the values [T, K, D].
     Queries and keys lie side by side, so one rotation turns both."""
     heads = qkv_TMD.shape[1] - 2 * kv_heads
@@ -95,14 +94,8 @@ def rotated_heads(
 
 
 def rotate_and_store(
-    qkv_TMD: torch.Tensor,
-    rope: torch.Tensor,
-    kv_heads: int,
-    k_PKSD: torch.Tensor,
-    v_PKSD: torch.Tensor,
-    block_T: torch.Tensor,
-    slot_T: torch.Tensor,
-) -> torch.Tensor:
+    qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
+) -> Tensor:
     """Rotate the queries and keys of a fused projection [T, N + 2K, D], put keys and values where the cache wants them,
     and return the queries [T, N, D], dense. Raises ValueError where a gradient would be asked for: there is none.
 
@@ -125,9 +118,7 @@ def rotate_and_store(
     return q_TND.contiguous()
 
 
-def add_norm(
-    x_TH: torch.Tensor, more_TH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + more, its `rms_norm`), both [T, H]; None adds nothing."""
     if uses_triton(x_TH):
         from thresher.kernels.norm_triton import fused_add_norm
@@ -137,9 +128,7 @@ def add_norm(
     return x_TH, rms_norm(x_TH, weight_H, eps)
 
 
-def norm_heads(
-    qkv_TMD: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, kv_heads: int, eps: float
-) -> torch.Tensor:
+def norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads: int, eps: float) -> Tensor:
     """A fused projection [T, N + 2K, D] with the `rms_norm` of each query head by `q_weight_D` and of each key head by
     `k_weight_D`, the values as they are; a new tensor, dense."""
     if uses_triton(qkv_TMD):
@@ -151,7 +140,7 @@ def norm_heads(
     return torch.cat([rms_norm(q_TND, q_weight_D, eps), rms_norm(k_TKD, k_weight_D, eps), v_TKD], dim=1)
 
 
-def silu_gate(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+def silu_gate(gate_up_T2I: Tensor) -> Tensor:
     """`[T, 2I]` -> `[T, I]`: silu of the first half times the second.
 
     Without gradients a row's bits do not depend on T: a cut inside a row would move elements from silu's vector loop

@@ -69,12 +69,7 @@ class TokenRows(NamedTuple):
 
 
 def reference_token_logprobs(
-    hidden_TH: Tensor,
-    lm_head_VH: Tensor,
-    targets_T: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
+    hidden_TH: Tensor, lm_head_VH: Tensor, targets_T: Tensor, *, temperature: float = 1.0, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch, differentiable, materialising [T, V]; float64 inputs stay in float64."""
     dtype = compute_dtype(hidden_TH)

@@ -102,12 +102,7 @@ def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, d
 
 
 def _choose_rows(
-    hidden_TH: Tensor,
-    targets_T: Tensor,
-    vectors: _Vectors,
-    columns: int,
-    settings: LossSettings,
-    padding_UH: Tensor,
+    hidden_TH: Tensor, targets_T: Tensor, vectors: _Vectors, columns: int, settings: LossSettings, padding_UH: Tensor
 ) -> tuple[LossRows, int, bool]:
     """The unmasked rows, those with a gradient first, how many have one, and whether padding_UH is finite. Checks the
     data.
@@ -119,11 +114,7 @@ def _choose_rows(
     exact_weights_T = weights_T.to(dtype)
     unmasked_T = exact_weights_T != 0
     checks = head_checks(hidden_TH, targets_T, columns)
-    for name, values_T in (
-        ("old_logprobs_T", old_T),
-        ("advantages_T", advantages_T),
-        ("ref_logprobs_T", ref_T),
-    ):
+    for name, values_T in (("old_logprobs_T", old_T), ("advantages_T", advantages_T), ("ref_logprobs_T", ref_T)):
         if values_T is not None:
             checks.append(RowCheck(name, ~values_T.to(dtype).isfinite(), values_T, "a finite number"))
     checks = [check._replace(bad_T=check.bad_T & unmasked_T) for check in checks]

@@ -91,13 +91,7 @@ def _warps(constants: dict[str, int]) -> int:
 
 
 def fused_rotate_and_store(
-    qkv_TMD: Tensor,
-    rope: Tensor,
-    kv_heads: int,
-    k_PKSD: Tensor,
-    v_PKSD: Tensor,
-    block_T: Tensor,
-    slot_T: Tensor,
+    qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
 ) -> Tensor:
     """Compute layers.py's `rotate_and_store`, which has the arguments, on a GPU (or interpreted, on a CPU); all
     bfloat16 or all float32. Where block_T and slot_T point is not checked."""

@@ -31,16 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.noise import (
-    DOWN,
-    FACTORS_32,
-    FACTORS_64,
-    GOLDEN_32,
-    GOLDEN_64,
-    GOLDEN_LOWER,
-    GOLDEN_UPPER,
-    ONE,
-)
+from thresher.kernels.noise import DOWN, FACTORS_32, FACTORS_64, GOLDEN_32, GOLDEN_64, GOLDEN_LOWER, GOLDEN_UPPER, ONE
 from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)

@@ -41,8 +41,8 @@ from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.attention.backends.libraries import Unserved
 from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
+from thresher.kernels.attention.backends.libraries import Unserved
 from thresher.kernels.attention.backends.parts import load_partial_attention
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.varlen import TrainingAttention

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from thresher.kernels.attention.tiles import ROW_TILE
 
@@ -54,11 +55,11 @@ class SharedTiles:
     """
 
     blocks: int
-    block_W: torch.Tensor
-    query_WKM: torch.Tensor
-    place_WM: torch.Tensor
-    used_L: torch.Tensor
-    target_L: torch.Tensor
+    block_W: Tensor
+    query_WKM: Tensor
+    place_WM: Tensor
+    used_L: Tensor
+    target_L: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +73,16 @@ class PagedBucket:
     out_T, take_T: int64, rows of the step's output, and which of the B * Q go there (None: all of them).
     """
 
-    block_BC: torch.Tensor
+    block_BC: Tensor
     in_place: int
-    query_XKM: torch.Tensor
-    unseen_BQJ: torch.Tensor
-    out_T: torch.Tensor
-    take_T: torch.Tensor | None
+    query_XKM: Tensor
+    unseen_BQJ: Tensor
+    out_T: Tensor
+    take_T: Tensor | None
     shared: SharedTiles | None
 
 
-def paged_attention(
-    q_TND: torch.Tensor, k_PKDS: torch.Tensor, v_PKSD: torch.Tensor, buckets: Sequence[PagedBucket]
-) -> torch.Tensor:
+def paged_attention(q_TND: Tensor, k_PKDS: Tensor, v_PKSD: Tensor, buckets: Sequence[PagedBucket]) -> Tensor:
     """New rows q [T, N, D] against cached keys [P, K, D, S] and values [P, K, S, D], which already hold the new rows'
     own -> [T, N, D].
 
@@ -100,9 +99,7 @@ def paged_attention(
     return out_TND
 
 
-def _attend(
-    queries: torch.Tensor, k_PKDS: torch.Tensor, v_PKSD: torch.Tensor, bucket: PagedBucket, heads: int
-) -> torch.Tensor:
+def _attend(queries: Tensor, k_PKDS: Tensor, v_PKSD: Tensor, bucket: PagedBucket, heads: int) -> Tensor:
     """A bucket's rows [B * Q, N, D]; queries: [T * N, D], scaled."""
     kv_heads, slots, dim = v_PKSD.shape[1:]
     pieces, rows, keys = bucket.unseen_BQJ.shape
@@ -135,19 +132,19 @@ def _attend(
     return o.view(pieces, kv_heads, rows, -1, dim).transpose(1, 2).reshape(pieces * rows, heads, dim)
 
 
-def _blocks(cache: torch.Tensor, bucket: PagedBucket, dtype: torch.dtype) -> torch.Tensor:
+def _blocks(cache: Tensor, bucket: PagedBucket, dtype: torch.dtype) -> Tensor:
     """The right sides of a bucket's products: [X * K, ..] of a cache [P, K, ..]."""
     if bucket.in_place:
         return cache[: bucket.in_place].to(dtype).flatten(0, 1)
     return cache.index_select(0, bucket.block_BC).to(dtype).flatten(0, 1)
 
 
-def _of_pieces(product: torch.Tensor, bucket: PagedBucket) -> torch.Tensor:
+def _of_pieces(product: Tensor, bucket: PagedBucket) -> Tensor:
     """Of products over blocks [X, ..] those of the pieces' blocks [B * C, ..]."""
     return product.index_select(0, bucket.block_BC) if bucket.in_place else product
 
 
-def _of_blocks(own: torch.Tensor, bucket: PagedBucket, padded: int) -> torch.Tensor:
+def _of_blocks(own: Tensor, bucket: PagedBucket, padded: int) -> Tensor:
     """The reverse, filled up: left sides [B * C, K, used, S] at their blocks [X, K, M, S], anything where
     nobody's are: what comes of those is never read.
     (Several write to block 0: pieces that need fewer blocks than the largest, all of them zeros.)"""
@@ -163,9 +160,7 @@ def _of_blocks(own: torch.Tensor, bucket: PagedBucket, padded: int) -> torch.Ten
     return filled
 
 
-def _shared_scores(
-    queries: torch.Tensor, k_PKDS: torch.Tensor, shared: SharedTiles, shape: tuple[int, int, int]
-) -> torch.Tensor:
+def _shared_scores(queries: Tensor, k_PKDS: Tensor, shared: SharedTiles, shape: tuple[int, int, int]) -> Tensor:
     """Scores over shared blocks [*shape, blocks, S], 0 where a piece has none."""
     pieces, kv_heads, used = shape
     slots = k_PKDS.shape[3]
@@ -177,7 +172,7 @@ def _shared_scores(
     return scores.view(kv_heads, pieces, used, shared.blocks, slots).transpose(0, 1)
 
 
-def _shared_parts(weights: torch.Tensor, v_PKSD: torch.Tensor, shared: SharedTiles) -> Sequence[torch.Tensor]:
+def _shared_parts(weights: Tensor, v_PKSD: Tensor, shared: SharedTiles) -> Sequence[Tensor]:
     """Of weights [B, K, used, blocks, S] each shared block's sum of values [B, K, used, D]."""
     pieces, kv_heads, used, blocks, slots = weights.shape
     dim = v_PKSD.shape[3]

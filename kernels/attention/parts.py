@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 V = TypeVar("V")
 Run = tuple[int, int]  # rows [start, stop) of the packed tokens
@@ -46,12 +47,12 @@ class SegmentPairs:
         return made
 
     @property
-    def cu_q(self) -> torch.Tensor:
+    def cu_q(self) -> Tensor:
         """[B + 1] int32: where each run of queries begins, and their number."""
         return self.once("cu_q", lambda: _cumulated(self.lengths_q, self.device))
 
     @property
-    def cu_k(self) -> torch.Tensor:
+    def cu_k(self) -> Tensor:
         return self.once("cu_k", lambda: _cumulated(self.lengths_k, self.device))
 
 
@@ -60,23 +61,21 @@ class AttentionWithLSE(Protocol):
 
     by_level: bool  # one call for all segments with as many ancestors, else one for each
 
-    def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs, /
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, part: SegmentPairs, /) -> tuple[Tensor, Tensor]:
         """The part's rows of q, keys and values -> its output like q, and lse [T, N], float32 or wider."""
         ...
 
     def backward(
         self,
-        grad_TND: torch.Tensor,
-        q_TND: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        out_TND: torch.Tensor,
-        lse_TN: torch.Tensor,
+        grad_TND: Tensor,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        out_TND: Tensor,
+        lse_TN: Tensor,
         part: SegmentPairs,
         /,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this part; out and lse are the merged ones."""
         ...
 
@@ -86,9 +85,7 @@ class MatmulAttention:
 
     by_level = False
 
-    def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, part: SegmentPairs) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q_TND.dtype, torch.float32)
         out_TND = torch.empty_like(q_TND)
         lse_TN = q_TND.new_empty(q_TND.shape[:2], dtype=wide)
@@ -102,14 +99,14 @@ class MatmulAttention:
 
     def backward(
         self,
-        grad_TND: torch.Tensor,
-        q_TND: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        out_TND: torch.Tensor,
-        lse_TN: torch.Tensor,
+        grad_TND: Tensor,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        out_TND: Tensor,
+        lse_TN: Tensor,
         part: SegmentPairs,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide, heads = lse_TN.dtype, k_TKD.shape[1]
         dq_TND = torch.empty_like(q_TND, dtype=wide)
         dk_TKD, dv_TKD = (torch.zeros_like(x, dtype=wide) for x in (k_TKD, v_TKD))
@@ -124,7 +121,7 @@ class MatmulAttention:
             dv_TKD[keys] += (probs.mT @ grad).transpose(0, 1)
         return dq_TND, dk_TKD, dv_TKD
 
-    def _blocks(self, q_TND: torch.Tensor, k_TKD: torch.Tensor, part: SegmentPairs) -> Iterator[tuple[slice, slice]]:
+    def _blocks(self, q_TND: Tensor, k_TKD: Tensor, part: SegmentPairs) -> Iterator[tuple[slice, slice]]:
         """Some rows of a pair, and the keys that they see."""
         at_q = at_k = 0
         for count, keys in zip(part.lengths_q, part.lengths_k, strict=True):
@@ -134,7 +131,7 @@ class MatmulAttention:
                 yield slice(at_q + start, at_q + stop), slice(at_k, at_k + (stop if part.causal else keys))
             at_q, at_k = at_q + count, at_k + keys
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, part: SegmentPairs, rows: slice, keys: slice) -> torch.Tensor:
+    def _scores(self, q: Tensor, k: Tensor, part: SegmentPairs, rows: slice, keys: slice) -> Tensor:
         """[K, rows of all its query heads, keys]; queries and keys of a causal pair are the same runs."""
         scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
         if part.causal:
@@ -146,14 +143,14 @@ class MatmulAttention:
         return scores
 
 
-def _grouped(x_TND: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+def _grouped(x_TND: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """[T, N, D] -> [K, N / K * T, D]: all queries that one head of keys answers."""
     count, heads, dim = x_TND.shape
     x = x_TND.to(dtype).view(count, kv_heads, heads // kv_heads, dim)
     return x.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
 
 
-def _ungrouped(x: torch.Tensor, like_TND: torch.Tensor) -> torch.Tensor:
+def _ungrouped(x: Tensor, like_TND: Tensor) -> Tensor:
     """The reverse of `_grouped`, with whatever x has in its last dimension."""
     count, heads = like_TND.shape[:2]
     kv_heads = x.shape[0]
@@ -162,7 +159,7 @@ def _ungrouped(x: torch.Tensor, like_TND: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _heads(x_TKD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _heads(x_TKD: Tensor, dtype: torch.dtype) -> Tensor:
     return x_TKD.to(dtype).transpose(0, 1)
 
 
@@ -178,9 +175,7 @@ class FlashCpuAttention:
         self._forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         self._backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-    def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, part: SegmentPairs) -> tuple[Tensor, Tensor]:
         if not part.causal:
             out, lse = self._forward(_one(q_TND), _one(k_TKD), _one(v_TKD), 0.0, False)
             return _packed(out), _packed(lse)
@@ -196,14 +191,14 @@ class FlashCpuAttention:
 
     def backward(
         self,
-        grad_TND: torch.Tensor,
-        q_TND: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        out_TND: torch.Tensor,
-        lse_TN: torch.Tensor,
+        grad_TND: Tensor,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        out_TND: Tensor,
+        lse_TN: Tensor,
         part: SegmentPairs,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         given = (grad_TND, q_TND, k_TKD, v_TKD, out_TND)
         if not part.causal:
             dq, dk, dv = self._backward(*map(_one, given), _one(lse_TN), 0.0, False)
@@ -229,13 +224,13 @@ class _Bucket:
         )
         self.from_BQ = torch.cat([torch.arange(self.longest).clamp_(max=b - a - 1) + a for a, b in runs])
 
-    def padded(self, x_TND: torch.Tensor) -> torch.Tensor:
+    def padded(self, x_TND: Tensor) -> Tensor:
         """[T, N, D] -> [B, N, Q, D]; a run's last row fills it up."""
         if self.count == 1:
             return _one(x_TND[self.start : self.start + self.longest])
         return x_TND.index_select(0, self.from_BQ).view(self.count, self.longest, *x_TND.shape[1:]).transpose(1, 2)
 
-    def padded_lse(self, lse_TN: torch.Tensor) -> torch.Tensor:
+    def padded_lse(self, lse_TN: Tensor) -> Tensor:
         """[T, N] -> [B, N, Q]; infinite in the padding, whose rows then have no probabilities and no gradient."""
         if self.count == 1:
             return self.padded(lse_TN)
@@ -243,7 +238,7 @@ class _Bucket:
         padded.index_copy_(0, self.places_T, lse_TN.index_select(0, self.rows_T))
         return padded.view(self.count, self.longest, -1).transpose(1, 2)
 
-    def store(self, into_T: torch.Tensor, x: torch.Tensor) -> None:
+    def store(self, into_T: Tensor, x: Tensor) -> None:
         """Write the output of `padded` back to the rows that it came from."""
         x_BQ = x.transpose(1, 2)
         if self.count == 1:
@@ -264,12 +259,12 @@ def _buckets(part: SegmentPairs) -> list[_Bucket]:
     return [_Bucket(bucket) for bucket in found]
 
 
-def _one(x_TND: torch.Tensor) -> torch.Tensor:
+def _one(x_TND: Tensor) -> Tensor:
     """[T, N, ..] as a batch of one, [1, N, T, ..], without a copy."""
     return x_TND.transpose(0, 1)[None]
 
 
-def _packed(x: torch.Tensor) -> torch.Tensor:
+def _packed(x: Tensor) -> Tensor:
     """The reverse of `_one`."""
     return x[0].transpose(0, 1)
 
@@ -295,11 +290,11 @@ def cpu_attention() -> AttentionWithLSE:
     return flash
 
 
-def _place(runs: Sequence[Run], device: torch.device) -> slice | torch.Tensor:
+def _place(runs: Sequence[Run], device: torch.device) -> slice | Tensor:
     if all(a[1] == b[0] for a, b in pairwise(runs)):
         return slice(runs[0][0], runs[-1][1])
     return torch.cat([torch.arange(start, stop) for start, stop in runs]).to(device)
 
 
-def _cumulated(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thresher.kernels.attention.parts import AttentionWithLSE, Run, SegmentPairs, cpu_attention
 from thresher.kernels.layers import rotated_heads
@@ -77,18 +78,16 @@ class PrefixForest:
             yield SegmentPairs([(own[s][1], self.ends[s]) for s in group], [own[s] for s in group], False, self.device)
 
     @cached_property
-    def end_T(self) -> torch.Tensor:
+    def end_T(self) -> Tensor:
         return torch.tensor(self.ends).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
-    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def __call__(self, layer: int, qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> Tensor:
         return prefix_attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
 
 
-def prefix_attention(
-    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: PrefixForest
-) -> torch.Tensor:
+def prefix_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
     """Causal attention along each path of the forest; q [T, N, D], k and v [T, K, D] -> [T, N, D], differentiable."""
-    out_TND: torch.Tensor = _PrefixAttention.apply(q_TND, k_TKD, v_TKD, layout)
+    out_TND: Tensor = _PrefixAttention.apply(q_TND, k_TKD, v_TKD, layout)
     return out_TND
 
 
@@ -96,9 +95,7 @@ class _PrefixAttention(torch.autograd.Function):
     """Parts are added up in float32, or in a wider dtype of the queries, and rounded once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: PrefixForest
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
         attend = layout.attention
         own, *above = layout.parts
         out_TND, lse_TN = attend.forward(q_TND, k_TKD, v_TKD, own)
@@ -113,7 +110,7 @@ class _PrefixAttention(torch.autograd.Function):
         return out_TND
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_TND, k_TKD, v_TKD, out_TND, lse_TN = ctx.saved_tensors
         grad_TND = grads[0].contiguous()
         attend = ctx.layout.attention
@@ -132,9 +129,7 @@ class _PrefixAttention(torch.autograd.Function):
         return dq_TND, dk_TKD, dv_TKD, None
 
 
-def _merge(
-    out_TND: torch.Tensor, lse_TN: torch.Tensor, out_nND: torch.Tensor, lse_nN: torch.Tensor, rows: slice | torch.Tensor
-) -> None:
+def _merge(out_TND: Tensor, lse_TN: Tensor, out_nND: Tensor, lse_nN: Tensor, rows: slice | Tensor) -> None:
     """Put another part's output and log-sum-exp to those of `rows`, in place."""
     before_nN = lse_TN[rows]
     share_nN1 = torch.sigmoid(lse_nN - before_nN)[..., None]  # e^new / (e^new + e^before)
@@ -147,7 +142,7 @@ def _merge(
         lse_TN.index_copy_(0, rows, after_nN)
 
 
-def _add(into: torch.Tensor, share: torch.Tensor, place: slice | torch.Tensor) -> None:
+def _add(into: Tensor, share: Tensor, place: slice | Tensor) -> None:
     """No row comes twice in a place, so the sum has one order."""
     if isinstance(place, slice):
         into[place] += share

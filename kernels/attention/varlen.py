@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from thresher.kernels.layers import rotated_heads
 
@@ -28,12 +29,12 @@ class _Spread(torch.autograd.Function):
     """Rows of x [T, ...] to places of a zero tensor [n, ...]; its backward gathers instead of adding."""
 
     @staticmethod
-    def forward(ctx: Any, x_T: torch.Tensor, index_T: torch.Tensor, n: int) -> torch.Tensor:
+    def forward(ctx: Any, x_T: Tensor, index_T: Tensor, n: int) -> Tensor:
         ctx.save_for_backward(index_T)
         return x_T.new_zeros(n, *x_T.shape[1:]).index_copy_(0, index_T, x_T)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index_T,) = ctx.saved_tensors
         return grads[0].index_select(0, index_T), None, None
 
@@ -42,13 +43,13 @@ class _Collect(torch.autograd.Function):
     """The reverse: rows `index_T` of x [n, ...] (all different); its backward copies instead of adding."""
 
     @staticmethod
-    def forward(ctx: Any, x_n: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_n: Tensor, index_T: Tensor) -> Tensor:
         ctx.save_for_backward(index_T)
         ctx.n = x_n.shape[0]
         return x_n.index_select(0, index_T)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (index_T,) = ctx.saved_tensors
         grad = grads[0]
         return grad.new_zeros(ctx.n, *grad.shape[1:]).index_copy_(0, index_T, grad), None
@@ -57,9 +58,7 @@ class _Collect(torch.autograd.Function):
 class TrainingAttention(Protocol):
     """Causal attention within each packed sequence, differentiable; whoever computes it."""
 
-    def __call__(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: "Varlen", /
-    ) -> torch.Tensor:
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: "Varlen", /) -> Tensor:
         """q [T, N, D], k and v [T, K, D], of one dtype -> [T, N, D]. Only the last dimension need be contiguous."""
         ...
 
@@ -74,10 +73,7 @@ class Varlen:
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        device: torch.device | str = "cpu",
-        attention: TrainingAttention | None = None,
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", attention: TrainingAttention | None = None
     ) -> None:
         self.lengths = list(lengths)
         self.longest = max(self.lengths)
@@ -88,7 +84,7 @@ class Varlen:
         self._made: dict[str, Any] = {}
 
     @cached_property
-    def index_T(self) -> torch.Tensor:
+    def index_T(self) -> Tensor:
         starts = [row * self.longest for row in range(len(self.lengths))]
         with torch.inference_mode(False):  # it outlives the forward that asks first, and backward saves it
             places = [torch.arange(start, start + n) for start, n in zip(starts, self.lengths, strict=True)]
@@ -103,11 +99,11 @@ class Varlen:
         made: T = self._made[name]
         return made
 
-    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def __call__(self, layer: int, qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> Tensor:
         return self.attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
 
 
-def varlen_attention(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
+def varlen_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
     """Causal attention within each packed sequence; q [T, N, D], k and v [T, K, D] -> [T, N, D], differentiable.
 
     Sequences are padded on the right to the longest one, where causality alone keeps the padding out of every real
@@ -115,17 +111,13 @@ def varlen_attention(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tens
     """
     n = len(layout.lengths)
 
-    def padded(x: torch.Tensor) -> torch.Tensor:
-        spread: torch.Tensor = _Spread.apply(x, layout.index_T, n * layout.longest)
+    def padded(x: Tensor) -> Tensor:
+        spread: Tensor = _Spread.apply(x, layout.index_T, n * layout.longest)
         return spread.view(n, layout.longest, *x.shape[1:]).transpose(1, 2)
 
     o_BNQD = F.scaled_dot_product_attention(
-        padded(q_TND),
-        padded(k_TKD),
-        padded(v_TKD),
-        is_causal=True,
-        enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
+        padded(q_TND), padded(k_TKD), padded(v_TKD), is_causal=True, enable_gqa=q_TND.shape[1] != k_TKD.shape[1]
     )
     rows = o_BNQD.transpose(1, 2).reshape(n * layout.longest, *q_TND.shape[1:])
-    out_TND: torch.Tensor = _Collect.apply(rows, layout.index_T)
+    out_TND: Tensor = _Collect.apply(rows, layout.index_T)
     return out_TND

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from thresher.kernels import (
@@ -84,7 +85,7 @@ def draws(n: int) -> None:
 
 
 def attention(n: int) -> None:
-    def ints(*shape: int) -> torch.Tensor:
+    def ints(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int32)
 
     n = min(n, 65)  # a group has as many members as there are groups

@@ -62,19 +62,7 @@ IDS = [" ".join([*(f"{name}={value}" for name, value in s.items()), f"{n} thread
 def run_under(settings: dict[str, str], threads: int) -> subprocess.CompletedProcess[str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith(READ)}
     return subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-rs",
-            "--tb=short",
-            "-m",
-            "bits",
-            *MARKED,
-        ],
+        [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-rs", "--tb=short", "-m", "bits", *MARKED],
         env={**ours, **settings, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONSAFEPATH": "1"},
         cwd=ROOT,
         capture_output=True,

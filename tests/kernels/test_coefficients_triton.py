@@ -12,6 +12,7 @@ import pytest
 import torch
 from interpreter import bfloat16_to_nearest
 from loss_cases import Case, assert_same_bits, bfloat16_budget, brute, float32_budget, make_case, on_grid, run
+from torch import Tensor
 
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import CHOICES, EXP_CAP
@@ -28,7 +29,7 @@ def triton(case: Case, **options: Any) -> dict[str, Any]:
     """`run` with the Triton backend on the device, its results brought back."""
     there = Case(*(tensor.to(DEVICE) for tensor in case.__dict__.values()))
     found = run(there, backend="triton", **options)
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
 def assert_within_float32(case: Case, **options: Any) -> None:
@@ -184,7 +185,7 @@ def test_strides_do_not_matter(masked: bool) -> None:
         case = replace(case, weights=case.weights + 0.1)
     plain = triton(case, beta=0.1)
 
-    def spread(values: torch.Tensor, step: int) -> torch.Tensor:
+    def spread(values: Tensor, step: int) -> Tensor:
         return values.repeat_interleave(step, -1)[..., ::step]
 
     views = {name: spread(getattr(case, name), step) for step, name in enumerate(case.__dict__, 2) if name != "head"}

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from interpreter import DEVICE, GuardedMemory, drawn, saved_tensors
+from torch import Tensor
 
 from thresher.kernels.layers import silu_gate
 
@@ -26,14 +27,14 @@ draw = partial(drawn, scale=3.0)
 TINY = 1e-35  # of |u| and |dy u|: where e^-g leaves float32, silu is 0 instead of -88 e^-88
 
 
-def both(gate_up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def both(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `fused_silu_gate`, and the gradient of its input."""
     leaf = gate_up.detach().requires_grad_()
     y = fused_silu_gate(leaf)
     return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
 
 
-def assert_exact(gate_up: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, found: torch.Tensor) -> None:
+def assert_exact(gate_up: Tensor, grad: Tensor, y: Tensor, found: Tensor) -> None:
     """Each element is off by its own roundings at most: of the dtype, and of an e^x, |x| of float32's."""
     u = torch.finfo(gate_up.dtype).eps / 2
     leaf = gate_up.detach().double().cpu().requires_grad_()

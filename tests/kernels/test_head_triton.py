@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loss_cases import brute, float32_budget, make_case, on_grid
+from torch import Tensor
 
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.head_tiling import BFLOAT16, HOPPER, Tiling, even_rows
@@ -110,7 +111,7 @@ def test_real_shapes(H: int) -> None:
     }
     options: dict[str, Any] = {"clip_low": 0.9, "clip_high": 10.0, "vocab_size": columns}
 
-    def call(chunk_rows: int | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def call(chunk_rows: int | None) -> tuple[Tensor, Tensor, int]:
         """dX, dW and the bytes beside them."""
         buffer = torch.zeros(V, H, device="cuda")
         torch.cuda.reset_peak_memory_stats()
@@ -141,7 +142,7 @@ def test_real_shapes(H: int) -> None:
     true_logp = (x.double() * head[targets].double()).sum(1) - log_total
     assert (logp - true_logp).abs().max() < 1e-3
 
-    def dlogits(picked: torch.Tensor, columns_of: torch.Tensor) -> torch.Tensor:
+    def dlogits(picked: Tensor, columns_of: Tensor) -> Tensor:
         p = (x[picked].double() @ head[columns_of].double().t() - log_total[picked, None]).exp()
         return coefficient[picked, None] * ((targets[picked, None] == columns_of).double() - p)
 

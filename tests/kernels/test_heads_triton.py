@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from interpreter import DEVICE, GuardedMemory, drawn, saved_tensors
+from torch import Tensor
 
 from thresher.kernels.layers import norm_heads
 
@@ -47,7 +48,7 @@ def _few_programs() -> Iterator[None]:
         yield
 
 
-def arguments(T: int, N: int, K: int, D: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+def arguments(T: int, N: int, K: int, D: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, ...]:
     """qkv, the weights of queries and keys, and the gradient of the output."""
     weights = ((1 + 0.5 * drawn(D, seed=seed, dtype=torch.float32)).to(dtype) for seed in (3, 4))
     return (
@@ -57,14 +58,14 @@ def arguments(T: int, N: int, K: int, D: int, dtype: torch.dtype, scale: float =
     )
 
 
-def gradients(function: Any, inputs: tuple[torch.Tensor, ...], kv_heads: int) -> list[torch.Tensor]:
+def gradients(function: Any, inputs: tuple[Tensor, ...], kv_heads: int) -> list[Tensor]:
     """y, then the gradients of qkv and of both weights. inputs: those of `arguments`."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
     y_TMD = function(*leaves, kv_heads, EPS)
     return [y_TMD.detach(), *torch.autograd.grad(y_TMD, leaves, inputs[3])]
 
 
-def exact(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> torch.Tensor:
+def exact(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> Tensor:
     """The formula, in the dtype of its arguments."""
     K, N = kv_heads, qkv.shape[1] - 2 * kv_heads
     weight_MD = torch.cat([q_weight.expand(N, -1), k_weight.expand(K, -1)])
@@ -72,7 +73,7 @@ def exact(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_
     return torch.cat([weight_MD * heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt(), qkv[:, N + K :]], 1)
 
 
-def check(T: int, N: int, K: int, D: int, dtype: torch.dtype, found: list[torch.Tensor]) -> None:
+def check(T: int, N: int, K: int, D: int, dtype: torch.dtype, found: list[Tensor]) -> None:
     """y and gradients of `arguments(..)`: each element within a budget from what it is made of in float64."""
     qkv, wq, wk, dy = (x.double().cpu() for x in arguments(T, N, K, D, dtype))
     truth = gradients(exact, (qkv, wq, wk, dy), K)

@@ -36,6 +36,7 @@ from interpreter import (
     skip_unless_interpreted,
 )
 from loss_cases import brute, float32_budget, make_case, run
+from torch import Tensor
 
 from thresher.kernels.registry import specialisations_of, triton_modules
 
@@ -279,7 +280,7 @@ def test_an_access_outside_of_the_tensors_is_stopped(beyond: str) -> None:
 
 
 def test_what_nobody_wrote_is_noticed() -> None:
-    def sums_fresh_memory() -> torch.Tensor:
+    def sums_fresh_memory() -> Tensor:
         x, y = torch.ones(4).new_empty(32), torch.empty_like(torch.ones(32))
         x[:31] = 0.0
         _fine_kernel[(1,)](x, y, 32, BLOCK=32)

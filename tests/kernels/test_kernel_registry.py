@@ -71,17 +71,9 @@ def test_a_kernel_is_what_no_other_one_calls() -> None:
 @pytest.mark.parametrize(
     ("name", "rest", "complaint"),
     [
-        (
-            "unlisted_triton",
-            "",
-            r"expected a module with a function specialisations\(\), as kernels/head_triton",
-        ),
+        ("unlisted_triton", "", r"expected a module with a function specialisations\(\), as kernels/head_triton"),
         ("empty_triton", LISTS.format(kernels=""), "^_double_kernel, _halve_kernel: expected a specialisation"),
-        (
-            "partly_triton",
-            LISTS.format(kernels="_double_kernel,"),
-            "^_halve_kernel: expected a specialisation",
-        ),
+        ("partly_triton", LISTS.format(kernels="_double_kernel,"), "^_halve_kernel: expected a specialisation"),
     ],
 )
 def test_a_file_that_leaves_a_kernel_out_is_refused(

@@ -100,13 +100,7 @@ def test_padded_columns_strides_and_int32_targets() -> None:
     wide = torch.full((40, 36), math.nan, dtype=torch.float64)
     wide[:, ::3] = padded
     spread_targets = targets.int().repeat_interleave(2)[::2]
-    found = token_logprobs(
-        hidden.t().contiguous().t(),
-        wide[:, ::3],
-        spread_targets,
-        vocab_size=31,
-        chunk_rows=9,
-    )
+    found = token_logprobs(hidden.t().contiguous().t(), wide[:, ::3], spread_targets, vocab_size=31, chunk_rows=9)
     for ours, truth in zip(found, exact(hidden, head, targets), strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-11, atol=1e-11)
 

@@ -117,8 +117,7 @@ def test_gradcheck(kl: str) -> None:
 
 # At scale 300 logits reach +-1e4, where float32 keeps three decimals: the budget knows.
 @pytest.mark.parametrize(
-    ("T", "H", "V", "scale"),
-    [(100, 96, 600, 0.3), (63, 64, 1000, 1.0), (257, 33, 151, 0.5), (64, 64, 300, 300.0)],
+    ("T", "H", "V", "scale"), [(100, 96, 600, 0.3), (63, 64, 1000, 1.0), (257, 33, 151, 0.5), (64, 64, 300, 300.0)]
 )
 def test_float32_error_is_within_its_budget(T: int, H: int, V: int, scale: float) -> None:
     case = make_case(T, H, V, seed=5, scale=scale, spread=0.2).to(torch.float32)
@@ -258,20 +257,13 @@ def test_strides_do_not_matter() -> None:
     assert not any(getattr(strided, name).is_contiguous() for name in ("hidden", "head", "old", "ref"))
     hidden, head = (t.detach().requires_grad_() for t in (strided.hidden, strided.head))
     buffer = torch.zeros(H, 31, dtype=torch.float64).t()
-    options: dict[str, Any] = {
-        "beta": 0.1,
-        "entropy_coef": 0.1,
-        "ref_logprobs_T": strided.ref,
-        "chunk_rows": 13,
-    }
+    options: dict[str, Any] = {"beta": 0.1, "entropy_coef": 0.1, "ref_logprobs_T": strided.ref, "chunk_rows": 13}
     grpo_loss(hidden, head, *strided.arguments[2:], **options).loss.backward()
     result = grpo_loss(hidden, head, *strided.arguments[2:], lm_head_grad_VH=buffer, **options)
     truth = brute(strided, beta=0.1, entropy_coef=0.1)
     assert_close(
-        {"hidden_grad": hidden.grad, "head_grad": head.grad},
-        {k: truth[k] for k in ("hidden_grad", "head_grad")},
+        {"hidden_grad": hidden.grad, "head_grad": head.grad}, {k: truth[k] for k in ("hidden_grad", "head_grad")}
     )
     assert_close(
-        {"hidden_grad": result.hidden_grad_TH, "head_grad": buffer},
-        {k: truth[k] for k in ("hidden_grad", "head_grad")},
+        {"hidden_grad": result.hidden_grad_TH, "head_grad": buffer}, {k: truth[k] for k in ("hidden_grad", "head_grad")}
     )

@@ -76,10 +76,7 @@ def test_work_is_done_only_where_a_gradient_is_wanted() -> None:
     case = replace(case, advantages=torch.where(case.advantages == 0, 1.0, case.advantages))
 
     def matmuls(hidden_grad: bool, head_grad: bool, grad: bool = True, **options: Any) -> tuple[int, LossResult]:
-        hidden, head = (
-            case.hidden.clone().requires_grad_(hidden_grad),
-            case.head.clone().requires_grad_(head_grad),
-        )
+        hidden, head = (case.hidden.clone().requires_grad_(hidden_grad), case.head.clone().requires_grad_(head_grad))
         with Operations() as operations, contextlib.nullcontext() if grad else torch.no_grad():
             result = grpo_loss(hidden, head, *case.arguments[2:], **options)
         return operations.matmuls(), result

@@ -50,14 +50,8 @@ def test_bad_data_names_argument_and_first_index(name: str, bad: float, words: s
     [
         ({"hidden": torch.zeros(4)}, r"hidden_TH has shape \(4,\)"),
         ({"hidden": torch.zeros(40, 16, dtype=torch.int64)}, "hidden_TH has dtype torch.int64"),
-        (
-            {"head": torch.zeros(50, 16)},
-            "lm_head_VH has dtype torch.float32; expected hidden_TH's torch.float64",
-        ),
-        (
-            {"head": torch.zeros(50, 15, dtype=torch.float64)},
-            "lm_head_VH has width 15; expected hidden_TH's 16",
-        ),
+        ({"head": torch.zeros(50, 16)}, "lm_head_VH has dtype torch.float32; expected hidden_TH's torch.float64"),
+        ({"head": torch.zeros(50, 15, dtype=torch.float64)}, "lm_head_VH has width 15; expected hidden_TH's 16"),
         ({"head": torch.zeros(50, 16, dtype=torch.float64, device="meta")}, "lm_head_VH is on meta"),
         ({"targets": torch.zeros(40)}, "targets_T has dtype torch.float32"),
         ({"targets": torch.zeros(39, dtype=torch.int64)}, r"targets_T has shape \(39,\); expected \(40,\)"),
@@ -101,10 +95,7 @@ def test_bad_shapes_dtypes_and_devices(change: dict[str, Tensor], words: str) ->
             {"lm_head_grad_VH": torch.zeros(50, 16)},
             r"lm_head_grad_VH is torch.float32 \(50, 16\) on cpu; expected torch.float64",
         ),
-        (
-            {"lm_head_grad_VH": torch.zeros(50, 8, dtype=torch.float64)},
-            r"expected torch.float64 \(50, 16\) on cpu",
-        ),
+        ({"lm_head_grad_VH": torch.zeros(50, 8, dtype=torch.float64)}, r"expected torch.float64 \(50, 16\) on cpu"),
     ],
     ids=str,
 )

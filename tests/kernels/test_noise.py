@@ -6,6 +6,7 @@ import torch
 from batch_invariance import using_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from thresher.kernels.noise import (
     LARGEST_NOISE,
@@ -35,7 +36,7 @@ def key_of(seed: int, position: int) -> int:
     return mixed(mixed(seed) ^ (position + 1) * 0x9E3779B97F4A7C15)
 
 
-def every_u() -> torch.Tensor:
+def every_u() -> Tensor:
     return torch.arange(ALL_BITS, dtype=torch.int32).float().add_(0.5).mul_(2.0**-23)
 
 

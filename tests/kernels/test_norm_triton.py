@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from interpreter import DEVICE, GuardedMemory, drawn, saved_tensors
+from torch import Tensor
 
 from thresher.kernels.layers import add_norm
 
@@ -49,14 +50,14 @@ def _few_programs() -> Iterator[None]:
         yield
 
 
-def arguments(T: int, H: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+def arguments(T: int, H: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, ...]:
     """x, more and w, and the gradients of both outputs."""
     x_TH, more_TH = drawn(T, H, seed=1, dtype=dtype, scale=scale), drawn(T, H, seed=2, dtype=dtype, scale=scale)
     weight_H = (1 + 0.5 * drawn(H, seed=3, dtype=torch.float32)).to(dtype)
     return x_TH, more_TH, weight_H, drawn(T, H, seed=4, dtype=dtype), drawn(T, H, seed=5, dtype=dtype)
 
 
-def gradients(function: Any, inputs: list[Any], grads: tuple[Any, ...]) -> list[torch.Tensor]:
+def gradients(function: Any, inputs: list[Any], grads: tuple[Any, ...]) -> list[Tensor]:
     """Outputs of function(*inputs, EPS), then the gradients of the inputs that are there. A gradient None: its output
     goes nowhere."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
@@ -67,7 +68,7 @@ def gradients(function: Any, inputs: list[Any], grads: tuple[Any, ...]) -> list[
     return [*(output.detach() for output in outputs), *found]
 
 
-def budgets(s: torch.Tensor, w: torch.Tensor, ds: torch.Tensor, dy: torch.Tensor, dtype: torch.dtype) -> Any:
+def budgets(s: Tensor, w: Tensor, ds: Tensor, dy: Tensor, dtype: torch.dtype) -> Any:
     """Of sum, y, dx and dw, element by element, from what they are made of in float64."""
     u = unit(dtype)
     r = (s.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -83,7 +84,7 @@ def budgets(s: torch.Tensor, w: torch.Tensor, ds: torch.Tensor, dy: torch.Tensor
     }
 
 
-def check(T: int, H: int, dtype: torch.dtype, found: list[torch.Tensor] | None = None) -> None:
+def check(T: int, H: int, dtype: torch.dtype, found: list[Tensor] | None = None) -> None:
     """Outputs and gradients, or those that were found, of `arguments(T, H, dtype)`: each element within its budget."""
     x, more, w, ds, dy = arguments(T, H, dtype)
     truth = gradients(add_norm, [t.double().cpu() for t in (x, more, w)], (ds.double().cpu(), dy.double().cpu()))

@@ -83,10 +83,7 @@ def test_exponents_are_capped_counted_and_keep_their_gradient() -> None:
 def test_huge_coefficients_never_become_nan() -> None:
     logp = math.log(0.5)
     case = replace(
-        rows_at(logp),
-        old=torch.tensor([logp - 200]),
-        ref=torch.tensor([logp + 1e4]),
-        advantages=torch.tensor([-1e6]),
+        rows_at(logp), old=torch.tensor([logp - 200]), ref=torch.tensor([logp + 1e4]), advantages=torch.tensor([-1e6])
     )
     for kl in CHOICES:
         found = run(case, kl_value=kl, beta=1e3)

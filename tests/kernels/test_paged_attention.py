@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import QKV, make_qkv, variances
 from batch_invariance import needs_invariant_attention, using_threads
+from torch import Tensor
 
 from thresher.kernels.attention import paged_cpu
 from thresher.kernels.attention.paged_cpu import CacheShape, PagedBucket, QueryRuns, paged_attention, paged_buckets
@@ -94,18 +95,18 @@ class Cache:
         shared_P = np.isin(np.arange(len(self.k)), self.table_BP[self.longest]) if shared else None
         return paged_buckets(self.table_BP, pieces, self.shape, torch.device("cpu"), shared_P)
 
-    def rows(self, run: Run) -> torch.Tensor:
+    def rows(self, run: Run) -> Tensor:
         table, start, count = run
         number = table if table < len(self.qkv) else self.longest
         return self.qkv[number][0][start : start + count]
 
-    def attend(self, runs: Sequence[Run], shared: bool = False) -> list[torch.Tensor]:
+    def attend(self, runs: Sequence[Run], shared: bool = False) -> list[Tensor]:
         """Each run's outputs, in one step."""
         q_TND = torch.cat([self.rows(run) for run in runs])
         out_TND = paged_attention(q_TND, self.k, self.v, self.buckets(runs, shared))
         return list(out_TND.split([count for _, _, count in runs]))
 
-    def whole(self) -> list[torch.Tensor]:
+    def whole(self) -> list[Tensor]:
         """Every sequence's rows, prefilled at once and alone."""
         return [self.attend([(number, 0, len(q))])[0] for number, (q, _, _) in enumerate(self.qkv)]
 
@@ -113,7 +114,7 @@ class Cache:
 @lru_cache(maxsize=64)
 def truth(
     heads: tuple[int, int, int], length: int, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """A sequence's outputs in float64, and how far off each row's may be, squared (attention_cases.py)."""
     q, k, v = (x.to(dtype) for x in make_qkv(*heads, length, seed))
     inputs = (x.double().transpose(0, 1)[None] for x in (q, k, v))
@@ -200,9 +201,7 @@ def assert_equal_bits(cache: Cache) -> None:
 
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize(
-    "heads",
-    [pytest.param(heads, marks=[pytest.mark.bits] if heads in SMALL[2:4] else []) for heads in HEADS],
-    ids=str,
+    "heads", [pytest.param(heads, marks=[pytest.mark.bits] if heads in SMALL[2:4] else []) for heads in HEADS], ids=str
 )
 @pytest.mark.fast_cases(6)
 def test_a_row_has_the_same_bits_however_it_is_computed(heads: tuple[int, int, int], page_size: int) -> None:
@@ -271,7 +270,7 @@ def test_no_product_is_of_a_lone_matrix_or_of_odd_rows(
     shapes: list[tuple[int, ...]] = []
     product = torch.bmm
 
-    def bmm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def bmm(x: Tensor, y: Tensor) -> Tensor:
         shapes.append(tuple(x.shape))
         return product(x, y)
 

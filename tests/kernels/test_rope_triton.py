@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from interpreter import DEVICE, GuardedMemory, between_nans, drawn
+from torch import Tensor
 
 from thresher.kernels.layers import rope_table, rotate, rotate_and_store
 
@@ -24,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 BLOCKS = 6
 
 
-def caches(K: int, S: int, D: int, dtype: torch.dtype, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def caches(K: int, S: int, D: int, dtype: torch.dtype, apart: bool) -> tuple[Tensor, Tensor]:
     """Keys and values of NaN, as one tensor, blocks of both in turn, or as two."""
     if apart:
         return tuple(torch.full((BLOCKS, K, S, D), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))  # type: ignore[return-value]
@@ -53,7 +54,7 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "k_PKSD": given["k_PKSD"].clone(), "v_PKSD": given["v_PKSD"].clone()}
 
 
-def check(given: dict[str, Any], q_TND: torch.Tensor) -> None:
+def check(given: dict[str, Any], q_TND: Tensor) -> None:
     """Queries, keys and values that were written, each within two roundings of float64; all else is NaN still."""
     qkv, k_PKSD = given["qkv_TMD"], given["k_PKSD"]
     N, K, dtype = q_TND.shape[1], given["kv_heads"], qkv.dtype
@@ -108,7 +109,7 @@ def test_queries_keys_and_values(
 def test_in_bfloat16_it_has_the_bits_of_torch(shape: tuple[int, int, int, int]) -> None:
     """What a rollout caches is what the update computes."""
     given = arguments(13, shape, torch.bfloat16, True)
-    theirs = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in copied(given).items()}
+    theirs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in copied(given).items()}
     q_TND, theirs_TND = fused_rotate_and_store(**given), rotate_and_store(**theirs)
     assert torch.equal(q_TND.cpu(), theirs_TND) and theirs_TND.isfinite().all()
     for name in ("k_PKSD", "v_PKSD"):

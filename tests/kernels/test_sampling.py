@@ -29,7 +29,7 @@ STREAMS: list[tuple[str, Callable[[int], tuple[int, int]]]] = [
 ]
 
 
-def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+def chi_square(counts: Tensor, expected: Tensor) -> float:
     """As a standard normal deviate (Wilson and Hilferty 1931): 3.09 is exceeded once in a thousand."""
     freedom = len(expected) - 1
     value = float(((counts - expected).square() / expected).sum())

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from thresher.kernels.attention import tiles
 from thresher.kernels.attention.tiles import ROW_TILE, row_tile
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 CPU = torch.device("cpu")
 
 
@@ -22,7 +23,7 @@ def asked_anew() -> Iterator[None]:
 def rounding_otherwise_below(rows: int, product: Product) -> Product:
     """A BLAS with another routine for products whose rows are no multiple of `rows`."""
 
-    def bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def bmm(left: Tensor, right: Tensor) -> Tensor:
         out = product(left.double(), right.double()).float()
         return out if left.shape[1] % rows == 0 else out + 1e-7
 

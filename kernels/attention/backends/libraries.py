@@ -15,6 +15,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen, varlen_attention
@@ -49,7 +50,7 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".")[:200] if lines else type(error).__name__
 
 
-def repeat_heads(x_TKD: torch.Tensor, heads: int) -> torch.Tensor:
+def repeat_heads(x_TKD: Tensor, heads: int) -> Tensor:
     """Keys or values [T, K, D] as each of N query heads sees them, [T, N, D]: head n's lie at n // (N / K). Its
     backward is a sum over the group, without atomic additions."""
     count, kv_heads, dim = x_TKD.shape
@@ -69,7 +70,7 @@ def load_flash3() -> TrainingAttention:
 
 
 def _adapter(flash_attn_varlen_func: Any) -> TrainingAttention:
-    def flash_attention(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
+    def flash_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
         found = flash_attn_varlen_func(
             q_TND,
             k_TKD,
@@ -80,7 +81,7 @@ def _adapter(flash_attn_varlen_func: Any) -> TrainingAttention:
             max_seqlen_k=layout.longest,
             causal=True,
         )
-        out_TND: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        out_TND: Tensor = found[0] if isinstance(found, tuple) else found
         return out_TND
 
     return flash_attention
@@ -90,7 +91,7 @@ def load_sdpa(kernels: Sequence[SDPBackend] = FUSED) -> TrainingAttention:
     """Padded SDPA by one of these kernels; RuntimeError at a call that none of them serves."""
     allowed = list(kernels)
 
-    def sdpa_attention(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
+    def sdpa_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
         heads = q_TND.shape[1]
         with sdpa_kernel(allowed):
             return varlen_attention(q_TND, repeat_heads(k_TKD, heads), repeat_heads(v_TKD, heads), layout)
@@ -108,13 +109,11 @@ def load_torch_varlen() -> TrainingAttention:
         )
     grouped = "enable_gqa" in takes
 
-    def torch_varlen_attention(
-        q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen
-    ) -> torch.Tensor:
+    def torch_varlen_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
         heads, shared = q_TND.shape[1], q_TND.shape[1] != k_TKD.shape[1]
         if shared and not grouped:
             k_TKD, v_TKD = repeat_heads(k_TKD, heads), repeat_heads(v_TKD, heads)
-        out_TND: torch.Tensor = varlen_attn(
+        out_TND: Tensor = varlen_attn(
             q_TND,
             k_TKD,
             v_TKD,
@@ -138,9 +137,7 @@ def load_xformers() -> TrainingAttention:
         "the package xformers", GET_XFORMERS, "xformers.ops.fmha.attn_bias", "BlockDiagonalCausalMask"
     )
 
-    def xformers_attention(
-        q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen
-    ) -> torch.Tensor:
+    def xformers_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
         mask = layout.once("xformers", lambda: causal_mask.from_seqlens(layout.lengths, device=layout.device))
         count, heads, dim = q_TND.shape
         kv_heads = k_TKD.shape[1]
@@ -149,7 +146,7 @@ def load_xformers() -> TrainingAttention:
         else:
             grouped = (count, kv_heads, heads // kv_heads, dim)
             q, k, v = q_TND.view(grouped), k_TKD[:, :, None].expand(grouped), v_TKD[:, :, None].expand(grouped)
-        out: torch.Tensor = attend(q[None], k[None], v[None], attn_bias=mask)
+        out: Tensor = attend(q[None], k[None], v[None], attn_bias=mask)
         return out.reshape(count, heads, dim)
 
     return xformers_attention

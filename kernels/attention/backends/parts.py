@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.kernels.attention.backends.libraries import GET_FLASH2, Unserved, first_line, load_part
 from thresher.kernels.attention.parts import AttentionWithLSE, MatmulAttention, SegmentPairs, cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 OFF_BY = 0.02  # a norm's share that a library may be off in a trial; bfloat16 rounds by 2^-9
 
 
@@ -34,22 +35,20 @@ class LibraryParts:
     def __init__(self, forward: Callable[..., Tensors], backward: Callable[..., Tensors]) -> None:
         self._forward, self._backward = forward, backward
 
-    def forward(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, part: SegmentPairs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, part: SegmentPairs) -> tuple[Tensor, Tensor]:
         out_TND, lse_NT = self._forward(q_TND, k_TKD, v_TKD, part)
         return out_TND, lse_NT.t().contiguous()
 
     def backward(
         self,
-        grad_TND: torch.Tensor,
-        q_TND: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        out_TND: torch.Tensor,
-        lse_TN: torch.Tensor,
+        grad_TND: Tensor,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        out_TND: Tensor,
+        lse_TN: Tensor,
         part: SegmentPairs,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq_TND, dk_TKD, dv_TKD = self._backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN.t().contiguous(), part)
         return dq_TND, dk_TKD, dv_TKD
 
@@ -62,18 +61,12 @@ def load_torch_parts() -> AttentionWithLSE:
     except AttributeError:
         raise Unserved(f"needs torch's _flash_attention_forward, which torch {torch.__version__} lacks") from None
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SegmentPairs) -> Tensors:
+    def attend(q: Tensor, k: Tensor, v: Tensor, part: SegmentPairs) -> Tensors:
         found: Tensors = forward(q, k, v, part.cu_q, part.cu_k, *_longest(part), 0.0, part.causal, False)
         return found[0], found[1]
 
     def gradients(
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        part: SegmentPairs,
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: SegmentPairs
     ) -> Tensors:
         # The state of dropout's generator, and a place that is not used: there is no dropout.
         state = part.once("state", lambda: torch.zeros(2, dtype=torch.uint64, device=part.device))
@@ -93,7 +86,7 @@ def load_flash2_parts() -> AttentionWithLSE:
 
     forward, backward = load("_flash_attn_varlen_forward"), load("_flash_attn_varlen_backward")
 
-    def known(q: torch.Tensor, part: SegmentPairs) -> dict[str, Any]:
+    def known(q: Tensor, part: SegmentPairs) -> dict[str, Any]:
         longest_q, longest_k = _longest(part)
         return {
             "cu_seqlens_q": part.cu_q,
@@ -109,18 +102,12 @@ def load_flash2_parts() -> AttentionWithLSE:
             "alibi_slopes": None,
         }
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SegmentPairs) -> Tensors:
+    def attend(q: Tensor, k: Tensor, v: Tensor, part: SegmentPairs) -> Tensors:
         found: Tensors = forward(q=q, k=k, v=v, **known(q, part))
         return found[0], found[1]
 
     def gradients(
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        part: SegmentPairs,
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: SegmentPairs
     ) -> Tensors:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         given = {"dout": grad, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}

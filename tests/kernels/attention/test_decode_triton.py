@@ -11,6 +11,7 @@ import pytest
 import torch
 from cached_cases import DEVICE, CachedCase, ints
 from interpreter import bfloat16_to_nearest
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -117,7 +118,7 @@ def test_bfloat16_is_as_near_as_torch_is() -> None:
     assert (found.double().cpu() - judged.right).norm() <= 3.5 * (torchs.double() - judged.right).norm()
 
 
-def _torch_row(case: CachedCase, number: int) -> torch.Tensor:
+def _torch_row(case: CachedCase, number: int) -> Tensor:
     """A sequence's last row by torch in bfloat16, [1, N, D]."""
     q, k, v = (x.bfloat16().transpose(0, 1)[None] for x in case.qkv[number])
     o = torch.nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True)

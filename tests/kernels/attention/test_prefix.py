@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from thresher.kernels.attention import parts
 from thresher.kernels.attention.parts import (
@@ -47,7 +48,7 @@ def forests(draw: st.DrawFn) -> Forest:
     return lengths, parents
 
 
-def given_tensors(count: int, dtype: torch.dtype, heads: tuple[int, int, int] = (4, 2, 8)) -> list[torch.Tensor]:
+def given_tensors(count: int, dtype: torch.dtype, heads: tuple[int, int, int] = (4, 2, 8)) -> list[Tensor]:
     """q, k, v as views of one projection, and the output's gradient."""
     noise = torch.Generator().manual_seed(count)
     n, kv, dim = heads
@@ -56,7 +57,7 @@ def given_tensors(count: int, dtype: torch.dtype, heads: tuple[int, int, int] = 
     return [*qkv.split([n, kv, kv], 1), grad]
 
 
-def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixForest) -> torch.Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, layout: PrefixForest) -> Tensor:
     """Softmax over all keys j with j <= i < end[j], by autograd."""
     group = q.shape[1] // k.shape[1]
     place = torch.arange(len(q))
@@ -66,9 +67,7 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixFore
     return torch.einsum("nij,jnd->ind", probs, v.repeat_interleave(group, 1))
 
 
-def results(
-    attend: object, dtype: torch.dtype, layout: PrefixForest, heads: tuple[int, int, int]
-) -> list[torch.Tensor]:
+def results(attend: object, dtype: torch.dtype, layout: PrefixForest, heads: tuple[int, int, int]) -> list[Tensor]:
     *leaves, grad = given_tensors(len(layout.positions_T), dtype, heads)
     leaves = [x.detach().requires_grad_() for x in leaves]
     out = attend(*leaves, layout)  # type: ignore[operator]
@@ -120,7 +119,7 @@ def test_a_layout_by_hand() -> None:
     ]
     two = PrefixForest([2, 1, 1, 3, 1], [-1, 0, 0, -1, 3], attention=ByLevel())
     own, above = two.parts
-    assert isinstance(above.rows, torch.Tensor) and isinstance(above.keys, torch.Tensor)
+    assert isinstance(above.rows, Tensor) and isinstance(above.keys, Tensor)
     assert above.rows.tolist() == [2, 3, 7] and above.keys.tolist() == [0, 1, 4, 5, 6]
     assert above.cu_q.tolist() == [0, 2, 3] and above.cu_k.tolist() == [0, 2, 5] and above.cu_q.dtype == torch.int32
     assert own.cu_q.tolist() == own.cu_k.tolist() == [0, 2, 3, 4, 7, 8]
@@ -177,7 +176,7 @@ def test_in_bfloat16_parts_and_their_merge_cost_a_few_roundings() -> None:
 def test_torchs_private_operators_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cpu_attention(), FlashCpuAttention)  # of the torch that the tests run on
 
-    def other_signature(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SegmentPairs) -> None:
+    def other_signature(self: object, q: Tensor, k: Tensor, v: Tensor, part: SegmentPairs) -> None:
         raise TypeError("takes 3 positional arguments but 5 were given")
 
     for broken in (other_signature, lambda self, q, k, v, part: (q + 1, q.sum(-1))):

@@ -10,6 +10,7 @@ import backend_fakes
 import pytest
 import torch
 from backend_fakes import FAKES, BlockDiagonalCausalMask, install
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from thresher.kernels.attention import varlen
@@ -38,14 +39,14 @@ HEADS = [(1, 1, 8), (6, 6, 16), (4, 2, 24), (14, 2, 64)]  # query heads, key/val
 LENGTHS = [[1], [5, 1, 1, 20], [33, 64, 7]]
 
 
-def projected(heads: tuple[int, int, int], count: int) -> torch.Tensor:
+def projected(heads: tuple[int, int, int], count: int) -> Tensor:
     """What a layer hands over, [T, N + 2K, D]: queries, keys and values are views of it, none of them contiguous."""
     query_heads, kv_heads, dim = heads
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, query_heads + 2 * kv_heads, dim, generator=generator, dtype=torch.float64) * 1.5
 
 
-def run(attend: TrainingAttention, qkv: torch.Tensor, kv_heads: int, layout: Varlen) -> torch.Tensor:
+def run(attend: TrainingAttention, qkv: Tensor, kv_heads: int, layout: Varlen) -> Tensor:
     heads = qkv.shape[1] - 2 * kv_heads
     q_TND, k_TKD, v_TKD = qkv.split([heads, kv_heads, kv_heads], 1)
     return attend(q_TND, k_TKD, v_TKD, layout)
@@ -115,7 +116,7 @@ def test_sdpa_takes_only_the_kernels_that_it_may(dtype: torch.dtype, monkeypatch
     flags = []
     real = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def watched(q: Tensor, k: Tensor, v: Tensor, **kwargs: object) -> Tensor:
         flags.append((torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()))
         assert q.shape == k.shape == v.shape and kwargs == {"is_causal": True, "enable_gqa": False}
         return real(q, k, v, is_causal=True)
@@ -288,7 +289,7 @@ def test_a_trial_passes_what_is_right() -> None:
 
 @pytest.mark.parametrize("wrong", ["bounds", "causality", "groups", "nothing", "nan"])
 def test_a_trial_finds_what_is_wrong(wrong: str) -> None:
-    def attend(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layout: Varlen) -> torch.Tensor:
+    def attend(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
         if wrong == "bounds":
             return varlen_attention(q_TND, k_TKD, v_TKD, Varlen([sum(layout.lengths)]))
         if wrong == "causality":

@@ -5,15 +5,10 @@ from typing import Any
 import pytest
 import torch
 from backend_fakes import flash_attn_varlen_func, install
+from torch import Tensor
 
 from thresher.kernels.attention.backends import choice, libraries
-from thresher.kernels.attention.backends.choice import (
-    LIBRARIES,
-    Backend,
-    Purpose,
-    load_attention,
-    resolve_attention,
-)
+from thresher.kernels.attention.backends.choice import LIBRARIES, Backend, Purpose, load_attention, resolve_attention
 from thresher.kernels.attention.varlen import Varlen, varlen_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -144,10 +139,10 @@ def test_what_a_library_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_what_does_not_run_here_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def built_for_another_gpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def built_for_another_gpu(*args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ..")
 
-    def shifted(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def shifted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return flash_attn_varlen_func(q, *args, **kwargs).roll(1, 0)
 
     install(monkeypatch, "flash2", "flash3", "xformers")
@@ -165,7 +160,7 @@ def test_what_does_not_run_here_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("gpu")
 def test_a_backward_is_tried_where_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward_only(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward_only(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if q.requires_grad:
             raise NotImplementedError("no backward on this GPU")
         return flash_attn_varlen_func(q, *args, **kwargs)
