@@ -1,13 +1,11 @@
-"""objective.py's `logit_coefficients` in Triton: what a row's gradient is made of, straight onto its exps.
+"""objective.py's `logit_coefficients` in Triton: a row's coefficient, applied to its exps.
 
     p_v = e_v / S, S = e^log_normaliser                                        the exps of head_triton.py
     dz_v = c ([v = y] - p_v) = -(c / S) (e_v - S [v = y]),  c = on_target of objective.py
     with entropy: dz_v = on_target [v = y] + p_v (on_probs + on_plogp log p_v)
 
-Without an entropy bonus one number a row says it all: the exps become their own gradient by one store at the target,
-e_y - S = S (p_y - 1), and the factor -c / S goes to the matmuls' narrow sides. With one, each exp is rewritten.
-
-The formulas of ratio, clip, dual clip and KL are objective.py's; the tests hold the two backends together.
+Without an entropy bonus the exps become their own gradient by one store at the target, e_y - S = S (p_y - 1), and the
+factor -c / S goes to the matmuls' narrow sides. With one, each exp is rewritten.
 
 Axes: R rows of a chunk, V vocabulary (docs/notation.md).
 """

@@ -3,10 +3,7 @@
     y = silu(g) u,  silu(g) = g sigma(g),  sigma(g) = 1 / (1 + e^-g)        g, u: halves of a row (Shazeer 2020)
     dg = dy u sigma(g) (1 + g (1 - sigma(g))),  du = dy silu(g)
 
-silu is rounded to the dtype before u, as in Qwen2; a gradient is rounded once. Nothing is saved for backward but g and
-u, which are the layer's fused projection as it came: silu is computed anew.
-
-Deliberately absent: float16 and float64, which layers.py keeps; gradients of gradients; strides, rows being dense.
+silu is rounded to the dtype before u, as in Qwen2; a gradient is rounded once. Only g and u are saved for backward.
 
 Axes: T tokens, I intermediate width (docs/notation.md).
 """

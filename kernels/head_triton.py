@@ -1,29 +1,16 @@
 """LM head, log-prob and entropy in Triton: a matmul whose logits never reach memory.
 
     z = x W^T / (temperature ln 2): logits counted in powers of two, so that e^logit = 2^z is one instruction.
-    A tile of [rows, columns] of x W^T is made in float32 accumulators and leaves behind, for each row,
-    m = max z,  s = sum 2^(z - m),  u = sum 2^(z - m) (z - m),  and y = z_y - m where the target's column is its own
+    A tile of [rows, columns] of x W^T leaves behind, for each row, m = max z,  s = sum 2^(z - m),
+    u = sum 2^(z - m) (z - m),  and y = z_y - m where the target's column is its own.
     M = max m,  S = sum 2^(m - M) s,  U = sum 2^(m - M) (u + (m - M) s)        over the row's tiles, in a fixed order
     logp = ln 2 (y + m_y - M - log2 S),  H = ln 2 (log2 S - U / S)             m_y: the maximum of the target's tile
+    e_v = 2^(z_v - offset), for the loss: p_v = e_v / sum e                    stored in the operands' dtype
 
-z - m is one fused multiply-add of the accumulator, rounded once, and every sum above is taken relative to the m that
-was stored: what rounding m lost cancels.
-
-The loss needs every p_v as well. It could be had from stored logits in a second pass; instead the tile stores, in the
-operands' dtype, e_v = 2^(z_v - offset), with an offset a row that only has to lie near log2(sum 2^z), since
-p_v = e_v / sum e. It is guessed beforehand: log-sum-exp = z_y - logp, and the old log-prob is close to logp. Where the
-guess turns out more than `SLACK` off, the row's tiles are computed again with the true one. So what is stored has the
-precision of a probability and not of a logit, there is no elementwise pass over [rows, V], and the division by the
-sum, being one number a row, goes to the narrow sides of the two matmuls that follow (loss.py).
-
-Columns are stored up to the next multiple of COLUMN_MULTIPLE: those that do not exist hold e = 0. Rows of memory are
-then whole vectors of 16 bytes whatever V is, for the stores here and for the matmuls.
-
-One compiled kernel serves the loss and the log-prob alike, so that equal rows give equal bits: whether a tile is
-stored is a value and not a constant.
-
-`TritonHead` runs a chunk: the head's tiles, their reduction, and the tiles of wrong offsets once more. float16 and
-float64 are the torch backend's.
+The offset has to lie near log2(sum 2^z). It is guessed from the old log-prob; where the guess is more than `SLACK` off,
+the row's tiles are computed again with the true one. z - m is one fused multiply-add, and every sum is relative to the
+stored m, so what rounding m lost cancels. Columns up to the next multiple of COLUMN_MULTIPLE are stored with e = 0.
+One binary serves loss and log-prob, so that equal rows give equal bits. float16 and float64: the torch backend.
 
 Axes: R rows of a chunk, V vocabulary (columns that exist), H hidden width (docs/notation.md).
 """

@@ -6,12 +6,8 @@
     ds = r (g - n mean_D(g n)),  g = w dy;  of a value head dy
     dw = sum dy n, over rows and the heads that w belongs to
 
-Nothing is saved for backward but s, the layer's fused projection as it came, and the weights: r is computed anew. A
-program of the backward walks over rows with the same heads of each, and adds up dy n head by head in float32; the sums
-of all programs are then added in the order of the programs, whose number depends on the shape alone, so that dw has the
-same bits each time. Where no weight asks for a gradient there are no such sums.
-
-Deliberately absent: float16 and float64, which layers.py keeps; gradients of gradients; strides, rows being dense.
+Only s and the weights are saved for backward. A program of the backward walks over rows and sums dy n in float32; the
+programs' sums are added in their order, and their number depends on the shape alone, so dw has the same bits each time.
 
 Axes: T tokens, N query heads, K key/value heads, M = N + 2K, D head dimension (docs/notation.md).
 """

@@ -8,18 +8,10 @@
     dX = dz W / temperature, dW = dz^T X / temperature
     GRPO: Shao et al. 2024, eq. 3; asymmetric clip: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020, eq. 5
 
-A row's coefficient is known once its log-prob is, so a chunk of rows needs its logits once: logits, dX, dW, three
-matmuls (6THV), not the four of recomputing them in backward. Gradients are made in the forward pass; backward only
-scales them. Rows of weight 0 are dropped before the head: nothing of theirs is read. (The trainer leaves masked tokens
-out itself, and passes such a row for an idle batch alone.) Rows known to have no gradient go last, forward only. Same
-inputs, same bits.
-
-Two backends make a chunk's log-probs and the gradient of its logits: `TorchLoss` here, float32 and in place of the
-logits, and `TritonLoss` of coefficients_triton.py, which never stores a logit (docs/loss.md). What surrounds them, from
-the choice of rows to the two products with the head, is one code, `_run_chunks`.
-
-Deliberately absent: sequence-level ratios (GSPO), whose coefficients wait for a whole sequence; aggregation
-(1/|y|, token mean), which the caller folds into the weights; second derivatives.
+A chunk of rows needs its logits once: logits, dX, dW are three matmuls (6THV). Gradients are made in the forward pass;
+backward only scales them. Rows of weight 0 are dropped before the head. Rows known to have no gradient go last, forward
+only. `TorchLoss` here and `TritonLoss` of coefficients_triton.py make a chunk's log-probs and logit gradients. The
+caller folds aggregation (1/|y|, token mean) into the weights. Sequence-level ratios (GSPO) are absent.
 
 Axes: T tokens, R unmasked rows (or a chunk of them), M a chunk filled up, H hidden width, V vocabulary
 (docs/notation.md).

@@ -6,12 +6,8 @@
     ds' = ds + r (g - n mean_H(g n)),  g = w dy               the gradient of x and of more alike
     dw = sum_T dy n
 
-Nothing is saved for backward but s, which is an output, and w: r is computed anew. A program of the backward adds up
-dw over the rows that it walks, in float32; the sums of all programs are then added in the order of the programs, whose
-number depends on the shape alone, so that dw has the same bits each time and on each GPU that rounds alike. Where w
-asks for no gradient there are no such sums.
-
-Deliberately absent: float16 and float64, which layers.py keeps; gradients of gradients; strides, rows being dense.
+Only s, which is an output, and w are saved for backward. A program of the backward sums dw over its rows in float32;
+the programs' sums are added in their order, and their number depends on the shape alone, so dw has the same bits.
 
 Axes: T tokens, H hidden width (docs/notation.md).
 """

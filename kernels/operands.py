@@ -2,14 +2,9 @@
 
     logits = rows @ head.T        dX = dlogits @ head        dW += dlogits.T @ rows
 
-Shapes, dtypes and devices are known on the host and checked at once. What only the data can tell (a target outside the
-vocabulary, a NaN in an unmasked row) is gathered into one flag, read together with the row counts in the one host sync
-of a call; only where it is raised is the first offending index looked for. Everything raises ValueError, and NotFinite,
-which is one, where hidden states are not finite.
-
-bfloat16 operands are multiplied as they are on CUDA, where the tensor cores add in float32 and the result leaves as
-float32. Elsewhere operands are brought to float32 first, the head a slab at a time, for a whole copy of it would not
-fit beside it. float16 is brought to float32 too: a logit's gradient, weighted by 1/T, leaves its range.
+Shapes, dtypes and devices are checked on the host. Bad data (a target outside the vocabulary, a NaN in an unmasked row)
+sets one flag, read together with the row counts in the one host sync of a call. On CUDA bfloat16 operands are
+multiplied as they are, into float32. Elsewhere, and in float16, operands are brought to float32 first, the head a slab at a time.
 
 Axes: T tokens, R rows of a chunk, M a chunk filled up, H hidden width, V vocabulary (columns that exist), U columns of
 a slab (docs/notation.md).

@@ -1,14 +1,8 @@
-"""The Triton kernels there are: every file below kernels/ named *_triton.py, and what each compiles its kernels for.
+"""The Triton kernels: every file below kernels/ named *_triton.py, and what each compiles its kernels for.
 
-Nobody keeps a list. A file is found by its name, and lists its own specialisations, one record for each that its
-launcher may ask for, in a function `specialisations()` beside that launcher, which uses the same constants. `thresher
-bench compile` turns the records into code for GPUs that need not be there, and the tests go through them too.
-
-A file is refused where a kernel of its own has no specialisation: what nobody compiles, nobody sees spill. A
-`@triton.jit` function that another one calls is no kernel but a part of one, and needs none.
-
-Deliberately absent: Triton. Files are read as text and imported only when asked for, so that the command line can name
-them on a machine without it.
+A file lists its specialisations, one record for each that its launcher may ask for, in `specialisations()`. `thresher
+bench compile` compiles them for GPUs that need not be there. A file is refused where a kernel of its own has none. A
+`@triton.jit` function that another one calls is not a kernel. Files are read as text, so that listing needs no Triton.
 """
 
 import ast

@@ -3,12 +3,8 @@
     y = (a cos - b sin, b cos + a sin)    a, b = halves of a query or key   (Su et al. 2021, equation 34; half-split)
     q -> a dense tensor,  k, v of row t -> the cache at (block_T[t], every head, slot_T[t])
 
-Each product is rounded to the dtype, and then their sum, as torch does it operation by operation: in bfloat16 the
-result has the bits of layers.py's `rotate`, so that what a rollout caches is what the update computes (docs/design.md,
-"One forward for rollout and update"). One rounding in the end would be more exact by half a unit in the last place, and
-set the two apart.
-
-Deliberately absent: gradients, for what is cached has none; checks of block_T and slot_T, which lie on the GPU.
+Each product is rounded to the dtype, and then their sum, as torch does it: in bfloat16 the result has the bits of
+layers.py's `rotate`, so that what a rollout caches is what the update computes. It has no gradient.
 
 Axes: T tokens, N query heads, K key/value heads, M = N + 2K, D head dimension, P blocks of the cache, S slots of a
 block (docs/notation.md).

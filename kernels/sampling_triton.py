@@ -4,18 +4,10 @@
     argmax_v z[v] + g[v],  g = -log t,  t = -log u      =      argmax_v e^(z[v] - m) / t[v]
     logp = z[token] - M - log S,    M = max m,  S = sum e^(m - M) s       over a row's tiles, in a fixed order
 
-A tile leaves behind, for each row: its best score z + g (a greedy row's: z), that column, its z, and m and s. A second
-kernel reduces them to token and log-prob. The second line is Gumbel-max (Maddison, Tarlow and Minka 2014) as a race:
-t / e^z is an exponential variable of rate e^z, and the first to arrive wins. Since s takes e^(z - m) anyway, the outer
-logarithm is taken once a tile and not once a column; both sides round alike, by some 1e-6.
-
-u has the bits of noise.py, the same hash of (seed, position, token) in uint32; so a token is the torch path's wherever
-the two best scores are further apart than rounding. Of equal scores the lowest id wins. A greedy row (T = 0) takes its
-largest z, and the log-prob of T = 1. A row with a logit that is not finite gets NaN for a log-prob, and for a token
-some column that exists. Grid and workspace follow from shapes alone, and nothing is read back.
-
-Deliberately absent: filters (top-k, top-p, min-p), which have to see a row's logits before they leave any out
-(kernels/sampling.py draws those from stored logits); float16 and float64.
+A tile stores, for each row: its best score z + g (a greedy row's: z), that column, its z, m and s; a second kernel
+reduces them. The second line is Gumbel-max (Maddison, Tarlow and Minka 2014) as a race. u has the bits of noise.py, so
+a token is the torch path's wherever the two best scores are further apart than rounding; of equal scores the lowest id
+wins. A row with a logit that is not finite gets a log-prob of NaN. Filters (top-k ..) are drawn by sampling.py.
 
 Axes: B sequences that draw a token, H hidden width, V vocabulary (docs/notation.md).
 """

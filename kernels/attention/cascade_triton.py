@@ -2,17 +2,10 @@
 
     o_i = sum_p 2^(e_p - e) o_p,   e = log2 sum_p 2^e_p        p over a row's parts, e_p and o_p as in decode_triton.py
 
-The keys of a common prefix are parts like any other; only that a program of `_prefix_kernel` computes them for the rows
-of all members of a group together (Juravsky et al. 2024, hydragen; Ye et al. 2025, cascade inference of FlashInfer).
-Row i of its tile is row i // R % Q, under head i % R, of member i // (R Q). So a block of the prefix is read once for
-each tile of rows, and not once a member.
-
-`_merge_kernel` makes a row of the output from its parts: the sequence's own in order, then the prefix's. The prefix
-pass leaves behind where a sequence's rows lie among its parts (`place`); a sequence of no group has -1 there.
-
-Nothing of this asks the device for a value: grids and workspace follow from shapes alone.
-
-Deliberately absent: prefixes within prefixes. A sequence is in one group, or in none.
+`_prefix_kernel` computes the parts of a common prefix for the rows of all members of a group together (Juravsky et al.
+2024, hydragen; Ye et al. 2025, cascade inference of FlashInfer): row i of its tile is row i // R % Q, under head i % R,
+of member i // (R Q). `_merge_kernel` makes a row of the output from its own parts in order, then the prefix's, found by
+`place` (-1: no group). Grids and workspace follow from shapes alone. A sequence is in one group at most.
 
 Axes: B sequences, Q rows, N query heads, K KV heads, R query heads of a KV head, D head dimension, P blocks, S slots, G
 groups, M members (docs/notation.md).

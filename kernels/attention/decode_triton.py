@@ -4,19 +4,10 @@
     part p of the keys leaves   e_p = log2 sum_{j in p} 2^z_ij,   o_p = sum_{j in p} 2^(z_ij - e_p) v_j
     o_i = sum_p 2^(e_p - e) o_p,   e = log2 sum_p 2^e_p    (cascade_triton.py, in a fixed order)
 
-Within a part keys come in blocks of `KEYS`, with a running maximum and a sum that is rescaled (Milakov & Gimelshein
-2018, algorithm 3; Dao et al. 2022, algorithm 1). That parts merge so is Dao et al. 2023's flash decoding.
-
-A program is one part of one sequence's keys, for all query rows of one KV head, which are packed into a tile: row i is
-new row i // R under head i % R. Reading keys and values is what it costs, two bytes a number and a few multiplications
-on each; so a tile is as tall as it takes to read them once, and 16 rows are the fewest that a matrix instruction takes.
-Where there is but one part, the program writes the output itself. A part without keys has e = -inf, and an o that
-nobody reads.
-
-By `thresher bench compile`, in bfloat16 with 16 rows: 4 blocks a multiprocessor or more, each with one block of keys
-and one of values on its way, 32 KB at D 128. Tiles of 32 and 64 rows hold 2 to 4.
-
-Deliberately absent: bits that do not depend on the batch (the number of parts follows its size); a window, a bias.
+Within a part keys come in blocks of `KEYS`, with a running maximum and a rescaled sum (Milakov & Gimelshein 2018,
+algorithm 3; Dao et al. 2022, algorithm 1); that parts merge so is Dao et al. 2023's flash decoding. A program computes
+one part of one sequence's keys for all query rows of one KV head: row i of its tile is new row i // R under head i % R.
+With one part the program writes the output itself. A part without keys has e = -inf, and its o is not read.
 
 Axes: B sequences, Q rows, N query heads, K KV heads, R query heads of a KV head, D head dimension, P blocks, S slots
 (docs/notation.md).

@@ -1,21 +1,12 @@
-"""Attention of new rows to keys and values that lie in the blocks of a cache.
+"""Attention of new rows to keys and values that lie in the blocks of a cache, on a CPU.
 
     o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
 
 A row's bits depend on its position and its own keys alone (CPU, float32). A block's scores are one product, the softmax
 goes over the whole row, a block's values are weighted in another product, and the blocks' sums are added in order. Rows
-that see the same block may share its products, for a product's rows do not depend on each other: a prompt's rows, a
-prompt that several samples decode from, a token and the drafts behind it. So a row is the same whether it was decoded
-or prefilled, alone or in a batch, with blocks of its own or shared ones, wherever they lie.
-
-What that asks of the BLAS: that a row of a batched product be the same whatever number of matrices, and of rows, filled
-up to a multiple, it stands among. tiles.py asks it for the smallest one; docs/design.md, "Rollout",
-says where that holds. Blocks that a row does not see change no bits: softmax adds zeros, and so do the sums.
-
-Where most of the blocks from the first on belong to the rows of a bucket, as where many sequences decode, the products
-run over the cache in place; elsewhere the blocks are brought together first.
-
-`paged_buckets` lays a step out (numpy, no loop over sequences), `paged_attention` computes a layer.
+that see the same block may share its products. This needs a BLAS in which a row of a batched product does not depend on
+the others (tiles.py; docs/design.md, "Rollout"). Where most of the first blocks belong to a bucket's rows, the products
+run over the cache in place. `paged_buckets` lays a step out, `paged_attention` computes a layer.
 
 Axes: T rows of the step, B pieces computed together, Q rows of a piece, C blocks of a piece, X blocks that a product
 runs over, N query heads, K key/value heads, D head dimension, M queries of a block's product to one KV head, W tiles of

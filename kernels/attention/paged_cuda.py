@@ -1,15 +1,11 @@
-"""Attention of new rows to a cache in blocks, for generation on CUDA: the torch reference, and who computes what.
+"""Attention of new rows to a cache in blocks, for generation on CUDA: the torch reference, and the choice of a kernel.
 
     o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
 
-`decode_attention` is for steps of few rows a sequence, whose time goes into reading keys (decode_triton.py);
-`prefill_attention` for runs of many rows (prefill_triton.py). CUDA tensors go to Triton, and so do all tensors in its
-interpreter (TRITON_INTERPRET=1); others to `reference_cached_attention`, which reads back no value either.
-
-k and v of a layer are [P, K, S, D], the inner three axes contiguous; the blocks may lie any distance apart, as those of
-a [P, 2, K, S, D] do. A slot that no row sees may hold anything, NaN included: it is not multiplied.
-
-Deliberately absent: the same bits whatever a batch is made of. That is paged_cpu.py's promise, on a CPU.
+`decode_attention` takes few rows a sequence (decode_triton.py), `prefill_attention` runs of many (prefill_triton.py).
+CUDA tensors, and all tensors in Triton's interpreter, go to Triton; others to `reference_cached_attention`. k and v of
+a layer are [P, K, S, D], the inner three axes contiguous. A slot that no row sees may hold anything, NaN included. A
+row's bits may depend on its batch; paged_cpu.py's do not.
 
 Axes: T rows of all runs, B sequences, Q rows of a sequence, N query heads (and runs, in PrefillRows), K key/value
 heads, R query heads of a KV head, D head dimension, P blocks, S slots of a block, J keys, G and M as in rows.py

@@ -2,14 +2,9 @@
 
     o_i = sum_{j <= start + i} softmax_j(q_i . k_j / sqrt(D)) v_j         (Vaswani et al. 2017, equation 1)
 
-The softmax is computed block of keys by block of keys, with a running maximum and a rescaled sum (Dao et al. 2022,
-algorithm 1; decode_triton.py has the step). A program makes `ROWS` rows of one run under one KV head: row i is new row
-i // R under head i % R, so that the query heads of a KV head read its keys together, whatever R. It goes over the keys
-that all its rows see without a mask, and then over those at the diagonal.
-
-Programs lie in the grid with a run's last rows first: they have the most keys, and what starts last should be short.
-
-Deliberately absent: parts of keys (many rows fill a GPU); rows of several runs in a tile.
+The softmax is computed block of keys by block of keys (Dao et al. 2022, algorithm 1; decode_triton.py). A program makes
+`ROWS` rows of one run under one KV head: row i is new row i // R under head i % R. It goes over the keys that all its
+rows see without a mask, then over those at the diagonal. A run's last rows, which have the most keys, start first.
 
 Axes: T rows of all runs, N runs in `table_NP` and query heads in `q_TND`, K KV heads, R query heads of a KV head, D
 head dimension, P blocks, S slots (docs/notation.md).

@@ -9,11 +9,9 @@ a row's keys is put together from parts that have a softmax each (Dao et al. 202
 Backward merges nothing. With the merged o and lse, p[i, j] = e^(s[i, j] - lse[i]) is the whole softmax's, and
 ds = p (do . v[j] - do . o) too, so that each part yields its share of dq and its own dk, dv.
 
-    PrefixForest      the layout, the `attend` of a forward; where nothing is shared, `Varlen` computes the same
-    SegmentPairs        query rows against keys, pair by pair: what a library computes in one call (parts.py)
-    AttentionWithLSE  who computes that: on a CPU torch (parts.py), on CUDA a library (backends/parts.py)
+A part is a `SegmentPairs`, computed by an `AttentionWithLSE`: torch on a CPU (parts.py), a library on CUDA
+(backends/parts.py).
 
-Deliberately absent: one Triton kernel on `end_T`, which needs neither parts nor a merge. It waits for a GPU.
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
 

@@ -1,10 +1,8 @@
 """Row multiples of attention's batched products, such that a row has the same bits whatever other rows there are.
 
-A BLAS uses different routines for few rows and for many, and these round differently. On every CPU that was tried a row
-is the same among multiples of 8 rows wherever it is at all; some (MKL on AVX-512) need only pairs. Where one token is
-decoded for each sequence, with 1 to 8 query heads to a KV head, filling up to 8 rows multiplies zeros. So the products
-of a cache's sizes are tried once, with numbers like those that occur, and the smallest multiple is taken that changes
-no bit.
+A BLAS uses different routines for few rows and for many, and these round differently. A multiple of 8 rows is enough on
+every CPU that was tried; some need only pairs, which spares products with zeros. So the products of a cache's sizes are
+tried once, and the smallest multiple is taken that changes no bit.
 
 Axes: X matrices, M rows, D head dimension, S slots of a block.
 """

@@ -2,11 +2,8 @@
 
     o[i] = sum_{j <= i} softmax_j(q[i] . k[j] / sqrt(D)) v[j]         (Vaswani et al. 2017, equation 1)
 
-Query heads share key/value heads in groups of N / K (grouped-query attention). What generates, new rows against keys
-and values that lie in the blocks of a cache, is paged_cpu.py's.
-
-`varlen_attention` is the reference, and what runs on a CPU: sequences padded to the longest one, and torch's
-scaled_dot_product_attention. On CUDA a library takes its place (backends/), by the same signature, `TrainingAttention`.
+Query heads share key/value heads in groups of N / K. `varlen_attention` is the reference, and what runs on a CPU; on
+CUDA a library takes its place (backends/), by the same signature, `TrainingAttention`.
 
 Axes: T packed tokens, B sequences, Q positions of a sequence, N query heads, K key/value heads, D head dimension
 (docs/notation.md).
