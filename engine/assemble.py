@@ -1,8 +1,4 @@
-"""From a recipe to everything a rollout needs, loaded and checked against each other.
-
-Whatever disagrees (a tokenizer larger than the head, an index with fewer passages than a search returns, a template
-without a question) is refused here, before anything is computed or written.
-"""
+"""Load everything that a recipe's rollout needs, and check it against each other before anything is computed."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -79,17 +75,17 @@ class RunContext(PromptContext):
                 f"{needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them, or set "
                 "rollout.kv_tokens"
             )
-        parts = (self.system, self.tools, self.renderer, limits)
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
-        return Rollout(self.policy, self.tokenizer, retriever, *parts, shuffle=shuffle)
+        return Rollout(
+            self.policy, self.tokenizer, retriever, self.system, self.tools, self.renderer, limits, shuffle=shuffle
+        )
 
 
 def load_run_context(recipe: Recipe, model_path: str | Path | None = None, system: System | None = None) -> RunContext:
-    """Load policy, tokenizer and system of a recipe; `model_path` takes the place of `model.path`, `system` that of the
-    one which the recipe names."""
+    """Load policy, tokenizer and system of a recipe. model_path: in place of `model.path`. system: of the recipe's."""
     folder = Path(recipe.model.path if model_path is None else model_path)
     tokenizer = load_tokenizer(folder, recipe.run.verify)
-    frame = make_prompt_context(recipe, tokenizer, system)
+    context = make_prompt_context(recipe, tokenizer, system)
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
     if doubts := fit_doubts(policy, tokenizer, folder):
@@ -103,8 +99,8 @@ def load_run_context(recipe: Recipe, model_path: str | Path | None = None, syste
             f"rollout.max_context is {rollout.max_context}, but the model was made for "
             f"{policy.config.max_position_embeddings} positions; lower it"
         )
-    frame = replace(frame, limits=replace(frame.limits, attention=attention))
-    return RunContext(policy=policy, **{field.name: getattr(frame, field.name) for field in fields(frame)})
+    known = {field.name: getattr(context, field.name) for field in fields(context)}
+    return RunContext(policy=policy, **known | {"limits": replace(context.limits, attention=attention)})
 
 
 def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | None = None) -> PromptContext:
@@ -112,11 +108,9 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
     section, rollout = recipe.need(SystemSection), recipe.rollout
     digest = own_digest(section.name) if system is None else None
     system = system or load_system(section.name, section.options)
-    template = (
-        system.template
-        if section.template is None
-        else read_template(section.template, "{passages}" in system.template)
-    )
+    template = system.template
+    if section.template is not None:
+        template = read_template(section.template, "{passages}" in template)
     retrieval = recipe.retrieval or RetrievalSection()
     return PromptContext(
         recipe=recipe,
@@ -168,8 +162,7 @@ def check_fit(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> None:
 
 
 def fit_doubts(policy: Policy, tokenizer: Tokenizer, folder: str | Path) -> str | None:
-    """Say in one sentence why the tokenizer may be another model's though `check_fit` lets it pass; None: it looks
-    right.
+    """Return a sentence on why the tokenizer may be another model's though `check_fit` passes; None if it looks right.
 
     Published models mark the ends of texts by added tokens, and have no more rows than padding explains.
     """
@@ -193,8 +186,7 @@ def _text_marks(policy: Policy) -> list[tuple[str, int]]:
 
 
 def rollout_attention(recipe: Recipe, policy: Policy) -> Backend:
-    """Return the backend of a rollout's attention. UserError if what the recipe names does not serve this model
-    here."""
+    """Return the backend of a rollout's attention. UserError if the recipe's does not serve this model here."""
     try:
         return resolve_attention(
             recipe.rollout.attention, policy.device, policy.dtype, policy.config.head_dim, "rollout"
@@ -208,8 +200,8 @@ def _say(text: str) -> None:
 
 
 def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
-    """Return the recipe's index, or its server once that answers, with k checked. None if it names neither; UserError
-    then for a system that shows what it searched for."""
+    """Return the recipe's index, or its server once that answers; None if it names neither. UserError for too large a
+    k, and for a system that needs an index where there is none."""
     section = recipe.retrieval
     if section is None or (section.index is None and section.url is None):
         if system.needs_index:
@@ -221,14 +213,9 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
     retriever: Retriever
     if section.url is not None:
         _say(f"searches go to {section.url}")
-        retriever = RemoteRetriever(
-            section.url,
-            timeout=section.timeout,
-            patience=section.patience,
-            say=_say,
-        )
+        retriever = RemoteRetriever(section.url, timeout=section.timeout, patience=section.patience, say=_say)
     else:
-        # Here, for it brings FAISS, which a run whose searches go to a server does not need.
+        # Imported here, for a run with a server does not need FAISS.
         from thresher.retrieval.indexes.load import load_retriever
 
         assert section.index is not None  # it has no url
@@ -240,9 +227,9 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
 def load_judges(
     recipe: Recipe, system: System, replies: Path, allow_keys: Collection[str], rewarded_only: bool = False
 ) -> Judges:
-    """Return an entailment judge where the system claims something, and a chat model where the system is rewarded by
-    it, or unless `rewarded_only` where the recipe names one; what that one said is kept in `replies`, unless the recipe
-    names a file for it. allow_keys: as `load_endpoint` has it. Nothing is asked or written yet."""
+    """Return an entailment judge if the system has claims, and a chat model if the system is rewarded by it or, unless
+    `rewarded_only`, if the recipe names one. replies: the file of its replies, unless the recipe names one. allow_keys:
+    as in `load_endpoint`."""
     section = recipe.judge
     if section.replies is None:
         section = replace(section, replies=str(replies))
@@ -266,8 +253,8 @@ def load_questions(recipe: Recipe, system: System) -> tuple[list[Question], list
 
 
 def check_gold_indices(questions: Sequence[Question], system: System, path: str, needed: bool = False) -> None:
-    """Say how many questions leave open which of their passages are gold, if the system's reward asks for it. UserError
-    where all do and some are `needed`."""
+    """Print how many questions have unknown gold passages, if the system's reward asks for them. UserError where all
+    have and some are `needed`."""
     unknown = sum(question.gold_indices is None for question in questions)
     if not system.needs_gold_indices or not unknown:
         return

@@ -1,4 +1,4 @@
-"""Compressors of `thresher extract --refiner`: they keep parts of passages by a score, and write nothing."""
+"""Compressors that keep parts of passages by a score."""
 
 import re
 from collections.abc import Sequence
@@ -52,10 +52,9 @@ class SelectiveContext:
 
     (Li et al. 2023, "Compressing Context to Enhance Inference Efficiency of Large Language Models", arXiv:2310.06201,
     equations 1 to 3.) Units are sentences or tokens, of all passages of a question together. The paper sums a unit's
-    tokens, which keeps the long ones; the mean is its code's, and ours. Its code reads each sentence by itself; here,
-    as the paper has it, a token's condition is its passage up to there [assumed: each passage is a text of its own,
-    behind the token that begins a text, or one that ends one]. Phrases, the paper's best unit, take a
-    parser and are absent.
+    tokens, which keeps the long ones; the mean is its code's. Its code reads each sentence by itself; here, as in the
+    paper, a token's condition is its passage up to there [assumed: behind the token that begins a text, or one that
+    ends one]. Phrases, the paper's best unit, take a parser and are absent.
     """
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer, keep: float, unit: Unit) -> None:
@@ -86,8 +85,8 @@ class SelectiveContext:
         ]
 
     def self_information(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the self-information of each text's tokens, in nats. What is longer than the policy's context is read
-        in stretches of that."""
+        """Return the self-information of each text's tokens, in nats. Longer texts than the context are read in
+        pieces."""
         room = self._likelihood.longest - len(self._begin)
         sequences, owners = [], []
         for number, ids in enumerate(texts):
@@ -140,9 +139,8 @@ class Recomp:
         score(s) = <enc_q(q), enc_s(s)>,    kept: the first N of all passages' sentences, in the passages' order
 
     (Xu, Shi and Choi 2024, "RECOMP", arXiv:2310.04408, section 3.1; N is 1 for NQ and TriviaQA there, 2 for HotpotQA.)
-    Any encoder of `retrieval.encoders` serves: RECOMP's own are Contrievers that were trained on which sentence makes
-    the answer likely (here: recomp_train.py), and one that was not trained so is its baseline. [assumed]: titles are no
-    part of a sentence. Of sentences with the same score the first wins.
+    Any encoder of `retrieval.encoders` serves. RECOMP's own are Contrievers trained by recomp_train.py; an untrained
+    one is its baseline. [assumed]: titles are no part of a sentence. Of sentences with the same score the first wins.
     """
 
     encoder: LearnedEncoder
@@ -173,10 +171,9 @@ class LlmLingua2:
 
         p(word) = mean over its tokens of p(keep),    kept: p(word) >= the (1 - keep) quantile over all passages' words
 
-    (Pan et al. 2024, "LLMLingua-2", arXiv:2403.12968, section 3.2; the classifier is retrieval/encoders/
-    heads.py.) Words are kept as they stand, punctuation that touches them included. Its code takes the
-    quantile within each stretch of 512 tokens and weighs words by their tokens; here each word of a question's passages
-    is one. No token is kept by force, and there is no choice among passages before that among words.
+    (Pan et al. 2024, "LLMLingua-2", arXiv:2403.12968, section 3.2; the classifier is in retrieval/encoders/heads.py.)
+    Words include the punctuation that touches them. Its code takes the quantile within each 512 tokens and weighs words
+    by their tokens; here each word of a question's passages is one. No token is forced to be kept.
     """
 
     classifier: TokenClassifier
@@ -196,8 +193,7 @@ class LlmLingua2:
 
 
 class Likelihood:
-    """Log-probs of texts that somebody else wrote, under a policy, without gradients. UserError where no attention
-    serves the policy here."""
+    """Log-probs of texts under a policy, without gradients. UserError where no attention serves the policy here."""
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer) -> None:
         self.policy, self.tokenizer = policy, tokenizer
@@ -210,11 +206,9 @@ class Likelihood:
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """Return for (ids, positions) the log-prob of the id at each of the positions, in nats, given all ids before
-        it.
+        """Return for (ids, positions) the log-prob, in nats, of the id at each position given all ids before it.
 
-        Positions ascend and are 1 or more; a sequence is no longer than the policy's context. Greedy in nothing: the
-        distribution is that of temperature 1 over the tokenizer's ids.
+        Positions ascend from 1; a sequence fits into the context. Temperature 1, over the tokenizer's ids.
         """
         items = [
             TrainSequence(ids=ids, positions=positions, old_logprobs=[0.0] * len(positions), advantage=0.0, weight=0.0)
@@ -235,12 +229,10 @@ class Likelihood:
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of each sentence, in order; together they are the whole text, and white space goes with what
-    stands before it.
+    """Return (start, end) of each sentence, in order; together they are the whole text, with white space behind each.
 
-    By marks of punctuation and white space: a lower case letter begins none, nor does what stands behind an
-    abbreviation. Of the 4,117 sentences that HotpotQA marks in its first 100 dev questions it finds the end of 98%, and
-    99% of what it finds are such ends.
+    A sentence ends at punctuation and white space, unless a lower case letter follows or an abbreviation precedes. Of
+    the 4,117 sentences in HotpotQA's first 100 dev questions it finds 98% of the ends, with a precision of 99%.
     """
     spans, start = [], 0
     for match in _END.finditer(text):
@@ -265,8 +257,8 @@ def sentence_texts(text: str) -> list[str]:
 
 
 def most(scores: Sequence[float], keep: float) -> list[bool]:
-    """Mark the units that have a score of the (1 - keep) quantile or more, interpolated between units: about a share of
-    `keep` of them, the highest, and one at least where there is any."""
+    """Mark the units with a score of the (1 - keep) quantile or more, interpolated: about a share of `keep`, and one at
+    least where there is any."""
     if not scores:
         return []
     values = np.asarray(scores, np.float64)
@@ -274,6 +266,6 @@ def most(scores: Sequence[float], keep: float) -> list[bool]:
 
 
 def lines(parts: Sequence[Sequence[str]]) -> str:
-    """Join what is kept of each passage, a line each; a passage of which nothing is kept has none."""
+    """Join what is kept of each passage, a line each; none for a passage of which nothing is kept."""
     joined = (" ".join(part.strip() for part in kept if part.strip()) for kept in parts)
     return "\n".join(line for line in joined if line)

@@ -7,14 +7,9 @@ of the sentence that helps most, and of those that help less (training_data.py).
 q under the encoder before it is trained. No other question's sentences are contrasted.
 
 The paper starts from Contriever: mean pooling, no norm, tau = 1. [assumed] to be the paper's: Adam, a learning rate of
-2e-5, batches of 64. [assumed]: three epochs; the rate goes up over the first tenth of the steps and down to 0 over the
-rest; gradients are clipped to a norm of 1; tau is .05 for an encoder whose vectors have norm 1, where a product cannot
-exceed 1.
-
-Weights, activations and optimiser are float32 everywhere. On a CPU the result is a function of the records, the start,
-the seed and the number of threads. Nothing is written before the end, so a run that was killed starts over.
-
-Deliberately absent: dropout, which no encoder here has, and a choice among epochs.
+2e-5, batches of 64. [assumed]: three epochs; a warm-up over the first tenth of the steps, then down to 0; gradients
+clipped to a norm of 1; tau .05 for an encoder whose vectors have norm 1. All is float32. On a CPU the result is a
+function of the records, the start, the seed and the number of threads. Nothing is written before the end.
 
 Axes: B questions, S sentences of all of them one behind the other, C sentences of a question, padded; H as everywhere.
 """

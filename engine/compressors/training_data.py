@@ -8,24 +8,21 @@ FilCo (Wang et al. 2023, "Learning to Filter Context for Retrieval-Augmented Gen
     cxmi        log p(o | t, q) - log p(o | q), under a generator             the best, if it is above 0
 
 The paper takes inclusion for NQ and TriviaQA and cxmi for HotpotQA. Sentences are those of all passages together
-[assumed: its code asks for one passage at a time, the papers that compare with it show five]. Where no sentence helps,
-nothing is what the filter is to write. The thresholds are those of its code.
+[assumed: its code has one passage at a time, the papers that compare with it five]. Where no sentence helps, the filter
+is to write nothing. The thresholds are those of its code.
 
 RECOMP (Xu, Shi and Choi 2024, arXiv:2310.04408, section 3.1): the sentence that helps most, and those that help less.
 
     p = argmax_s log p(o | s, q),    N = {s : log p(o | s, q) < log p(o | p, q) - margin}
 
-A question without such N has no record; whether p helps more than no sentence is not asked [assumed]. Which of N are
-shown in training is recomp_train.py's business. A record is a line of JSON, {"id", "question", "positive",
-"negatives"}.
-
-o is the first gold answer [assumed]. The generator is asked in the prompt of `data sft --kind qa`, with t as the one
-passage or with none, as the baseline `evidence` asks it.
+A question without such N has no record; p need not help more than no sentence [assumed]. A record is a line of JSON,
+{"id", "question", "positive", "negatives"}. o is the first gold answer [assumed]. The generator is asked as by the
+baseline `evidence`, with t as the one passage or with none.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -51,11 +48,8 @@ MARGIN = 1.0  # in nats [assumed]
 
 
 class AnswerLikelihood:
-    """A generator, asked how likely an answer is. tagged: the answer stands between answer tags.
-
-    It computes in float32 on a CPU, in bfloat16 on CUDA, and is asked through its chat template if it has one.
-    UserError for a folder that is no such model.
-    """
+    """The likelihood of answers under a generator: in float32 on a CPU, in bfloat16 on CUDA, through its chat template
+    if it has one. tagged: the answer is between answer tags. UserError for a folder that is no such model."""
 
     def __init__(self, folder: str | Path, device: str = "cpu", tagged: bool = True) -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -140,7 +134,7 @@ class Contrast:
     negatives: tuple[str, ...]
 
     def to_dict(self) -> Record:
-        return {"id": self.id, "question": self.question, "positive": self.positive, "negatives": list(self.negatives)}
+        return asdict(self) | {"negatives": list(self.negatives)}
 
 
 def make_contrasts(
@@ -167,8 +161,7 @@ def make_contrasts(
 
 
 def read_contrasts(path: str | Path) -> list[Contrast]:
-    """Return the records of a file, two or more, since one is held out. UserError names the line of one that is no such
-    record."""
+    """Return the records of a file, two at least, since one is held out. UserError names the line of a bad one."""
     found = [_contrast(record, row, f"{path}:{row}") for row, record in iter_jsonl(path)]
     if len(found) < 2:
         raise UserError(f"{path}: expected 2 records or more, found {len(found)}; give more questions to data sft")

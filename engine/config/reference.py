@@ -1,9 +1,6 @@
 """Every key of a recipe, with its meaning, its default, what it takes, and the systems that preset it.
 
-All of it is read from sections.py: the meaning is the comment behind a field or above it, the default and the bounds
-are the field's own. Presets lie with the systems and are given.
-
-Deliberately absent: a list of the keys.
+All but the presets is read from sections.py: the meaning is the comment behind a field or above it.
 """
 
 import ast
@@ -40,7 +37,7 @@ class Key:
 
 
 def keys_of(presets: Presets) -> list[Key]:
-    """All keys, in the order of the sections and of their fields."""
+    """Return all keys, in the order of the sections and of their fields."""
     found = []
     for section, hint in hints(Recipe).items():
         cls = section_in(hint)
@@ -58,14 +55,14 @@ def keys_of(presets: Presets) -> list[Key]:
 
 
 def about(section: str) -> str:
-    """What a section is for: its docstring, without its name."""
+    """Return the purpose of a section: its docstring, without its name."""
     cls = section_in(hints(Recipe)[section])
     text = " ".join(((cls and inspect.getdoc(cls)) or "").split())
     return text.removeprefix(f"[{section}] ")
 
 
 def meanings_of(cls: type) -> dict[str, str]:
-    """Field -> the comment behind it, or the lines of comments above it and that behind it."""
+    """Return field -> the lines of comments above it and the comment behind it."""
     source = textwrap.dedent(inspect.getsource(cls))
     comments = {
         token.start[0]: (token.string.lstrip("# "), token.line.lstrip().startswith("#"))
@@ -88,7 +85,7 @@ def meanings_of(cls: type) -> dict[str, str]:
 
 
 def explain(keys: Sequence[Key], asked: str) -> list[Key]:
-    """The keys that `asked` names: "section.key", "section", or "key" alone. UserError with a suggestion for none."""
+    """Return the keys that `asked` names: "section.key", "section", or "key". UserError with a suggestion for none."""
     asked = asked.strip("[] ")
     found = [key for key in keys if asked in (key.dotted, key.section, key.name)]
     if not found:
@@ -100,7 +97,7 @@ def explain(keys: Sequence[Key], asked: str) -> list[Key]:
 
 
 def markdown(keys: Sequence[Key]) -> str:
-    """docs/recipe.md."""
+    """Return the page docs/recipe.md."""
     lines = [
         "# The recipe",
         "",
@@ -122,7 +119,7 @@ def markdown(keys: Sequence[Key]) -> str:
 
 
 def by_value(key: Key) -> dict[str, list[str]]:
-    """Preset -> the systems that have it."""
+    """Return preset value -> the systems that have it."""
     found: dict[str, list[str]] = {}
     for system, value in key.presets.items():
         found.setdefault(value, []).append(system)

@@ -1,7 +1,4 @@
-"""Recipe keys and flags that have another name now. The old one is read for one release, with one line on stderr.
-
-Deliberately absent: old names in tables that a program passes to `from_dict`, and in the fields of the sections.
-"""
+"""Recipe keys and flags that have another name now. The old one is read for one release, with one line on stderr."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
-"""The ranges of the sampling parameters, in one place: the Python API, the recipe and the command line refuse alike.
+"""The ranges of the sampling parameters, for the Python API, the recipe and the command line.
 
-Kernels compute in float32. A temperature divides logits there, and some kernels multiply by its reciprocal, so both
-have to be normal numbers there, between 2^-126 and 2^126, which kernels/sampling.py checks of what reaches it. The
-bounds here are narrower: at LOWEST, logits of up to 3e8 still have a finite quotient.
+Kernels divide by the temperature, or multiply by its reciprocal, in float32: both have to be normal numbers. The bounds
+here are narrower: at LOWEST, logits of up to 3e8 have a finite quotient.
 """
 
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 from thresher.common.errors import LARGEST_INT, UserError, as_number, as_whole, shown
 
 LOWEST, HIGHEST = 1e-30, 1e30
-MOST_SAMPLES = 65_536  # of what is made before it is used
+MOST_SAMPLES = 65_536  # of what is allocated in advance
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRange:
-    """What a parameter may be: a number from `low` to `high`, whole or not; or 0, if `zero`."""
+    """A parameter is a number from `low` to `high`, whole if `whole`; or 0, if `zero`."""
 
     low: float
     high: float
@@ -39,7 +38,7 @@ BOUNDS = {
 
 
 def checked(where: str, name: str, value: object) -> float:
-    """The value as an int (of whole parameters) or a float. UserError, starting with `where`, for any other."""
+    """Return the value as an int (of whole parameters) or a float. UserError, starting with `where`, for any other."""
     bounds = BOUNDS[name]
     number = as_whole(value) if bounds.whole else as_number(value)
     if number is None or not bounds.admits(number):

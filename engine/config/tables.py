@@ -1,12 +1,9 @@
 """Frozen dataclasses from nested TOML tables and back, strictly.
 
-A field's name, type and default are its whole definition: the reader, the checks, the writer and every error
-follow from it. A bound on a number is part of its type (`Count`, `Positive`, `Annotated[float, Within(..)]`);
-rules between fields stand in `check`.
-
-Types known: int, float, bool, str, Literal of strings, tuple, dict[str, Any] (a free table), another Section,
-and each of them `| None`. Deliberately absent: unions of several types, and a way to write "nothing" in a
-file: leave the key out. Hence an optional field's default must be None.
+A field's name, type and default are its whole definition. A bound on a number is part of its type (`Count`,
+`Annotated[float, Within(..)]`); rules between fields are in `check`. Types: int, float, bool, str, Literal of strings,
+tuple, dict[str, Any] (a free table), another Section, each also `| None`. The default of an optional field is None, for
+a file cannot say "nothing".
 """
 
 import difflib
@@ -44,7 +41,7 @@ class Within:
 
 
 Count = Annotated[int, Within(1)]
-SmallCount = Annotated[int, Within(1, 65_536)]  # of what is made before it is used: samples, lanes, requests
+SmallCount = Annotated[int, Within(1, 65_536)]  # of what is allocated in advance: samples, slots, requests
 Natural = Annotated[int, Within(0)]
 Positive = Annotated[float, Within(0, open_low=True)]
 NotNegative = Annotated[float, Within(0)]
@@ -54,7 +51,7 @@ BelowOne = Annotated[float, Within(0, 1, open_high=True)]
 
 
 class FieldError(UserError):
-    """A bad value found by a section itself, which knows the (dotted) key but not the file."""
+    """A bad value that a section found. It knows the (dotted) key, not the file."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
@@ -75,25 +72,23 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Rules between fields, broken by raising FieldError; a section overrides it where it has some."""
+        """Check rules between fields; raise FieldError where one is broken."""
 
     @classmethod
     def wants(cls) -> str:
-        """The keys that it cannot do without, in words."""
+        """Return the required keys, in words."""
         return " and ".join(required(cls))
 
 
 class Unfit(Exception):
-    """The value is not what is wanted; who catches it knows the words."""
+    """The value does not fit its type; the caller that catches it has the words."""
 
 
 def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str] = (), path: tuple[str, ...] = ()) -> T:
-    """A Section, or another dataclass, of values and further such dataclasses, from nested tables.
+    """Make a Section, or another dataclass, of nested tables.
 
-    where: named first in every error (the file).
-    flags: dotted keys that came from the command line, `--set` being named for them instead of the file.
-    path: where `table` lies in the file.
-    Raises UserError for an unknown or missing key, a wrong type, a value out of range.
+    where: the file, named first in every error. flags: dotted keys that came by `--set`, which is named for them
+    instead. path: of `table` in the file. UserError for an unknown or missing key, a wrong type, a value out of range.
     """
     if not isinstance(table, Mapping):
         raise UserError(f"{_place(where, path, flags)}: expected a section, got {shown(table)}")
@@ -118,7 +113,7 @@ def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str]
 
 
 def check_key(cls: type, dotted: str) -> None:
-    """UserError unless there is a field of that dotted key. Whatever lies in a free table may be there."""
+    """Raise UserError unless there is a field of that dotted key; a free table may hold any."""
     here: Any = cls
     for key in (part.strip() for part in dotted.split(".")):
         if get_origin(here) is dict:
@@ -132,24 +127,24 @@ def check_key(cls: type, dotted: str) -> None:
 
 
 def hints(cls: type) -> dict[str, Any]:
-    """Field name -> type hint, in the order of the fields."""
+    """Return field name -> type hint, in the order of the fields."""
     types = get_type_hints(cls, include_extras=True)
     return {f.name: types[f.name] for f in fields(cls)}
 
 
 def required(cls: type) -> list[str]:
-    """Names of the fields without a default."""
+    """Return the names of the fields without a default."""
     return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
 
 
 def section_in(hint: Any) -> type[Any] | None:
-    """The dataclass that a hint (or hint `| None`) names, if it names one."""
+    """Return the dataclass that a hint (or hint `| None`) names, if it names one."""
     inner = _inner(hint)
     return inner if isinstance(inner, type) and is_dataclass(inner) else None
 
 
 def _inner(hint: Any) -> Any:
-    """X of `X | None`, and any other hint as it is."""
+    """Return X of `X | None`, and any other hint as it is."""
     if get_origin(hint) in (Union, UnionType):
         parts = [part for part in get_args(hint) if part is not NoneType]
         return parts[0] if len(parts) == 1 else hint
@@ -157,7 +152,7 @@ def _inner(hint: Any) -> Any:
 
 
 def _field_value(cls: type, name: str, hint: Any, value: Any) -> Any:
-    """The value converted, or a FieldError in words."""
+    """Return the value converted, or raise FieldError."""
     try:
         return _converted(hint, value)
     except Unfit:
@@ -167,7 +162,7 @@ def _field_value(cls: type, name: str, hint: Any, value: Any) -> Any:
 
 
 def _converted(hint: Any, value: Any) -> Any:
-    """`value` as the hint wants it, or Unfit. Only an int for a float and a list for a tuple are changed."""
+    """Return `value` as the hint wants it, or raise Unfit. Only an int for a float and a list for a tuple change."""
     inner = _inner(hint)
     origin, args = get_origin(inner), get_args(inner)
     if inner is not hint and value is None:
@@ -196,16 +191,12 @@ def _converted(hint: Any, value: Any) -> Any:
     if inner is int:
         return _require(isinstance(value, int) and not isinstance(value, bool), value)
     if inner is float:
-        number = _float(_require(isinstance(value, int | float) and not isinstance(value, bool), value))
-        return _require(number == number, number)
+        _require(isinstance(value, int | float) and not isinstance(value, bool), value)
+        try:
+            return _require(value == value, float(value))
+        except OverflowError:
+            raise Unfit from None
     return _require(isinstance(value, inner), value)
-
-
-def _float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise Unfit from None
 
 
 def _require(fits: bool, value: T) -> T:
@@ -215,7 +206,7 @@ def _require(fits: bool, value: T) -> T:
 
 
 def plain(value: Any) -> Any:
-    """A deep copy in strings, numbers, booleans, lists and dicts, or Unfit. A dataclass drops its None."""
+    """Return a deep copy in strings, numbers, booleans, lists and dicts, or raise Unfit. A dataclass drops its None."""
     if is_dataclass(value):
         present = {f.name: getattr(value, f.name) for f in fields(value)}
         return {name: plain(part) for name, part in present.items() if part is not None}
@@ -230,7 +221,7 @@ def plain(value: Any) -> Any:
 
 
 def expected(hint: Any) -> str:
-    """What a hint wants, in words."""
+    """Return what a hint wants, in words."""
     inner = _inner(hint)
     origin, args = get_origin(inner), get_args(inner)
     if origin in (Union, UnionType):
@@ -249,7 +240,7 @@ def expected(hint: Any) -> str:
 
 
 def shown(value: Any, nothing: str = "nothing") -> str:
-    """A value for an error message: as in TOML, and short."""
+    """Return a value for an error message: as in TOML, and short."""
     if value is None:
         return nothing
     if is_dataclass(value) or (isinstance(value, Mapping) and value):
@@ -276,7 +267,7 @@ def _suggestion(key: str, known: Collection[str]) -> str:
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:
-    """A TOML file of sections, one line a key; tables inside a section are written inline."""
+    """Return a TOML file of sections, one line a key; tables inside a section are inline."""
     blocks = [
         "\n".join([f"[{name}]", *(f"{toml_key(key)} = {toml_value(value)}" for key, value in table.items())])
         for name, table in tables.items()
@@ -285,7 +276,7 @@ def to_toml(tables: dict[str, dict[str, Any]]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value on one line of TOML, reading back to the same value and type; Unfit if TOML has none such."""
+    """Return a value on one line of TOML, which reads back to the same value and type; raise Unfit if it has none."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):  # JSON escapes what TOML wants escaped, except DEL
@@ -301,5 +292,5 @@ def toml_value(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """A key, quoted if it must be."""
+    """Return a key, quoted if it must be."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

@@ -24,7 +24,7 @@ from thresher.engine.config.sections import (
     RolloutSection,
     SystemSection,
 )
-from thresher.engine.config.tables import from_dict, to_toml, toml_value
+from thresher.engine.config.tables import from_dict, to_toml
 from thresher.kernels.objective import LossSettings
 from thresher.kernels.sampling import SamplingTensors
 
@@ -95,23 +95,6 @@ def same(a: Any, b: Any) -> bool:
 def test_toml_reads_back_any_options(options: dict[str, Any]) -> None:
     text = to_toml({"system": {"name": "x", "options": options}})
     assert same(tomllib.loads(text)["system"]["options"], options)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (True, "true"),
-        (1, "1"),
-        (1.0, "1.0"),
-        (1e-5, "1e-05"),
-        (math.inf, "inf"),
-        ('a"\\\n\x7f\x00é😀', '"a\\"\\\\\\n\\u007f\\u0000é😀"'),
-        ([], "[]"),
-        ({"a b": [1, "c"]}, '{"a b" = [1, "c"]}'),
-    ],
-)
-def test_toml_value(value: Any, text: str) -> None:
-    assert toml_value(value) == text
 
 
 @pytest.mark.parametrize(
