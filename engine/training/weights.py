@@ -62,8 +62,8 @@ def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights
 
 
 def _reference(recipe: Recipe) -> Policy | StreamedPolicy:
-    """Load a frozen copy of the model at `model.path`, where grpo.reference has it. The plan decides "auto" before a run
-    begins (engine/planning/plan.py); without a plan it is on the device."""
+    """Load a frozen copy of the model at `model.path`, where grpo.reference has it. The plan decides "auto" before a
+    run begins (engine/planning/plan.py); without a plan it is on the device."""
     if recipe.grpo.reference != "cpu":
         return load_on_device(recipe, recipe.model.path).requires_grad_(False)
     model = load_policy(recipe.model.path, DTYPES[recipe.model.dtype], verify=recipe.run.verify)

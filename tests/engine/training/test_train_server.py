@@ -139,6 +139,8 @@ def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
     assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
     assert {path.stem for path in (out / "trajectories").iterdir()} == {"step_000001"}
+    state = json.loads((out / "checkpoints" / "step_000001" / "state.json").read_text())
+    assert re.fullmatch("[0-9a-f]{16}", state["state"]["index"])  # which the server has told
     index_server.port = 0
     index_server.start()
     train(make_recipe(retrieval={"index": None, "url": index_server.url}), out, resume=True)
@@ -200,15 +202,6 @@ def test_a_run_is_not_resumed_with_another_index(
     ):
         train(recipe, out, resume=True)
     assert what_happened(out) == before
-
-
-@pytest.mark.slow
-def test_a_server_says_which_index_it_has(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], index_server: IndexServer
-) -> None:
-    train(make_recipe(retrieval={"index": None, "url": index_server.url}, run={"steps": 1}), tmp_path / "run")
-    (state,) = tmp_path.glob("run/checkpoints/*/state.json")
-    assert re.fullmatch("[0-9a-f]{16}", json.loads(state.read_text())["state"]["index"])
 
 
 def test_a_judge_that_fails_costs_no_step_that_was_learned(

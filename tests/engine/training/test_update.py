@@ -216,25 +216,36 @@ def test_on_policy_the_ratio_is_one_and_the_reference_is_at_no_distance() -> Non
     assert stats.loss == pytest.approx(-sum(ADVANTAGES) / 3, abs=1e-6)
 
 
-def test_statistics_are_sums_over_the_rows() -> None:
+def test_statistics_are_sums_and_largest_values_over_the_rows() -> None:
     policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
     trajectories = spoken(policy, 0, 0.3)
     own = torch.cat([logprobs(policy, trajectory, 1.0) for trajectory in trajectories]).detach()
     old = torch.tensor([value for trajectory in trajectories for value in trajectory.policy_logprobs()])
     d = own - torch.cat([logprobs(reference, trajectory, 1.0) for trajectory in trajectories]).detach()
     probs = torch.softmax(torch.cat([logits(policy, trajectory, 1.0) for trajectory in trajectories]), -1).detach()
-    stats = update(policy, reference, trajectories, [0.0] * 3, GrpoSection(beta=0.1), micro_batch_tokens=20)
-    expected = {
+    ratio, k3 = (own - old).exp(), (-d).exp() + d - 1
+    values = {"k1": d, "k2": d * d / 2, "k3": k3, "k3_ratio": ratio * k3}
+    sums = {
         "entropy": -(probs * probs.log()).sum(),
         "clipped": torch.zeros(()),  # an advantage of 0 has nothing to clip
-        "ratio": (own - old).exp().sum(),
+        "ratio": ratio.sum(),
         "logprob_gap": (own - old).abs().sum(),
-        "kl_k1": d.sum(),
-        "kl_k2": (d * d / 2).sum(),
-        "kl_k3": ((-d).exp() + d - 1).sum(),
+        **{f"kl_{name}": values[name].sum() for name in ("k1", "k2", "k3")},
     }
-    assert {name: pytest.approx(float(value), rel=1e-6) for name, value in expected.items()} == stats.sums
-    assert stats.largest["logprob_gap_max"] == pytest.approx(float((own - old).abs().max()), rel=1e-6)
+    coefficients = {"k1": torch.ones(1), "k2": d, "k3": 1 - (-d).exp(), "k3_ratio": ratio * d, "none": torch.zeros(1)}
+    for value, gradient in (*((name, None) for name in values), ("k3", "k2"), ("none", "k3"), ("k2", "none")):
+        same = make_policy(0)  # an update moves the policy
+        grpo = GrpoSection(beta=0.1, kl_value=value, kl_gradient=gradient)
+        # Of all micro-batches, here one for each trajectory.
+        stats = update(same, reference, trajectories, [0.0] * 3, grpo, micro_batch_tokens=20)
+        assert stats.sums == {name: pytest.approx(float(number), rel=1e-6) for name, number in sums.items()}
+        expected = {"kl_coefficient_largest": coefficients[gradient or value], "logprob_gap_max": ratio.log()}
+        expected |= {} if value == "none" else {"kl_largest": values[value]}
+        assert stats.largest == {
+            name: pytest.approx(float(numbers.abs().max()), rel=1e-6) for name, numbers in expected.items()
+        }
+    without = update(make_policy(0), None, trajectories, [1.0, 0.0, 0.0], GrpoSection(beta=0.0))
+    assert without.largest.keys() == {"logprob_gap_max"}
 
 
 def test_the_losss_workspace_is_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,30 +262,6 @@ def test_the_losss_workspace_is_the_recipes(monkeypatch: pytest.MonkeyPatch) -> 
     for size in (None, 10**6):
         update(policy, reference, spoken(policy, 0, 0.3), ADVANTAGES, GrpoSection(beta=0.1), loss_workspace_bytes=size)
     assert seen == [None, None, 10**6, 10**6]
-
-
-def test_the_largest_of_all_tokens_is_kept(gradients: dict[str, torch.Tensor]) -> None:
-    policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
-    trajectories = spoken(policy, 0, 0.3)
-    own = torch.cat([logprobs(policy, trajectory, 1.0) for trajectory in trajectories]).detach()
-    old = torch.tensor([value for trajectory in trajectories for value in trajectory.policy_logprobs()])
-    d = own - torch.cat([logprobs(reference, trajectory, 1.0) for trajectory in trajectories]).detach()
-    ratio, k3 = (own - old).exp(), (-d).exp() + d - 1
-    values = {"k1": d, "k2": d * d / 2, "k3": k3, "k3_ratio": ratio * k3}
-    coefficients = {"k1": torch.ones(1), "k2": d, "k3": 1 - (-d).exp(), "k3_ratio": ratio * d, "none": torch.zeros(1)}
-    choices = [*((name, None) for name in values), ("k3", "k2"), ("none", "k3"), ("k2", "none")]
-    for value, gradient in choices:
-        grpo = GrpoSection(beta=0.1, kl_value=value, kl_gradient=gradient)
-        # Of all micro-batches, here one for each trajectory.
-        stats = update(policy, reference, trajectories, [0.0] * 3, grpo, micro_batch_tokens=20)
-        expected = {"kl_coefficient_largest": coefficients[gradient or value], "logprob_gap_max": ratio.log()}
-        expected |= {} if value == "none" else {"kl_largest": values[value]}
-        assert stats.largest == {
-            name: pytest.approx(float(numbers.abs().max()), rel=1e-6) for name, numbers in expected.items()
-        }
-    assert update(policy, None, trajectories, [1.0, 0.0, 0.0], GrpoSection(beta=0.0)).largest.keys() == {
-        "logprob_gap_max"
-    }
 
 
 def test_gradient_enters_only_where_the_policy_spoke_next(monkeypatch: pytest.MonkeyPatch) -> None:
