@@ -491,9 +491,8 @@ def rewarded_by(context: PromptContext) -> str:
     if context.system_digest is not None:
         section = context.recipe.need(SystemSection)
         return f"{section.name}, {context.system_digest[:16]}, {dict(sorted(section.options.items()))}"
-    reward, switches = context.system.reward, {}
-    if isinstance(reward, partial):
-        reward, switches = reward.func, reward.keywords
+    given = context.system.reward
+    reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
     # As stored by evaluations that are older than the folder of the papers' rewards.
     module = reward.__module__.replace("thresher.rewards.papers.", "thresher.rewards.")
     return f"{module}.{reward.__qualname__}, {dict(sorted(switches.items()))}"
