@@ -4,7 +4,8 @@
 
 Shapes, dtypes and devices are checked on the host. Bad data (a target outside the vocabulary, a NaN in an unmasked row)
 sets one flag, read together with the row counts in the one host sync of a call. On CUDA bfloat16 operands are
-multiplied as they are, into float32. Elsewhere, and in float16, operands are brought to float32 first, the head a slab at a time.
+multiplied as they are, into float32. Elsewhere, and in float16, operands are brought to float32 first, the head a slab
+at a time.
 
 Axes: T tokens, R rows of a chunk, M a chunk filled up, H hidden width, V vocabulary (columns that exist), U columns of
 a slab (docs/notation.md).
