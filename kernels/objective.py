@@ -21,7 +21,7 @@ Axes: R unmasked rows (or a chunk of them), T tokens, V vocabulary (docs/notatio
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,7 +87,8 @@ class LossRows:
 
     def part(self, rows: slice) -> "LossRows":
         vectors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LossRows(**{name: None if x_R is None else x_R[rows] for name, x_R in vectors.items()})
+        cut: dict[str, Any] = {name: None if x_R is None else x_R[rows] for name, x_R in vectors.items()}
+        return LossRows(**cut)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
