@@ -1,4 +1,4 @@
-"""Files that survive a kill: run folders, checkpoints, JSONL journals.
+"""Files that survive a kill: run folders and checkpoints.
 
 Another thing kept on disk, whole or not at all, may come in; nothing that computes it.
 """
