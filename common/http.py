@@ -1,4 +1,4 @@
-"""What both HTTP clients need: an address completed, one request with an answer of limited size, failures in words.
+"""Functions of both HTTP clients: an address completed, one request with an answer of limited size, failures in words.
 Each client retries in its own way."""
 
 import json

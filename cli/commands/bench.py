@@ -213,7 +213,7 @@ class GpuCheck(
     place=60,
     example="thresher bench gpu-check --part tests loss",
 ):
-    """What `make gpu-check` runs."""
+    """Run what `make gpu-check` runs."""
 
     out: Annotated[str, "DIR", "for its rows; default: bench/results"] = "bench/results"
     budget: Annotated[Seconds, "SECONDS", "default: 465"] = 465.0

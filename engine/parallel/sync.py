@@ -1,4 +1,4 @@
-"""What the ranks of a run do together: check that they do the same run, write one run folder, ask one judge.
+"""Steps that the ranks of a run take together: check that they do the same run, write one run folder, ask one judge.
 
 Ranks may run on several machines, each with files of its own. A rank that read other questions, or other weights, would
 train on without a sign.

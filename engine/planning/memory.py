@@ -172,14 +172,14 @@ class PlanSetting:
 
     @property
     def share_rows(self) -> bool:
-        """Whether an update computes a common beginning once. On CUDA torch's varlen attention does so, in bfloat16;
-        "flash" may be FlashAttention-3, which does not."""
+        """Return whether an update computes a common beginning once. On CUDA torch's varlen attention does so, in
+        bfloat16; "flash" may be FlashAttention-3, which does not."""
         on_cuda = self.item == BF16 and self.optim.attention in ("auto", "torch")
         return self.optim.share_prefix and (not self.cuda or on_cuda)
 
     @property
     def prompt_once(self) -> bool:
-        """Whether an update computes a group's prompt once."""
+        """Return whether an update computes a group's prompt once."""
         return self.share_rows and worth_sharing(self.prompt, self.own, self.rollout.group_size)
 
     @property
@@ -198,12 +198,12 @@ class PlanSetting:
 
     @property
     def frozen_copy(self) -> bool:
-        """Whether the reference is a model of its own: with adapters it is the base."""
+        """Return whether the reference is a model of its own: with adapters it is the base."""
         return self.grpo.beta > 0 and self.adapters is None
 
     @property
     def recomputes(self) -> bool:
-        """Whether a forward recomputes old log-probs before a batch's first update."""
+        """Return whether a forward recomputes old log-probs before a batch's first update."""
         return self.grpo.old_logprobs == "recomputed"
 
     @property

@@ -1,4 +1,4 @@
-"""What all pages about a run use: its records, its stored steps, excerpts of trajectories, templates.
+"""Building blocks of all pages about a run: its records, its stored steps, excerpts of trajectories, templates.
 
 Excerpts are plain data, which the page and the terminal color.
 """
