@@ -4,7 +4,7 @@ New files: a function of tensors with a reference to be held to. No file here im
 
     loss.py        GRPO's loss, whole: where to begin; objective.py: its part after the vocabulary, and KL
     logprob.py     the head's forward alone; operands.py: what is refused, and the three products with the head
-    head_triton.py, coefficients_triton.py    the same two stages in Triton (head_triton.py launches the first)
+    head_triton.py, coefficients_triton.py    the same two stages in Triton, and the choice of who computes the first
     layers.py      norms, rotation, gate; in Triton each is one kernel
     sampling.py    hidden states to a token; noise.py: the noise of a token; sampling_triton.py: on a GPU
     attention/     whole sequences for training, new tokens against the KV cache for generation; backends/: by libraries

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.operands import on_device
+from thresher.kernels.operands import check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 COLUMNS = 1024  # of a program, which has one row's: a vector of 16 bytes a thread in bfloat16
@@ -68,8 +68,11 @@ def _silu_gate_backward_kernel(
 def fused_silu_gate(gate_up_T2I: Tensor) -> Tensor:
     """`[T, 2I]` -> `[T, I]`: silu of the first half times the second, differentiable once.
 
-    bfloat16 or float32, on a GPU (or interpreted, on a CPU).
+    bfloat16 or float32, on a GPU (or interpreted, on a CPU). Raises ValueError for others.
     """
+    check_dtype("gate_up_T2I", gate_up_T2I)
+    if gate_up_T2I.dim() != 2 or gate_up_T2I.shape[1] % 2 or not gate_up_T2I.shape[1]:
+        raise ValueError(f"gate_up_T2I has shape {tuple(gate_up_T2I.shape)}; expected [T, 2I] with I of at least 1")
     y_TI: Tensor = _SiluGate.apply(gate_up_T2I.contiguous())
     return y_TI
 

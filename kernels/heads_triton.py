@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from thresher.kernels.norm_triton import SUM_COLUMNS, SUM_ROWS, _sum_parts_kernel
-from thresher.kernels.operands import on_device
+from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 HEADS = 16  # of a program: with D 128 two vectors of 16 bytes in bfloat16 for each thread of 4 warps
@@ -133,7 +133,15 @@ class _HeadShape:
 
 def fused_norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads: int, eps: float) -> Tensor:
     """layers.py's `norm_heads`, which has the arguments; differentiable once; on a GPU (or interpreted, on a CPU), all
-    bfloat16 or all float32."""
+    bfloat16 or all float32. Raises ValueError for other dtypes and shapes."""
+    check_dtype("qkv_TMD", qkv_TMD)
+    if qkv_TMD.dim() != 3 or kv_heads < 1 or 2 * kv_heads >= qkv_TMD.shape[1]:
+        raise ValueError(
+            f"qkv_TMD has shape {tuple(qkv_TMD.shape)} for {kv_heads} key/value heads; expected [T, N + 2K, D] with N "
+            "and K of at least 1"
+        )
+    for name, weight_D in (("q_weight_D", q_weight_D), ("k_weight_D", k_weight_D)):
+        check_dense(name, weight_D, qkv_TMD.shape[2:], qkv_TMD.dtype, qkv_TMD.device)
     found: Tensor = _NormHeads.apply(qkv_TMD.contiguous(), q_weight_D, k_weight_D, kv_heads, eps)
     return found
 

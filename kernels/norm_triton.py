@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.operands import on_device
+from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 MAX_WIDTH = 8192
@@ -117,11 +117,15 @@ def _sum_parts_kernel(
 def fused_add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + more, its RMSNorm times `weight_H`), both [T, H], differentiable once; None adds nothing.
 
-    All bfloat16 or all float32, on one GPU (or interpreted, on a CPU); ValueError where H is above 8,192.
+    All bfloat16 or all float32, on one GPU (or interpreted, on a CPU); H up to 8,192. Raises ValueError for others.
     """
-    if x_TH.shape[1] > MAX_WIDTH:
+    check_dtype("x_TH", x_TH)
+    if x_TH.dim() != 2 or not 0 < x_TH.shape[1] <= MAX_WIDTH:
         raise ValueError(f"x_TH has shape {tuple(x_TH.shape)}; expected [T, H] with H from 1 to {MAX_WIDTH:,}")
     more_TH = None if more_TH is None else more_TH.contiguous()
+    if more_TH is not None:
+        check_dense("more_TH", more_TH, x_TH.shape, x_TH.dtype, x_TH.device)
+    check_dense("weight_H", weight_H, x_TH.shape[1:], x_TH.dtype, x_TH.device)
     sum_TH, y_TH = _AddNorm.apply(x_TH.contiguous(), more_TH, weight_H, eps)
     return sum_TH, y_TH
 

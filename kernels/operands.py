@@ -13,7 +13,7 @@ a slab (docs/notation.md).
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch import Tensor
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = np.finfo(np.float32).tiny  # the smallest normal number; its reciprocal is normal, too
+DTYPES = (torch.bfloat16, torch.float32)  # of a Triton kernel
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -163,6 +164,22 @@ def raise_first(checks: list[RowCheck]) -> None:
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Makes a CUDA tensor's device the current one, which is where Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raises ValueError unless it is bfloat16 or float32."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected bfloat16 or float32")
+
+
+def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError unless `tensor` is dense and has this shape, dtype and device."""
+    if tensor.shape != torch.Size(shape) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected dense {tuple(shape)}"
+        )
+    if tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {dtype} on {device}")
 
 
 # --- Products with the head

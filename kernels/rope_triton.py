@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.operands import on_device
+from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
 HEADS = 16  # of a program: with D 128 two vectors of 16 bytes in bfloat16 for each thread of 4 warps
@@ -90,9 +90,24 @@ def fused_rotate_and_store(
     qkv_TMD: Tensor, rope: Tensor, kv_heads: int, k_PKSD: Tensor, v_PKSD: Tensor, block_T: Tensor, slot_T: Tensor
 ) -> Tensor:
     """Compute layers.py's `rotate_and_store`, which has the arguments, on a GPU (or interpreted, on a CPU); all
-    bfloat16 or all float32. Where block_T and slot_T point is not checked."""
-    T, M, D = qkv_TMD.shape
-    constants = _constants(M - 2 * kv_heads, kv_heads, D, k_PKSD.shape[2])
+    bfloat16 or all float32. Raises ValueError for other dtypes, shapes and strides; where block_T
+    and slot_T point is not checked."""
+    check_dtype("qkv_TMD", qkv_TMD)
+    T, M, D = qkv_TMD.shape if qkv_TMD.dim() == 3 else (0, 0, 0)
+    if 2 * kv_heads >= M or kv_heads < 1 or D % 2:
+        raise ValueError(
+            f"qkv_TMD has shape {tuple(qkv_TMD.shape)} for {kv_heads} key/value heads; expected [T, N + 2K, D] with N "
+            "and K of at least 1 and D even"
+        )
+    dtype, device = qkv_TMD.dtype, qkv_TMD.device
+    check_dense("qkv_TMD", qkv_TMD, (T, M, D), dtype, device)
+    check_dense("rope", rope, (2, T, 1, D // 2), dtype, device)
+    check_dense("block_T", block_T, (T,), torch.int32, device)
+    check_dense("slot_T", slot_T, (T,), torch.int32, device)
+    slots = k_PKSD.shape[2] if k_PKSD.dim() == 4 else 0
+    for name, cache in (("k_PKSD", k_PKSD), ("v_PKSD", v_PKSD)):
+        check_dense(f"a block of {name}", cache[:1], (min(1, len(cache)), kv_heads, slots, D), dtype, device)
+    constants = _constants(M - 2 * kv_heads, kv_heads, D, slots)
     q_TND = torch.empty((T, constants["N"], D), dtype=qkv_TMD.dtype, device=qkv_TMD.device)
     places, strides = (block_T, slot_T), (k_PKSD.stride(0), v_PKSD.stride(0))
     if T:

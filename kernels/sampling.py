@@ -89,8 +89,18 @@ class SamplingTensors:
     ) -> "SamplingTensors":
         """Rows that differ. host: the same four as arrays, which are looked at in the tensors' place; needed unless
         these are on a CPU."""
+        tensors = (temperature_B, top_k_B, top_p_B, min_p_B)
+        if tuple(x.dtype for x in tensors) != _DTYPES:
+            raise ValueError(f"rules are {list(_DTYPES)}, not {[x.dtype for x in tensors]}")
+        if temperature_B.dim() != 1 or len({(x.shape, x.device) for x in tensors}) != 1:
+            shapes = [f"{tuple(x.shape)} on {x.device}" for x in tensors]
+            raise ValueError(f"rules are four vectors of one length on one device, not {shapes}")
         if host is None:
-            host = [x.numpy() for x in (temperature_B, top_k_B, top_p_B, min_p_B)]
+            if temperature_B.device.type != "cpu":
+                raise ValueError(f"rules on {temperature_B.device} need `host`, the same four as arrays")
+            host = [x.numpy() for x in tensors]
+        if [x.shape for x in host] != [tuple(temperature_B.shape)] * 4:
+            raise ValueError(f"`host` has shapes {[x.shape for x in host]}, the rules {tuple(temperature_B.shape)}")
         temperature, top_k, top_p, min_p = host
         _check_values(temperature, top_k, top_p, min_p)
         alike = len(temperature) > 0 and bool((temperature == temperature[0]).all())
@@ -190,6 +200,7 @@ def sample(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: Sampl
     remove, and its log-probability is that of all columns at temperature 1. Of equal scores the lowest id wins.
     float64 logits, for tests, give float64 log-probabilities.
     """
+    _check(logits_BV, seeds_B, positions_B, rules)
     logits_BV = logits_BV.detach()
     if logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32:
         drawn = draw_in_blocks(logits_BV, seeds_B, positions_B, rules)
@@ -214,6 +225,21 @@ def draw_dense(z_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: Sampli
             minus_g_BV.mul_(rules.temperature_B[:, None] > 0)
         ids_B = torch.sub(z_BV, minus_g_BV, out=minus_g_BV).argmax(1)
     return ids_B, z_BV.gather(1, ids_B[:, None])[:, 0] - z_BV.logsumexp(1)
+
+
+def _check(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors) -> None:
+    shape, dtype, device = logits_BV.shape, logits_BV.dtype, logits_BV.device
+    if len(shape) != 2 or shape[1] == 0 or dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"logits are [B, V] of float32 or float64, with a column at least, not {tuple(shape)} of {dtype}"
+        )
+    for name, vector in (("seeds", seeds_B), ("positions", positions_B)):
+        if vector.shape != shape[:1] or vector.dtype != torch.int64 or vector.device != device:
+            found = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
+            raise ValueError(f"{name} are ({shape[0]},) of torch.int64 on {device}, as the logits, not {found}")
+    if len(rules) != shape[0] or rules.temperature_B.device != device:
+        found = f"{len(rules)} on {rules.temperature_B.device}"
+        raise ValueError(f"rules are for {shape[0]} rows on {device}, as the logits, not for {found}")
 
 
 def cutoffs(z_BV: Tensor, rules: SamplingTensors) -> Tensor:

@@ -296,8 +296,9 @@ def draw_fused(
 
     hidden_BH: bf16 or fp32 on CUDA (on a CPU in Triton's interpreter), H a multiple of 16. lm_head_VH: the same, a row
     for each column that may be drawn, rows dense. seeds_B, positions_B: int64, dense. temperature_B: float32, any
-    stride; 0 is greedy. Two launches, and a workspace of 5 numbers a row and tile.
+    stride; 0 is greedy. Two launches, and a workspace of 5 numbers a row and tile. ValueError for anything else.
     """
+    _check_operands(hidden_BH, lm_head_VH, seeds_B, positions_B, temperature_B)
     count, (columns, width) = len(hidden_BH), lm_head_VH.shape
     ids_B, logprobs_B = seeds_B.new_empty(count), temperature_B.new_empty(count)
     if not count:
@@ -339,6 +340,32 @@ def draw_fused(
         num_warps=REDUCE_WARPS,
     )
     return ids_B, logprobs_B
+
+
+def _check_operands(
+    hidden_BH: Tensor, lm_head_VH: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor
+) -> None:
+    if hidden_BH.dim() != 2 or hidden_BH.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"hidden states are [B, H] of bfloat16 or float32, not {tuple(hidden_BH.shape)} of {hidden_BH.dtype}"
+        )
+    (count, width), device = hidden_BH.shape, hidden_BH.device
+    found = f"{tuple(lm_head_VH.shape)} of {lm_head_VH.dtype} with strides {lm_head_VH.stride()} on {lm_head_VH.device}"
+    if width % 16 or not width:
+        raise ValueError(f"the hidden width is a multiple of 16, not {width}")
+    fits = lm_head_VH.dim() == 2 and len(lm_head_VH) > 0 and lm_head_VH.shape[1] == width
+    if not fits or lm_head_VH.stride(1) != 1 or lm_head_VH.dtype != hidden_BH.dtype or lm_head_VH.device != device:
+        raise ValueError(f"the head is [V, {width}] of {hidden_BH.dtype} with dense rows on {device}, not {found}")
+    for name, vector, dtype in (
+        ("seeds", seeds_B, torch.int64),
+        ("positions", positions_B, torch.int64),
+        ("temperatures", temperature_B, torch.float32),
+    ):
+        if vector.shape != (count,) or vector.dtype != dtype or vector.device != device:
+            found = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
+            raise ValueError(f"{name} are ({count},) of {dtype} on {device}, as the hidden states, not {found}")
+        if dtype == torch.int64 and not vector.is_contiguous():
+            raise ValueError(f"{name} are dense, not of stride {vector.stride()}")
 
 
 def _tile_constants(columns: int, tiling: DrawTiling, width: int) -> dict[str, int]:

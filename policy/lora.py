@@ -44,12 +44,19 @@ RANK_STEP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Settings of fresh adapters; the recipe's [lora] checks them."""
+    """Settings that determine fresh adapters. UserError for an impossible rank, alpha or target."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise UserError(f"lora: expected a rank of at least 1 and an alpha > 0, got {self.rank} and {self.alpha}")
+        unknown = [target for target in self.targets if target not in TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise UserError(f"lora: targets are {list(self.targets)}; expected some of {', '.join(TARGETS)}, each once")
 
 
 class Adapter(nn.Module):
@@ -135,7 +142,12 @@ def linear_shapes(layer: AdaptedLayer) -> dict[str, tuple[int, int]]:
 def add_lora(
     policy: AdaptedPolicy, *, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> LoraSettings:
-    """Put fresh adapters (float32, or float64 on such a policy) on every layer; from then on only they are trained."""
+    """Put fresh adapters (float32, or float64 on such a policy) on every layer; from then on only they are trained.
+
+    UserError for settings that cannot be, ValueError for a policy that has adapters.
+    """
+    if policy.lora is not None:
+        raise ValueError("the policy has adapters already")
     settings = LoraSettings(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     policy.requires_grad_(False)

@@ -21,9 +21,12 @@ ROOMS = 2  # layers on the device at once
 
 
 class StreamedPolicy:
-    """A `policy` without adapters in CPU memory, computing on `device`; it is frozen, on CUDA its memory is pinned."""
+    """A `policy` without adapters in CPU memory, computing on `device`; it is frozen, on CUDA its memory is pinned.
+    ValueError for a policy that lies elsewhere or has adapters."""
 
     def __init__(self, policy: Policy, device: torch.device | str) -> None:
+        if policy.device.type != "cpu" or policy.lora is not None:
+            raise ValueError(f"expected a policy in CPU memory, without adapters; this one is on {policy.device}")
         self.policy, self.device = policy.requires_grad_(False), torch.device(device)
         self._copies: torch.cuda.Stream | None = None
         if self.device.type == "cuda":

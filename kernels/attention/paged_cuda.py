@@ -40,11 +40,26 @@ def decode_attention(
     """Few new rows of each sequence -> o [B, Q, N, D], contiguous, in q's dtype; rows beyond a count are zeros.
 
     q_BQND: the cache's dtype, any strides but the last axis contiguous. splits: parts of a sequence's own keys, and
-    of a prefix's; None: `decode_splits` of each. ValueError for heads and blocks that are not served. No value is
-    read from the device: with static tensors the call can be captured in a CUDA graph.
+    of a prefix's; None: `decode_splits` of each. Raises ValueError for shapes, dtypes, strides and devices that do not
+    go together. No value is read from the device: with static tensors the call can be captured in a CUDA graph.
     """
-    B, Q = q_BQND.shape[:2]
-    _check_cache("q_BQND", q_BQND, k_PKSD)
+    B, Q = q_BQND.shape[:2] if q_BQND.dim() == 4 else (0, 0)
+    _check_cache("q_BQND", 4, q_BQND, k_PKSD, v_PKSD)
+    _check_rows(q_BQND, table_BP=(rows.table_BP, (B, None)), start_B=(rows.start_B, (B,)), count_B=(rows.count_B, (B,)))
+    if rows.first_B is not None:
+        _check_rows(q_BQND, first_B=(rows.first_B, (B,)))
+    if rows.prefix is not None:
+        if rows.first_B is None:
+            raise ValueError("first_B is None; expected each sequence's first own key where there is a prefix")
+        G = rows.prefix.length_G.shape[0]
+        _check_rows(
+            q_BQND,
+            table_GP=(rows.prefix.table_GP, (G, None)),
+            length_G=(rows.prefix.length_G, (G,)),
+            members_GM=(rows.prefix.members_GM, (G, None)),
+        )
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits is {splits}; expected 1 or more, or None")
     if not B * Q:
         return q_BQND.new_zeros(q_BQND.shape)
     if _runs_triton(q_BQND):
@@ -61,7 +76,14 @@ def prefill_attention(q_TND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: Prefi
     `decode_attention`.
     """
     N = rows.row_N.shape[0]
-    _check_cache("q_TND", q_TND, k_PKSD)
+    _check_cache("q_TND", 3, q_TND, k_PKSD, v_PKSD)
+    _check_rows(
+        q_TND,
+        table_NP=(rows.table_NP, (N, None)),
+        row_N=(rows.row_N, (N,)),
+        start_N=(rows.start_N, (N,)),
+        count_N=(rows.count_N, (N,)),
+    )
     if not N * rows.longest * q_TND.shape[0]:
         return q_TND.new_zeros(q_TND.shape)
     if _runs_triton(q_TND):
@@ -157,8 +179,12 @@ def _runs_triton(q: Tensor) -> bool:
     return (q.is_cuda or interpreted) and q.dtype != torch.float64
 
 
-def _check_cache(name: str, q: Tensor, k_PKSD: Tensor) -> None:
-    """Refuse what a model or a recipe may ask for and the kernels do not serve."""
+def _check_cache(name: str, axes: int, q: Tensor, k_PKSD: Tensor, v_PKSD: Tensor) -> None:
+    if q.dim() != axes or k_PKSD.dim() != 4 or k_PKSD.shape != v_PKSD.shape:
+        raise ValueError(
+            f"{name}, k_PKSD and v_PKSD have shapes {tuple(q.shape)}, {tuple(k_PKSD.shape)} and {tuple(v_PKSD.shape)}; "
+            f"expected {axes}, 4 and 4 axes, and the last two alike"
+        )
     _, K, S, D = k_PKSD.shape
     if q.shape[-1] != D or q.shape[-2] % K or not 1 <= q.shape[-2] // K <= MOST_PER_KV:
         raise ValueError(
@@ -167,3 +193,23 @@ def _check_cache(name: str, q: Tensor, k_PKSD: Tensor) -> None:
         )
     if S % SLOT_STEP:
         raise ValueError(f"k_PKSD has blocks of {S} slots; expected a multiple of {SLOT_STEP}")
+    for cache in (k_PKSD, v_PKSD):
+        if not cache[0].is_contiguous() or cache.dtype != q.dtype or cache.device != q.device:
+            raise ValueError(
+                f"a cache has strides {cache.stride()}, {cache.dtype}, {cache.device}; expected the inner three axes "
+                f"contiguous, {q.dtype} and {q.device} as {name} is"
+            )
+    if q.stride(-1) != 1 or not q.is_floating_point():
+        raise ValueError(f"{name} has strides {q.stride()} and is {q.dtype}; expected floats, the last axis contiguous")
+
+
+def _check_rows(q: Tensor, **wanted: tuple[Tensor, tuple[int | None, ...]]) -> None:
+    """Each tensor is int32, its last axis contiguous, on q's device, and of its shape (None: any length)."""
+    for name, (tensor, shape) in wanted.items():
+        fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+        dense = tensor.dim() > 0 and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+        if not fits or not dense or tensor.dtype != torch.int32 or tensor.device != q.device:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, {tensor.device}; "
+                f"expected int32 {list(shape)} on {q.device} (None: any length), the last axis contiguous"
+            )

@@ -136,3 +136,17 @@ def test_only_the_projection_is_saved() -> None:
 def test_no_rows() -> None:
     y, grad = both(torch.zeros(0, 8, device=DEVICE), torch.zeros(0, 4, device=DEVICE))
     assert y.shape == (0, 4) and grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "complaint"),
+    [
+        (torch.ones(3, 4, dtype=torch.float64), "gate_up_T2I has dtype torch.float64; expected bfloat16 or float32"),
+        (torch.ones(3, 5), r"gate_up_T2I has shape \(3, 5\); expected \[T, 2I\] with I of at least 1"),
+        (torch.ones(3, 0), r"gate_up_T2I has shape \(3, 0\)"),
+        (torch.ones(4), r"gate_up_T2I has shape \(4,\)"),
+    ],
+)
+def test_refusals(gate_up: Tensor, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        fused_silu_gate(gate_up.to(DEVICE))

@@ -192,3 +192,21 @@ def test_no_rows() -> None:
     y_TMD = fused_norm_heads(torch.zeros(0, 4, 8, device=DEVICE, requires_grad=True), w, w.detach(), 1, EPS)
     y_TMD.sum().backward()
     assert y_TMD.shape == (0, 4, 8) and w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"qkv_TMD": torch.ones(3, 4, 8, dtype=torch.float16)}, "qkv_TMD has dtype torch.float16; expected bfloat16"),
+        ({"qkv_TMD": torch.ones(3, 2, 8)}, r"qkv_TMD has shape \(3, 2, 8\) for 1 key/value heads; expected \[T, N"),
+        ({"qkv_TMD": torch.ones(3, 32)}, r"qkv_TMD has shape \(3, 32\) for"),
+        ({"kv_heads": 0}, r"for 0 key/value heads"),
+        ({"q_weight_D": torch.ones(7)}, r"q_weight_D has shape \(7,\) .*; expected dense \(8,\)"),
+        ({"k_weight_D": torch.ones(8).bfloat16()}, "k_weight_D is torch.bfloat16 on .*; expected torch.float32 on"),
+    ],
+)
+def test_refusals(change: dict[str, Any], complaint: str) -> None:
+    fine = {"qkv_TMD": torch.ones(3, 4, 8), "q_weight_D": torch.ones(8), "k_weight_D": torch.ones(8), "kv_heads": 1}
+    given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in {**fine, **change}.items()}
+    with pytest.raises(ValueError, match=complaint):
+        fused_norm_heads(**given, eps=EPS)

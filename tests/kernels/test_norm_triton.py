@@ -19,7 +19,7 @@ from thresher.kernels.layers import add_norm
 pytest.importorskip("triton")
 
 from thresher.kernels import norm_triton
-from thresher.kernels.norm_triton import backward_programs, fused_add_norm
+from thresher.kernels.norm_triton import MAX_WIDTH, backward_programs, fused_add_norm
 
 pytestmark = [
     pytest.mark.usefixtures("rounds_to_nearest"),
@@ -204,3 +204,20 @@ def test_no_rows() -> None:
     total, y = fused_add_norm(x, x, w, EPS)
     (total.sum() + y.sum()).backward()
     assert y.shape == (0, 8) and w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"x_TH": torch.ones(3, 4, dtype=torch.float16)}, "x_TH has dtype torch.float16; expected bfloat16 or float32"),
+        ({"x_TH": torch.ones(3)}, r"x_TH has shape \(3,\); expected \[T, H\] with H from 1 to 8,192"),
+        ({"x_TH": torch.ones(1, MAX_WIDTH + 1)}, r"x_TH has shape \(1, 8193\); expected \[T, H\]"),
+        ({"more_TH": torch.ones(2, 4)}, r"more_TH has shape \(2, 4\) .*; expected dense \(3, 4\)"),
+        ({"weight_H": torch.ones(3)}, r"weight_H has shape \(3,\) .*; expected dense \(4,\)"),
+        ({"weight_H": torch.ones(4).bfloat16()}, "weight_H is torch.bfloat16 on .*; expected torch.float32 on"),
+    ],
+)
+def test_refusals(change: dict[str, Tensor], complaint: str) -> None:
+    fine = {"x_TH": torch.ones(3, 4), "more_TH": torch.ones(3, 4), "weight_H": torch.ones(4)}
+    with pytest.raises(ValueError, match=complaint):
+        fused_add_norm(**{name: tensor.to(DEVICE) for name, tensor in {**fine, **change}.items()}, eps=EPS)

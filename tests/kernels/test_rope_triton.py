@@ -136,3 +136,33 @@ def test_a_row_of_nans_stays_in_its_place() -> None:
 def test_no_rows() -> None:
     given = arguments(0, (3, 1, 10, 3), torch.float32, True)
     assert fused_rotate_and_store(**given).shape == (0, 3, 10) and given["k_PKSD"].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"qkv_TMD": torch.ones(2, 5, 4).half()}, "qkv_TMD has dtype torch.float16; expected bfloat16 or float32"),
+        ({"qkv_TMD": torch.ones(2, 20)}, r"qkv_TMD has shape \(2, 20\) for 1 key/value heads; expected \[T, N \+ 2K"),
+        ({"kv_heads": 3}, r"qkv_TMD has shape \(2, 5, 4\) for 3 key/value heads"),
+        ({"qkv_TMD": torch.ones(2, 4, 5).transpose(1, 2)}, r"qkv_TMD has shape .*; expected dense \(2, 5, 4\)"),
+        ({"rope": torch.ones(2, 3, 1, 2)}, r"rope has shape .*; expected dense \(2, 2, 1, 2\)"),
+        ({"block_T": torch.zeros(2)}, "block_T is torch.float32 on .*; expected torch.int32"),
+        ({"slot_T": torch.zeros(3, dtype=torch.int32)}, r"slot_T has shape .*; expected dense \(2,\)"),
+        ({"k_PKSD": torch.ones(2, 1, 4, 3).transpose(2, 3)}, r"a block of k_PKSD has shape .*; expected dense"),
+        ({"v_PKSD": torch.ones(2, 2, 3, 4)}, r"a block of v_PKSD has shape .*; expected dense \(1, 1, 3, 4\)"),
+        ({"k_PKSD": torch.ones(4)}, "a block of k_PKSD has shape"),
+    ],
+)
+def test_refusals(change: dict[str, Any], complaint: str) -> None:
+    fine = {
+        "qkv_TMD": torch.ones(2, 5, 4),
+        "rope": torch.ones(2, 2, 1, 2),
+        "kv_heads": 1,
+        "k_PKSD": torch.ones(2, 1, 3, 4),
+        "v_PKSD": torch.ones(2, 1, 3, 4),
+        "block_T": torch.zeros(2, dtype=torch.int32),
+        "slot_T": torch.zeros(2, dtype=torch.int32),
+    }
+    there = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in {**fine, **change}.items()}
+    with pytest.raises(ValueError, match=complaint):
+        fused_rotate_and_store(**there)

@@ -156,3 +156,17 @@ def test_values_that_are_refused(row: tuple[float, int, float, float], message: 
     if row[0] != 1.0:
         with pytest.raises(ValueError, match=message):
             SamplingTensors.uniform(row[0], 2)
+
+
+def test_shapes_and_dtypes_that_are_refused() -> None:
+    one_B, k_B = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    host = [x.numpy() for x in (one_B, k_B, one_B, one_B)]
+    with pytest.raises(ValueError, match=r"rules are .*float32, torch\.int64"):
+        SamplingTensors.of(one_B, one_B, one_B, one_B)
+    with pytest.raises(ValueError, match="one length"):
+        SamplingTensors.of(one_B, k_B[:1], one_B, one_B)
+    with pytest.raises(ValueError, match="need `host`"):
+        SamplingTensors.of(*(x.to("meta") for x in (one_B, k_B, one_B, one_B)))
+    with pytest.raises(ValueError, match="`host` has shapes"):
+        SamplingTensors.of(one_B, k_B, one_B, one_B, host=[*host[:3], host[3][:1]])
+    assert SamplingTensors.of(*(x.to("meta") for x in (one_B, k_B, one_B, one_B)), host=host).filtered

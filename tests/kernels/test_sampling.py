@@ -330,3 +330,24 @@ def test_no_rows() -> None:
         none_B = torch.zeros(0, dtype=torch.int64)
         ids_B, logprobs_B = sample(torch.zeros(0, 7), none_B, none_B, SamplingTensors.uniform(temperature, 0))
         assert ids_B.shape == logprobs_B.shape == (0,) and ids_B.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"logits": torch.zeros(3)}, r"logits are \[B, V\]"),
+        ({"logits": torch.zeros(3, 0)}, "with a column at least"),
+        ({"logits": torch.zeros(3, 5, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"seeds": torch.zeros(2, dtype=torch.int64)}, r"seeds are \(3,\)"),
+        ({"seeds": torch.zeros(3, dtype=torch.int32)}, "seeds are .*int32"),
+        ({"positions": torch.zeros(3, 1, dtype=torch.int64)}, "positions are"),
+        ({"positions": torch.zeros(3, dtype=torch.int64, device="meta")}, "positions are .* on meta"),
+        ({"rules": SamplingTensors.uniform(1.0, 4)}, "rules are for 3 rows on cpu, as the logits, not for 4"),
+        ({"rules": SamplingTensors.uniform(1.0, 3, "meta")}, "on meta"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    at_B = torch.arange(3)
+    given = {"logits": torch.zeros(3, 5), "seeds": at_B, "positions": at_B, "rules": SamplingTensors.uniform(1.0, 3)}
+    with pytest.raises(ValueError, match=message):
+        sample(*{**given, **arguments}.values())

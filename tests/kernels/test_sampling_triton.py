@@ -344,3 +344,31 @@ def test_on_a_cpu_nothing_but_stored_logits_is_asked_for() -> None:
         found = sample_from_head(hidden_BH, head_VH, at_B, at_B, rules)
         stored = sample(head_logits(hidden_BH, head_VH), at_B, at_B, rules)
         assert torch.equal(found[0], stored[0]) and torch.equal(found[1], stored[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(3, 16, dtype=torch.float16)}, "bfloat16 or float32, not .*float16"),
+        ({"hidden": torch.zeros(3, 20), "head": torch.zeros(9, 20)}, "multiple of 16, not 20"),
+        ({"head": torch.zeros(9, 32)}, r"head is \[V, 16\]"),
+        ({"head": torch.zeros(0, 16)}, r"head is \[V, 16\]"),
+        ({"head": torch.zeros(9, 16, dtype=torch.bfloat16)}, r"of torch.float32 .* not .*bfloat16"),
+        ({"head": torch.zeros(16, 9).t()}, r"dense rows .* strides \(1, 9\)"),
+        ({"seeds": torch.zeros(3, dtype=torch.int32)}, r"seeds are \(3,\) of torch.int64"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions are \(3,\)"),
+        ({"positions": torch.zeros(6, dtype=torch.int64)[::2]}, "positions are dense, not of stride"),
+        ({"temperatures": torch.zeros(3, dtype=torch.float64)}, "temperatures are .*float32"),
+        ({"temperatures": torch.zeros(3, device="meta")}, "temperatures are .* on meta"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Tensor], message: str) -> None:
+    given = {
+        "hidden": torch.zeros(3, 16),
+        "head": torch.zeros(9, 16),
+        "seeds": torch.zeros(3, dtype=torch.int64),
+        "positions": torch.zeros(3, dtype=torch.int64),
+        "temperatures": torch.zeros(3),
+    }
+    with pytest.raises(ValueError, match=message):
+        draw_fused(*{**given, **change}.values())

@@ -217,3 +217,24 @@ def test_other_and_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> N
     assert "cannot be read" in damaged(lambda at: (at / WEIGHTS).write_bytes(whole[:-5]), folder)
     assert "no such file" in damaged(lambda at: (at / WEIGHTS).unlink(), folder)
     assert CONFIG in damaged(lambda at: (at / CONFIG).unlink(), folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 0}, "a rank of at least 1"),
+        ({"alpha": 0.0}, "an alpha > 0"),
+        ({"alpha": math.inf}, "an alpha > 0"),
+        ({"targets": ()}, "expected some of q, k, v, o, gate, up, down, each once"),
+        ({"targets": ("q", "q")}, "each once"),
+        ({"targets": ("q_proj",)}, r"targets are \['q_proj'\]"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fresh(**changes)
+
+
+def test_a_policy_has_one_set_of_adapters() -> None:
+    with pytest.raises(ValueError, match="has adapters already"):
+        add_lora(fresh(), rank=2, alpha=2)

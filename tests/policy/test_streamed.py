@@ -96,3 +96,10 @@ def test_positions_are_scaled_as_the_policys_are(make_tiny_policy: Callable[...,
     assert torch.equal(StreamedPolicy(policy, "cpu").hidden(ids_T, layout.positions_T, layout), scaled)
     policy.config = policy.config.replace(rope_scaling=None)
     assert not torch.equal(policy.hidden(ids_T, layout.positions_T, layout), scaled)
+
+
+def test_adapters_are_refused(make_tiny_policy: Callable[..., Policy]) -> None:
+    policy = make_tiny_policy()
+    add_lora(policy, rank=2, alpha=2.0)
+    with pytest.raises(ValueError, match="in CPU memory, without adapters"):
+        StreamedPolicy(policy, "cpu")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cached_cases import DEVICE, CachedCase
+from cached_cases import DEVICE, CachedCase, ints
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thresher.kernels.attention.paged_cpu import CacheShape, QueryRuns, paged_attention, paged_buckets
@@ -81,16 +81,35 @@ def test_float64_takes_the_reference() -> None:
     assert torch.equal(decode_attention(q_BQND.double(), k_PKSD, v_PKSD, rows), expected)
 
 
-def test_heads_and_blocks_that_are_not_served_are_refused() -> None:
+def test_what_does_not_go_together_is_refused() -> None:
     case = CachedCase(HEADS, 16, [20, 30], [(16, [0, 1])])
     k, v = case.caches()
     q, rows, _ = case.decode([1, 1], 1, share=True)
+    with pytest.raises(ValueError, match="q_BQND, k_PKSD and v_PKSD have shapes"):
+        decode_attention(q[0], k, v, rows)
     with pytest.raises(ValueError, match="q_BQND has 9 heads of 16, the cache 2 of 16"):
         decode_attention(torch.zeros(2, 1, 9, 16, device=DEVICE), k, v, rows)
     with pytest.raises(ValueError, match="1 to 8 query heads"):
         decode_attention(torch.zeros(2, 1, 18, 16, device=DEVICE), k, v, rows)
     with pytest.raises(ValueError, match="blocks of 8 slots; expected a multiple of 16"):
         decode_attention(q, k[:, :, :8], v[:, :, :8], rows)
+    with pytest.raises(ValueError, match="inner three axes contiguous"):
+        decode_attention(q, k.transpose(0, 2).contiguous().transpose(0, 2), v, rows)
+    with pytest.raises(ValueError, match=r"inner three axes contiguous, torch\.float64"):
+        decode_attention(q.double(), k, v, rows)
+    with pytest.raises(ValueError, match=r"start_B has shape \(3,\).* expected int32 \[2\]"):
+        decode_attention(q, k, v, replace(rows, start_B=ints([0, 0, 0])))
+    with pytest.raises(ValueError, match=r"count_B .*torch\.int64"):
+        decode_attention(q, k, v, replace(rows, count_B=rows.count_B.long()))
+    with pytest.raises(ValueError, match="first_B is None; expected each sequence's first own key"):
+        decode_attention(q, k, v, replace(rows, first_B=None))
+    with pytest.raises(ValueError, match="splits is 0; expected 1 or more"):
+        decode_attention(q, k, v, rows, splits=0)
+    runs = PrefillRows(rows.table_BP, rows.start_B, rows.start_B, rows.count_B, 1)
+    with pytest.raises(ValueError, match="q_TND, k_PKSD and v_PKSD have shapes"):
+        prefill_attention(q, k, v, runs)
+    with pytest.raises(ValueError, match="row_N has shape"):
+        prefill_attention(q[:, 0], k, v, replace(runs, row_N=runs.row_N[:, None]))
 
 
 def test_no_rows_give_no_rows() -> None:
