@@ -24,7 +24,7 @@ from thresher.engine.config.sections import (
     RolloutSection,
     SystemSection,
 )
-from thresher.engine.config.tables import from_dict, to_toml
+from thresher.engine.config.tables import from_dict, to_toml, toml_value
 from thresher.kernels.objective import LossSettings
 from thresher.kernels.sampling import SamplingTensors
 
@@ -304,3 +304,20 @@ def test_unreadable_files(tmp_path: Path, write: Any) -> None:
     path = write(SMALLEST)
     path.write_bytes(b"\xff\xfe")
     assert "r.toml: expected a recipe in TOML, but 'utf-8' codec can't decode" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (1, "1"),
+        (1.0, "1.0"),
+        (1e-5, "1e-05"),
+        (math.inf, "inf"),
+        ('a"\\\n\x7f\x00é😀', '"a\\"\\\\\\n\\u007f\\u0000é😀"'),
+        ([], "[]"),
+        ({"a b": [1, "c"]}, '{"a b" = [1, "c"]}'),
+    ],
+)
+def test_toml_value(value: Any, text: str) -> None:
+    assert toml_value(value) == text

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +13,25 @@ from stored_cases import stored
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
-from thresher.common.records import read_object
+from thresher.common.records import RecordLog, read_object
 from thresher.engine import assemble
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
+from thresher.engine.evaluation.metrics import measures_of
 from thresher.engine.evaluation.run import (
     EvalFolder,
     EvalOptions,
     Generated,
+    check_generated,
+    read_generated,
     settings_of,
 )
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.scoring.score import score
 from thresher.engine.store.run_folder import RunFolder, best_checkpoint, evaluations_by_dev
+from thresher.engine.systems import load_system
+from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 
@@ -251,3 +258,77 @@ def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: li
     assert recipe.model.path == str(best.path) and recipe.system and recipe.system.name == "arena"
     with pytest.raises(UserError, match="is not a run folder"):
         best_checkpoint(model)
+
+
+def damages(line: str) -> list[str]:
+    """A line of generated.jsonl, damaged in each of its values and keys, as a bit or a careless editor may."""
+    found = [line[: len(line) // 2], line.replace('"policy"', '"nobody"'), "[]", "null", line[:-1], "{}"]
+
+    def walk(value: Any, put: Any) -> None:
+        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, child in list(children):
+            for bad in (None, "x", -7, 10**30, float("nan"), [None], {"x": 1}, True):
+                if type(bad) is not type(child) or bad != bad or isinstance(child, int):
+                    value[key] = bad
+                    found.append(put())
+            value[key] = child
+            walk(child, put)
+        if isinstance(value, dict):
+            for key in list(value):
+                child = value.pop(key)
+                found.append(put())
+                value[key] = child
+
+    record = json.loads(line)
+    walk(record, lambda: json.dumps(record))
+    return found
+
+
+@pytest.mark.slow
+def test_a_damaged_line_ends_in_a_sentence_or_in_a_whole_trajectory(
+    searching: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_tokenizer: Tokenizer,
+    tiny_questions: list[Question],
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        cut_after(1, patch)
+        assert cli.run([*searching, "--out", str(out)]) == 130
+    kept = out / "generated.jsonl"
+    first, *rest = kept.read_text().splitlines()
+    system, refused = load_system("search_r1", {}), 0
+    rollout: Any = SimpleNamespace(tokenizer=tiny_tokenizer, system=system, limits=SimpleNamespace(max_context=4096))
+    bare = json.dumps({key: value for key, value in json.loads(first).items() if key != "checksum"})
+    many = damages(bare)  # as an earlier version wrote it; what is written now has a checksum
+
+    def read(line: str) -> Generated:
+        kept.write_text(line + "\n")
+        ((number, record),) = RecordLog(kept).recover()
+        return read_generated(record, f"{kept}:{number}")
+
+    whole = read(first)
+    assert read(bare) == read(json.dumps(json.loads(bare) | {"check": "0123456789abcdef"})) == whole
+    for damaged in damages(first):
+        try:
+            assert read(damaged) == whole
+        except UserError as error:
+            assert str(error).startswith(f"{kept}:1: "), error
+    for damaged in many:
+        try:
+            entry = read(damaged)
+            check_generated([entry], rollout, kept)
+            scored = score(tiny_questions[:1], [entry.trajectory], system, tiny_tokenizer)
+            assert measures_of(scored[0], system.tags)["searches"] >= 0
+        except UserError as error:
+            assert str(error).startswith(f"{kept}:1: "), error
+            refused += 1
+    assert refused > 0.6 * len(many)
+    kept.write_text("\n".join([first, rest[0].replace('"ids"', '"idx"')]) + "\n")
+    with (
+        pytest.raises(UserError, match=rf"^{kept}:2: does not follow from .*; delete this line and those behind"),
+        EvalFolder.open(out, json.loads((out / "settings.json").read_text())) as folder,
+    ):
+        folder.generated()
+    assert kept.exists(), "an evaluation that cannot go on is not deleted"
