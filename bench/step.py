@@ -44,12 +44,11 @@ from thresher.common.errors import UserError
 from thresher.common.machine import checkout
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing import build_train_sequences
+from thresher.engine.packing import build_train_sequences, grpo_advantages
 from thresher.engine.threads import threads_for, use_threads
 from thresher.engine.training.update import Updater
 from thresher.policy.lora import add_lora
 from thresher.policy.model import Policy
-from thresher.rewards.advantages import advantages_by_group
 
 WARMUP = 1  # rounds before the clock counts
 LARGEST_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats
@@ -120,13 +119,7 @@ class Ours:
         wait(self.setting.device)
         sampled, sampled_cpu = time.perf_counter(), time.process_time()
         rewards = [reward_of([t.ids()[p] for p in t.policy_positions()]) for t in trajectories]
-        advantage = advantages_by_group(
-            rewards,
-            [trajectory.group for trajectory in trajectories],
-            std_floor=self.grpo.std_floor,
-            sample_std=self.grpo.sample_std,
-            eps=self.grpo.std_eps,
-        )
+        advantage = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], self.grpo)
         items = build_train_sequences(trajectories, advantage, self.grpo)
         stats = self.updaters[share_prefix].update(items, self.steps, 1.0)
         assert stats is not None

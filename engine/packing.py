@@ -37,6 +37,7 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
+from thresher.rewards.advantages import advantages_by_group
 
 MERGE_COST = 0.1
 NODE_COST = 64.0
@@ -66,6 +67,11 @@ class TrainSequence:
     weight: float  # of each of its trained tokens in the loss
     importance: list[float] | None = None  # what multiplies the advantage of each; None: 1
     key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
+
+
+def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
+    """Return each reward's advantage within its group, as the recipe has it. groups: the group of each reward."""
+    return advantages_by_group(rewards, groups, std_floor=grpo.std_floor, sample_std=grpo.sample_std, eps=grpo.std_eps)
 
 
 def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:

@@ -82,19 +82,19 @@ class Policy(nn.Module):
         return rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype, config.rope_scaling)
 
     def hidden(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, recompute: bool = False
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, checkpoint_activations: bool = False
     ) -> torch.Tensor:
         """Map packed ids [T] int64 and their positions [T] int64 to hidden states after the last norm [T, H].
 
-        recompute: keep only the input of each layer for the backward, and compute the layer again there (activation
-        checkpointing; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). `attend` is
-        then called twice a layer.
+        checkpoint_activations: keep only the input of each layer for the backward, and compute the layer again there
+        (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). `attend` is then called
+        twice a layer.
         """
         config = self.config
         rope = self.rope(positions_T)
         x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
         for index, layer in enumerate(self.layers):
-            if recompute and torch.is_grad_enabled():
+            if checkpoint_activations and torch.is_grad_enabled():
                 arguments = (layer, x_TH, more_TH, rope, attend, index)
                 x_TH, more_TH = checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -2,18 +2,9 @@
 
     A_i = (R_i - mean(R)) / (max(std(R), std_floor) + eps)
 
-<<<<<<< HEAD
 The floor is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as a group of {0, 1} does; with a
 floor of .1 it gets -.1 and +.1. The deviation is the population's. A group whose rewards are equal, so a group of one,
 has advantage 0 (verl gives a lone sample its raw reward).
-=======
-The floor on the deviation is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as
-loud as a group of {0, 1}; with a floor of .1 it gets -.1 and +.1. The deviation is the population's
-(EviOmni's own example).
-
-A group of one sample has advantage 0, as has every group whose rewards are equal: nothing says whether the sample did
-better than its policy usually does. (verl takes mean 0 and deviation 1 for such a group, and so gives a lone sample its
-raw reward.)
 
 Groups are the caller's numbers, never equal prompts, so that two copies of a prompt do not merge into one.
 """

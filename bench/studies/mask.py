@@ -45,7 +45,7 @@ from thresher.common.records import read_records
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, RetrievalSection
 from thresher.engine.episode import Prompt, read_template
-from thresher.engine.packing import MicroBatch, TrainSequence, build_train_sequences, pack
+from thresher.engine.packing import MicroBatch, TrainSequence, build_train_sequences, grpo_advantages, pack
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint
@@ -58,7 +58,6 @@ from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.objective import LossResult
 from thresher.policy.model import Policy, load_policy
 from thresher.policy.tokenizer import load_tokenizer
-from thresher.rewards.advantages import advantages_by_group
 from thresher.rewards.reward import Source
 
 GROUP = 8  # scripted trajectories whose advantages are made together, as the demo's samples of a question are
@@ -131,13 +130,7 @@ def scripted(seed: int, limit: int, device: str) -> Subject:
         policy=policy.requires_grad_(True),
         vocab_size=tokenizer.vocab_size,
         trajectories=trajectories,
-        advantages=advantages_by_group(
-            rewards,
-            [trajectory.group for trajectory in trajectories],
-            std_floor=recipe.grpo.std_floor,
-            sample_std=recipe.grpo.sample_std,
-            eps=recipe.grpo.std_eps,
-        ),
+        advantages=grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], recipe.grpo),
         **_settings(recipe),
     )
 

@@ -59,7 +59,7 @@ class TrainedWeights:
         the head is not trained."""
         raise NotImplementedError
 
-    def collect(self) -> None:
+    def add_gradients(self) -> None:
         """Add the policy's gradients of a micro-batch, which are used up, to those of the trained weights."""
 
     def complete(self) -> None:
@@ -112,7 +112,7 @@ class MasterWeights(TrainedWeights):
         return head_VH.grad
 
     @torch.no_grad()
-    def collect(self) -> None:
+    def add_gradients(self) -> None:
         for parameter, trained in self._pairs():
             grad, parameter.grad = parameter.grad, None
             if grad is None:

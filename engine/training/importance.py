@@ -41,8 +41,8 @@ class WeightSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputed:
-    """Findings, on one rank, of the forward before a batch's first step: the gap between its log-probs and the
+class RecomputedLogprobs:
+    """Findings, on one rank, of the forward before a step's first update: the gap between its log-probs and the
     rollout's, in nats, and the sums of the weights, which are empty without weights."""
 
     tokens: int
@@ -52,7 +52,7 @@ class Recomputed:
     weights: WeightSums
 
 
-def recomputed_record(ranks: Sequence[Recomputed]) -> dict[str, float]:
+def recomputed_logprobs_record(ranks: Sequence[RecomputedLogprobs]) -> dict[str, float]:
     """Return the entries of a step's record that sum up `ranks`, the findings of all ranks."""
     weights = [found.weights for found in ranks]
     count, squares = sum(w.count for w in weights), math.fsum(w.squares for w in weights)
@@ -72,13 +72,13 @@ def recomputed_record(ranks: Sequence[Recomputed]) -> dict[str, float]:
     }
 
 
-def recompute(
-    updater: Updater, batch: Sequence[list[TrainSequence]], grpo: GrpoSection, temperature: float
-) -> tuple[list[list[TrainSequence]], Recomputed]:
-    """Return the sequences of each optimiser step of a batch with old log-probs by the current policy, and importance
+def recompute_logprobs(
+    updater: Updater, by_update: Sequence[list[TrainSequence]], grpo: GrpoSection, temperature: float
+) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
+    """Return the sequences of each optimiser step with old log-probs by the current policy, and importance
     weights where the recipe has them; and the statistics of these."""
     started = time.perf_counter()
-    sequences = [one for of_step in batch for one in of_step]
+    sequences = [one for of_update in by_update for one in of_update]
     rollout = [one.old_logprobs for one in sequences]
     own = updater.logprobs(sequences, temperature)
     gaps = [abs(now - then) for pair in zip(own, rollout, strict=True) for now, then in zip(*pair, strict=True)]
@@ -87,7 +87,7 @@ def recompute(
         replace(one, old_logprobs=mine, importance=weight)
         for one, mine, weight in zip(sequences, own, weights, strict=True)
     )
-    return [[next(renewed) for _ in of_step] for of_step in batch], Recomputed(
+    return [[next(renewed) for _ in of_update] for of_update in by_update], RecomputedLogprobs(
         tokens=len(gaps),
         gap=math.fsum(gaps),
         gap_largest=max(gaps, default=0.0),

@@ -10,7 +10,7 @@ import torch
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, measured, summary_of
 from thresher.engine.rollout.rollout import Rollout
-from thresher.engine.training.importance import Recomputed, recomputed_record
+from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
 from thresher.engine.training.step import StepResult
 from thresher.engine.training.update import UpdateStats
 
@@ -27,7 +27,7 @@ class RankStep:
     updates: list[UpdateStats]
     scoring_seconds: float
     clock: dict[str, Any]
-    recomputed: Recomputed | None = None
+    recomputed: RecomputedLogprobs | None = None
 
 
 def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> RankStep:
@@ -57,7 +57,7 @@ def step_record(step: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
         "zero_advantage_groups": sum(rank.zero_advantage_groups for rank in ranks),
         **_update_metrics(updates),
         **_epoch_metrics(updates),
-        **(recomputed_record(recomputed) if recomputed else {}),
+        **(recomputed_logprobs_record(recomputed) if recomputed else {}),
         "reward_seconds": max(rank.scoring_seconds for rank in ranks),
         "threads": torch.get_num_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # of those threads; None: as their library has it

@@ -294,11 +294,11 @@ class SftTrainer:
     def _backward(self, batch: Sequence[Transcript]) -> tuple[float, int]:
         rows = sum(len(transcript.positions) for transcript in batch)
         sequences = [_sequence(t.ids, t.positions, 1.0, 1.0 / rows) for t in batch]
-        loss, tokens, recompute = 0.0, 0, self.optim.checkpoint_activations == "on"
-        batches = pack(sequences, self.optim.micro_batch_tokens, self.policy.device, self.attention)
-        with console.stage("update", len(batches)) as line:
-            for number, packed in enumerate(batches, 1):
-                hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, recompute)
+        loss, tokens, checkpoint = 0.0, 0, self.optim.checkpoint_activations == "on"
+        micro_batches = pack(sequences, self.optim.micro_batch_tokens, self.policy.device, self.attention)
+        with console.stage("update", len(micro_batches)) as line:
+            for number, packed in enumerate(micro_batches, 1):
+                hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, checkpoint)
                 # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
                 result = grpo_loss(
                     hidden_TH.index_select(0, packed.rows_R),

@@ -12,14 +12,14 @@ How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.033
 - A trajectory holds text that the policy did not write (passages, the engine's feedback). Only sampled tokens are in
   the loss, and 1/|y| counts them alone.
 - The old log-prob is the one recorded when the token was sampled. No forward of an old policy is run, unless
-  grpo.old_logprobs asks for one (importance.py), and with one update a batch, the default, the ratio is 1 up to
+  grpo.old_logprobs asks for one (importance.py), and with one update a rollout batch, the default, the ratio is 1 up to
   rounding.
 - The group's deviation is the population's, bounded from below by a floor. A group whose rewards are equal, one of a
   single sample included, has advantage 0.
 - KL's value and KL's gradient are two settings, each k1, k2 or k3 (the paper's is k3 for both). The reference is the
   model that the run began with, and is never replaced.
 - Switches that the paper has not: an upper clip of its own, dual clip, an entropy bonus, weights 1/sum|y| ("token") or
-  1/c ("constant") in place of 1/|y|, several optimiser steps or passes a batch, importance weights, and rewards
+  1/c ("constant") in place of 1/|y|, several optimiser steps or passes a rollout batch, importance weights, and rewards
   shuffled within groups as a control.
 
 Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number.
@@ -39,7 +39,7 @@ from typing import TypeVar
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
 from thresher.engine.decoding.decoder import NotFiniteDraw
-from thresher.engine.packing import LossNormalizer, TrainSequence, build_train_sequences, normalizer_of
+from thresher.engine.packing import LossNormalizer, TrainSequence, build_train_sequences, grpo_advantages, normalizer_of
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.parallel.sync import judging
 from thresher.engine.protocol.prompts import PromptBatch
@@ -47,11 +47,10 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
-from thresher.engine.training.importance import Recomputed, recompute
+from thresher.engine.training.importance import RecomputedLogprobs, recompute_logprobs
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
-from thresher.rewards.advantages import advantages_by_group
 
 T = TypeVar("T")
 
@@ -60,14 +59,14 @@ T = TypeVar("T")
 class StepResult:
     """A step's scored trajectories with their advantages, and one entry of `updates` for each optimiser step.
 
-    batches: the sequences of each optimiser step of one pass over the trajectories. recomputed: see importance.py.
+    sequences_by_update: those of each optimiser step of one pass over the trajectories. recomputed: see importance.py.
     """
 
     step: int
     scored: list[Scored]
     advantages: list[float]
-    batches: list[list[TrainSequence]]
-    recomputed: Recomputed | None
+    sequences_by_update: list[list[TrainSequence]]
+    recomputed: RecomputedLogprobs | None
     shown: PromptBatch
     scoring_seconds: float
     updates: list[UpdateStats] = field(default_factory=list)
@@ -88,8 +87,8 @@ class GrpoStep:
     collecting: bool = field(default=False, init=False)
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult:
-        """Run step number `step`, counted from 1. recorder: keeps what the first pass over the batch finds of each
-        token. Raises Diverged where numbers stop being finite."""
+        """Run step number `step`, counted from 1. recorder: keeps what the first pass over the trajectories
+        finds of each token. Raises Diverged where numbers stop being finite."""
         self.collecting = True
         try:
             result = self.collect(step)
@@ -118,39 +117,33 @@ class GrpoStep:
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
-        advantages = advantages_by_group(
-            rewards,
-            [job.group for job in jobs],
-            std_floor=recipe.grpo.std_floor,
-            sample_std=recipe.grpo.sample_std,
-            eps=recipe.grpo.std_eps,
-        )
+        advantages = grpo_advantages(rewards, [job.group for job in jobs], recipe.grpo)
         scoring_seconds = perf_counter() - started
         bounds = update_bounds(len(groups), size, updates)
         normalizers = self._normalizers([normalizer_of(trajectories[a:b]) for a, b in bounds])
-        batches = [
+        sequences_by_update = [
             build_train_sequences(trajectories[a:b], advantages[a:b], recipe.grpo, normalizer)
             for (a, b), normalizer in zip(bounds, normalizers, strict=True)
         ]
         recomputed = None
         if recipe.grpo.old_logprobs == "recomputed":
-            batches, recomputed = self._recompute(batches)
+            sequences_by_update, recomputed = self._recompute_logprobs(sequences_by_update)
         return StepResult(
             step=step,
             scored=scored,
             advantages=advantages,
-            batches=batches,
+            sequences_by_update=sequences_by_update,
             recomputed=recomputed,
             shown=shown,
             scoring_seconds=scoring_seconds,
         )
 
     def learn(self, result: StepResult, recorder: TokenRecorder | None = None) -> StepResult:
-        """Run the optimiser steps of a batch; every pass over it takes them in the same order. Returns `result` with
+        """Run the optimiser steps; every pass over the trajectories takes them in the same order. Returns `result` with
         its `updates`."""
         recipe, step = self.parts.recipe, result.step
-        epochs, count = recipe.grpo.epochs_per_batch, len(result.batches)
-        for number, (epoch, sequences) in enumerate(itertools.product(range(epochs), result.batches)):
+        epochs, count = recipe.grpo.epochs_per_batch, len(result.sequences_by_update)
+        for number, (epoch, sequences) in enumerate(itertools.product(range(epochs), result.sequences_by_update)):
             try:
                 place = (step - 1) * epochs * count + number
                 seen = recorder if epoch == 0 else None
@@ -185,8 +178,11 @@ class GrpoStep:
         """Return, of each optimiser step, what its tokens' weights are shares of."""
         return own
 
-    def _recompute(self, batches: list[list[TrainSequence]]) -> tuple[list[list[TrainSequence]], Recomputed]:
-        return recompute(self.updater, batches, self.parts.recipe.grpo, self.parts.recipe.rollout.temperature)
+    def _recompute_logprobs(
+        self, by_update: list[list[TrainSequence]]
+    ) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
+        recipe = self.parts.recipe
+        return recompute_logprobs(self.updater, by_update, recipe.grpo, recipe.rollout.temperature)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,9 +214,11 @@ class DistributedGrpoStep(GrpoStep):
         tokens = self.ranks.all_reduce_sum(*(one.tokens for one in own))
         return [LossNormalizer(*pair) for pair in zip(counts, tokens, strict=True)]
 
-    def _recompute(self, batches: list[list[TrainSequence]]) -> tuple[list[list[TrainSequence]], Recomputed]:
+    def _recompute_logprobs(
+        self, by_update: list[list[TrainSequence]]
+    ) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
         with self.ranks.interruptible():
-            return GrpoStep._recompute(self, batches)
+            return GrpoStep._recompute_logprobs(self, by_update)
 
 
 def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
@@ -229,7 +227,7 @@ def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
 
 
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
-    """The step's questions: each pass over the data is shuffled by (seed, pass) and every question comes once in it."""
+    """Return the step's questions: each pass over the data is shuffled by (seed, pass) and has every question once."""
     chosen = []
     for at in range((step - 1) * count, step * count):
         number, position = divmod(at, len(questions))
@@ -245,13 +243,13 @@ def _order(count: int, seed: int, number: int) -> list[int]:
 
 
 def update_bounds(groups: int, size: int, updates: int) -> list[tuple[int, int]]:
-    """(start, end) of each optimiser step's trajectories: `groups` groups of `size`, whole, shared out evenly."""
+    """Return (start, end) of each optimiser step's trajectories: `groups` whole groups of `size`, shared out evenly."""
     bounds = [round(number * groups / updates) * size for number in range(updates + 1)]
     return list(itertools.pairwise(bounds))
 
 
 def shuffled_within_groups(rewards: Sequence[T], size: int, seed: int) -> list[T]:
-    """The control experiment: rewards that no longer belong to their trajectories, in groups with the same spread."""
+    """Return a control experiment's rewards: each group's own, in a random order."""
     rng, result = Random(seed), list(rewards)
     for start in range(0, len(result), size):
         group = result[start : start + size]
@@ -261,8 +259,7 @@ def shuffled_within_groups(rewards: Sequence[T], size: int, seed: int) -> list[T
 
 
 def shuffled_rewards(rewards: Sequence[float], groups: Sequence[int], count: int, seed: int) -> list[float]:
-    """`shuffled_within_groups` of the rewards of these of `count` groups, as it comes out where one rank has them
-    all."""
+    """Return these groups' rewards as `shuffled_within_groups` would order them on one rank with all `count` groups."""
     size = len(rewards) // len(groups)
     order = shuffled_within_groups(range(count * size), size, seed)
     return [
@@ -273,12 +270,12 @@ def shuffled_rewards(rewards: Sequence[float], groups: Sequence[int], count: int
 
 
 class Diverged(UserError):
-    """Training left the numbers that a float can hold: a result of the recipe, which a study may want to report."""
+    """Raised where numbers of training stop being finite: a result of the recipe, which a study may report."""
 
 
 @contextmanager
 def divergence(step: int) -> Iterator[None]:
-    """Around sampling in a training run: what the decoder finds not finite, the updates have made so."""
+    """Turn a `NotFiniteDraw` of sampling within a training run into `Diverged`: the updates caused it."""
     try:
         yield
     except NotFiniteDraw:

@@ -10,7 +10,7 @@ From top to bottom, as `Updater.update` and `Updater._backward` have it:
         the policy's hidden states             policy/model.py; of these the rows in the loss
         loss, and its gradient at those rows   kernels/loss.py, which adds up the head's gradient, too
         backward through the layers            autograd
-        gradients to the trained weights       `TrainedWeights.collect`
+        gradients to the trained weights       `TrainedWeights.add_gradients`
     what is left of that, once for all         `TrainedWeights.complete`: with several ranks their sums
     clip, AdamW                                `TrainedWeights.clip`, `step_optimizer` (optim/master_weights.py)
     trained weights back to the policy         `TrainedWeights.refresh`
@@ -66,7 +66,7 @@ class UpdateStats:
     lr: float = 0.0
     capped: int = 0
     seconds: float = 0.0
-    epoch: int = 0  # which pass over its batch, from 0
+    epoch: int = 0  # which pass over the step's trajectories, from 0
     sums: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
 
@@ -80,8 +80,8 @@ class UpdateStats:
             self.largest[name] = max(self.largest.get(name, 0.0), value)
 
 
-def stats_of_batch(
-    batch: MicroBatch, result: LossResult, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]
+def stats_of_micro_batch(
+    micro_batch: MicroBatch, result: LossResult, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]
 ) -> UpdateStats:
     """Return the statistics of a micro-batch. All values come to the host together: each trip would wait for the
     GPU."""
@@ -89,9 +89,9 @@ def stats_of_batch(
     scalars += [value_R.abs().max() for value_R in largest.values()]
     loss, capped, *values = torch.stack([scalar.double() for scalar in scalars]).tolist()
     return UpdateStats(
-        tokens=batch.tokens,
-        computed_tokens=batch.computed_tokens,
-        rows=len(batch.rows_R),
+        tokens=micro_batch.tokens,
+        computed_tokens=micro_batch.computed_tokens,
+        rows=len(micro_batch.rows_R),
         loss=loss,
         capped=int(capped),
         sums=dict(zip(sums, values[: len(sums)], strict=True)),
@@ -163,13 +163,13 @@ class Updater:
         started = time.perf_counter()
         self.begun += 1
         optim, stats = self.optim, UpdateStats()
-        batches = self._batches(sequences)
-        for number, batch in enumerate(batches):
+        micro_batches = self._pack(sequences)
+        for number, micro_batch in enumerate(micro_batches):
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
-            self._stage = Stage("update", number, len(batches), detail)
-            values_R = self._backward(batch, temperature, stats)
-            if recorder is not None and batch.members:  # an idle one has none
-                recorder.add([(sequences[n].key, len(sequences[n].positions)) for n in batch.members], values_R)
+            self._stage = Stage("update", number, len(micro_batches), detail)
+            values_R = self._backward(micro_batch, temperature, stats)
+            if recorder is not None and micro_batch.members:  # an idle one has none
+                recorder.add([(sequences[n].key, len(sequences[n].positions)) for n in micro_batch.members], values_R)
         self.weights.complete()
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)
         stats.lr = scheduled_lr(optim.lr, optim.schedule, optim.warmup_ratio, optimizer_step, self.total_steps)
@@ -184,12 +184,12 @@ class Updater:
     def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> list[list[float]]:
         """Return the policy's log-probs of the trained tokens, as the update computes them, without a gradient."""
         result: list[list[float]] = [[] for _ in sequences]
-        batches = self._batches(sequences)
-        for done, batch in enumerate(batches):
-            self._stage = Stage("log-probs", done, len(batches), "")
+        micro_batches = self._pack(sequences)
+        for done, micro_batch in enumerate(micro_batches):
+            self._stage = Stage("log-probs", done, len(micro_batches), "")
             with torch.no_grad():
-                values = iter(self._logprobs_of(self.policy, batch, temperature).tolist())
-            for number in batch.members:
+                values = iter(self._logprobs_of(self.policy, micro_batch, temperature).tolist())
+            for number in micro_batch.members:
                 result[number] = list(itertools.islice(values, len(sequences[number].positions)))
         self._stage = None
         return result
@@ -207,47 +207,47 @@ class Updater:
         named = self.weights.module.named_parameters()
         load_optimizer(checkpoint, self.optimizer, named, self.weights.rows_here)
 
-    def _batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+    def _pack(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """Pack the sequences, and add idle micro-batches up to the largest number of any rank."""
         budget = self.optim.micro_batch_tokens
         if self.partial is None:
-            batches = pack(sequences, budget, self.device, self.attention)
+            micro_batches = pack(sequences, budget, self.device, self.attention)
         else:
-            batches = pack_shared(sequences, budget, self.device, self.attention, self.partial)
-        lacking = self.weights.max_over_ranks(len(batches)) - len(batches)
-        return batches + [idle_batch(self.device, self.attention)] * lacking
+            micro_batches = pack_shared(sequences, budget, self.device, self.attention, self.partial)
+        lacking = self.weights.max_over_ranks(len(micro_batches)) - len(micro_batches)
+        return micro_batches + [idle_batch(self.device, self.attention)] * lacking
 
-    def _logprobs_of(self, model: Policy | StreamedPolicy, batch: MicroBatch, temperature: float) -> Tensor:
-        hidden_TH = model.hidden(batch.ids_T, batch.layout.positions_T, batch.layout)
+    def _logprobs_of(self, model: Policy | StreamedPolicy, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        hidden_TH = model.hidden(micro_batch.ids_T, micro_batch.layout.positions_T, micro_batch.layout)
         logprobs_R, _ = token_logprobs(
-            batch.pick(hidden_TH),
+            micro_batch.pick(hidden_TH),
             model.head_VH,
-            batch.targets_R,
+            micro_batch.targets_R,
             temperature=temperature,
             vocab_size=self.vocab_size,
             workspace_bytes=self.optim.loss_workspace_bytes,
         )
         return logprobs_R
 
-    def _backward(self, batch: MicroBatch, temperature: float, stats: UpdateStats) -> dict[str, Tensor]:
+    def _backward(self, micro_batch: MicroBatch, temperature: float, stats: UpdateStats) -> dict[str, Tensor]:
         """Add a micro-batch's gradients and statistics; return the values of its rows that a recorder keeps."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
-                reference_logprobs = self._logprobs_of(self.reference, batch, temperature)
-        recompute = self.optim.checkpoint_activations == "on"
-        hidden_TH = self.policy.hidden(batch.ids_T, batch.layout.positions_T, batch.layout, recompute)
-        hidden_RH = batch.pick(hidden_TH)
+                reference_logprobs = self._logprobs_of(self.reference, micro_batch, temperature)
+        layout, checkpoint = micro_batch.layout, self.optim.checkpoint_activations == "on"
+        hidden_TH = self.policy.hidden(micro_batch.ids_T, layout.positions_T, layout, checkpoint)
+        hidden_RH = micro_batch.pick(hidden_TH)
         head_grad_VH = self.weights.head_gradient()
         grpo = self.grpo
         # The kernel's T tokens are these R rows: `pick` has left out all others.
         result = grpo_loss(
             hidden_RH,
             self.policy.head_VH,
-            batch.targets_R,
-            batch.old_logprobs_R,
-            batch.advantages_R,
-            batch.weights_R,
+            micro_batch.targets_R,
+            micro_batch.old_logprobs_R,
+            micro_batch.advantages_R,
+            micro_batch.weights_R,
             ref_logprobs_T=reference_logprobs,
             temperature=temperature,
             clip_low=grpo.clip_low,
@@ -266,10 +266,10 @@ class Updater:
             hidden_RH.backward(result.hidden_grad_TH)
         else:  # the head is frozen
             result.loss.backward()
-        self.weights.collect()
-        if not batch.members:
+        self.weights.add_gradients()
+        if not micro_batch.members:
             return {}
-        gap_R = (result.logprobs - batch.old_logprobs_R).abs()
+        gap_R = (result.logprobs - micro_batch.old_logprobs_R).abs()
         sums = {"entropy": result.entropy, "clipped": result.clipped, "ratio": result.ratios, "logprob_gap": gap_R}
         largest = {"logprob_gap_max": gap_R}
         if reference_logprobs is not None:
@@ -278,11 +278,11 @@ class Updater:
             largest["kl_coefficient_largest"] = result.kl_coefficients
             if grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[self.grpo.kl_value]
-        stats.add(stats_of_batch(batch, result, sums, largest))
+        stats.add(stats_of_micro_batch(micro_batch, result, sums, largest))
         values_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
         if reference_logprobs is not None:
             values_R["reference"] = reference_logprobs
-        return values_R if grpo.tis_level == "none" else values_R | {"advantage": batch.advantages_R}
+        return values_R if grpo.tis_level == "none" else values_R | {"advantage": micro_batch.advantages_R}
 
 
 def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:

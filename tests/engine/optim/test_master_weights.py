@@ -64,7 +64,7 @@ def test_a_policy_of_float32_is_its_own_master(make_tiny_policy: Callable[..., P
     own = MasterWeights(policy, apart=True)
     assert not own.apart and own.head_gradient() is policy.head_VH.grad is not None
     policy.norm.grad = torch.ones_like(policy.norm)
-    own.collect()
+    own.add_gradients()
     own.complete()
     own.refresh()
     assert policy.norm.grad is not None, "nothing to collect"

@@ -18,7 +18,13 @@ from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import TrainSequence
 from thresher.engine.training import update as update_module
-from thresher.engine.training.importance import Recomputed, WeightSums, importance_weights, recompute, recomputed_record
+from thresher.engine.training.importance import (
+    RecomputedLogprobs,
+    WeightSums,
+    importance_weights,
+    recompute_logprobs,
+    recomputed_logprobs_record,
+)
 from thresher.engine.training.update import Updater
 from thresher.policy.model import Policy, init_policy
 
@@ -36,8 +42,8 @@ def corrected(importance: str, **settings: Any) -> GrpoSection:
 
 def figures(*ranks: WeightSums) -> dict[str, float]:
     """What a record has of the weights of these ranks."""
-    found = [Recomputed(tokens=1, gap=0.0, gap_largest=0.0, seconds=0.0, weights=sums) for sums in ranks]
-    return {name: value for name, value in recomputed_record(found).items() if name.startswith("importance")}
+    found = [RecomputedLogprobs(tokens=1, gap=0.0, gap_largest=0.0, seconds=0.0, weights=sums) for sums in ranks]
+    return {name: value for name, value in recomputed_logprobs_record(found).items() if name.startswith("importance")}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +151,7 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
     policy = make_tiny_policy().double().requires_grad_(True)
     items = sampled(policy, 0.3)
     updater = updater_of(policy, grpo)
-    (renewed, none), found = recompute(updater, [items, []], grpo, 0.8)
+    (renewed, none), found = recompute_logprobs(updater, [items, []], grpo, 0.8)
     assert none == []
     gaps = [
         abs(a - b)
@@ -153,7 +159,7 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
         for a, b in zip(one.old_logprobs, two.old_logprobs, strict=True)
     ]
     assert (
-        recomputed_record([found])["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps))
+        recomputed_logprobs_record([found])["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps))
         and found.gap_largest == max(gaps) > 0.3
     )
 
