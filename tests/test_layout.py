@@ -73,12 +73,18 @@ def forbidden() -> re.Pattern[str]:
     """Put together from pieces, so that this file does not name them either."""
     homes = "|".join(("work", "home", "root", "Users"))
     hosts = "|".join(("py" + r"pi\.org", "python" + "hosted", "conda" + r"\.org", "npm" + r"js\.", "index" + "-url"))
-    return re.compile(rf"(?<![\w.}}~>*])/(?:{homes})/\w|{hosts}")
+    return re.compile(rf"(?<![\w.}}~>*])/(?:{homes})/\w|{hosts}|^[<>]{{7}} ")  # the last: what a merge leaves behind
 
 
-def test_tracked_files_name_no_path_of_a_machine_and_no_registry() -> None:
+def test_tracked_files_name_no_path_of_a_machine_no_registry_and_no_conflict() -> None:
     pattern = forbidden()
-    for bad in (f"in {'/'}home/me", f"'{'/'}root/x'", "https://py" + "pi.org/simple", "--index" + "-url"):
+    for bad in (
+        f"in {'/'}home/me",
+        f"'{'/'}root/x'",
+        "https://py" + "pi.org/simple",
+        "--index" + "-url",
+        "<" * 7 + " HEAD",
+    ):
         assert pattern.search(bad)
     for fine in (f"a{'/'}home/b", f"~{'/'}work/x", "the index " + "url"):
         assert not pattern.search(fine)
