@@ -102,6 +102,12 @@ def turns(trajectory: Trajectory) -> Iterator[Segment]:
     return (segment for segment in trajectory.segments if segment.source is Source.POLICY)
 
 
+def trailing_bytes(segment: Segment, tokenizer: Tokenizer) -> bytes:
+    """Return the bytes of the segment's last token behind the stop tag that ended it: they open the next turn's text
+    where nothing is appended before it."""
+    return tokenizer.decode_bytes(segment.ids[-1:])[-segment.trailing :] if segment.trailing else b""
+
+
 def check_trajectory(
     trajectory: Trajectory, tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int
 ) -> list[str]:
@@ -109,7 +115,8 @@ def check_trajectory(
 
     1. It begins with one PROMPT, fits the context, and every id belongs to the tokenizer.
     2. Every sampled id, and no other, has a log-probability, which is at most 0; what a server wrote has none.
-    3. A turn that stopped at a tag holds that tag once, `trailing` bytes before its end.
+    3. A turn that stopped at a tag ends `trailing` bytes behind the first of that tag. It may have begun in the bytes
+       that trail the turn before (`Turn` of engine/episode.py).
     4. No RETRIEVED or FEEDBACK segment holds a control token.
     5. Inside a RETRIEVED segment no tag occurs but the one pair that wraps it; inside FEEDBACK none occurs.
     """
@@ -133,9 +140,11 @@ def check_trajectory(
         text = tokenizer.decode_bytes(segment.ids)
         if segment.stop is not None:
             stop = segment.stop.encode("utf-8", "surrogatepass")
-            start = len(text) - segment.trailing - len(stop)
+            lead = trailing_bytes(segments[number - 1], tokenizer) if number else b""
+            start = len(lead + text) - segment.trailing - len(stop)
+            first = max(len(lead) - len(stop) + 1, 0)  # a tag that lies within the lead stops no turn
             last = tokenizer.token_bytes(segment.ids[-1]) if segment.ids else b""
-            if start < 0 or text.find(stop) != start or segment.trailing >= len(last):
+            if start < first or (lead + text).find(stop, first) != start or segment.trailing >= len(last):
                 wrong.append(f"{name} did not end at its first {segment.stop}")
         if segment.source in (Source.RETRIEVED, Source.FEEDBACK):
             if control.intersection(segment.ids):

@@ -49,7 +49,7 @@ from thresher.engine.episode import (
     Turn,
 )
 from thresher.engine.protocol.prompts import PromptBatch, Renderer, first_prompt, fit, truncate_passages, with_passages
-from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
+from thresher.engine.protocol.trajectory import Segment, Trajectory, trailing_bytes, turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -434,15 +434,9 @@ class _Play:
         if written.full and sample.limit is not None:
             self._end(sample, sample.limit)
             return None
-        lead = self._trailing(sample.trajectory.segments[-2])  # the prompt at least; `segment` is the last
+        before = sample.trajectory.segments[-2]  # the prompt at least; `segment` is the last
+        lead = trailing_bytes(before, self.runner.tokenizer)
         return Turn(lead + self.runner.tokenizer.decode_bytes(segment.ids), segment.stop)
-
-    def _trailing(self, segment: Segment) -> bytes:
-        """Return the bytes of the segment's last token behind the stop tag that ended it: they open the next turn's
-        text."""
-        if not segment.trailing:
-            return b""
-        return self.runner.tokenizer.decode_bytes(segment.ids[-1:])[-segment.trailing :]
 
     def _end(self, sample: Sample, reason: str) -> None:
         sample.trajectory.reason = reason
@@ -605,7 +599,7 @@ class _Play:
             return
         most = rooms[limit] + 1 if request.max_tokens is None else request.max_tokens * self.writer.unit
         sample.room, sample.limit = (rooms[limit], limit) if most > rooms[limit] else (most, None)
-        lead = self._trailing(sample.trajectory.segments[-1])
+        lead = trailing_bytes(sample.trajectory.segments[-1], self.runner.tokenizer)
         sample.trajectory.segments.append(Segment(Source.POLICY, []))
         self.writer.begin_turn(sample, request.stop, lead)
 

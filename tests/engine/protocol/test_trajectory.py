@@ -6,8 +6,9 @@ from copy import deepcopy
 
 import pytest
 
+from thresher.engine.decoding.stop_tags import TagMatcher
 from thresher.engine.episode import pair_tags
-from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory, turns
+from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory, trailing_bytes, turns
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.reward import Source
 
@@ -57,6 +58,37 @@ def change(number: int, **values: object) -> Plant:
             setattr(trajectory.segments[number], name, value)
 
     return plant
+
+
+@pytest.mark.parametrize("cut", range(1, len("</answer>")))
+def test_a_stop_tag_may_begin_in_the_token_that_ended_the_turn_before(
+    sound: Trajectory, tiny_tokenizer: Tokenizer, cut: int
+) -> None:
+    """`..</search></` + `answer>`: the matcher of the second turn starts behind the first turn's trailing bytes."""
+
+    class Joined:  # one token ends the search and begins the answer's end
+        vocab_size, added_tokens = tiny_tokenizer.vocab_size + 1, tiny_tokenizer.added_tokens
+
+        def token_bytes(self, token_id: int) -> bytes:
+            is_joined = token_id == tiny_tokenizer.vocab_size
+            return b">" + b"</answer>"[:cut] if is_joined else tiny_tokenizer.token_bytes(token_id)
+
+        def decode_bytes(self, ids: list[int]) -> bytes:
+            return b"".join(map(self.token_bytes, ids))
+
+    search = [*tiny_tokenizer.encode("<search>mayor</search"), tiny_tokenizer.vocab_size]
+    rest = tiny_tokenizer.encode("</answer>"[cut:])
+    first = Segment(Source.POLICY, search, [-0.5] * len(search), "</search>", cut)
+    matcher = TagMatcher(Joined(), ("</answer>",))
+    state, hit = matcher.start(trailing_bytes(first, Joined())), None  # type: ignore[arg-type]
+    for token in rest:
+        assert hit is None
+        state, hit = matcher.step(state, token)
+    assert hit is not None and hit.tag == "</answer>"
+    sound.segments[1:] = [first, Segment(Source.POLICY, rest, [-0.5] * len(rest), "</answer>", len(hit.trailing))]
+    assert check_trajectory(sound, Joined(), TAGS, len(sound)) == []  # type: ignore[arg-type]
+    sound.segments[2].trailing += 1
+    assert "segment 2 (policy) did not end" in check_trajectory(sound, Joined(), TAGS, len(sound))[0]  # type: ignore[arg-type]
 
 
 def drop(container: Callable[[Trajectory], list[object]], place: int) -> Plant:
