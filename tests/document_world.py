@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from documents import ROOT
+from gguf_cases import make_model, write_gguf
 from safetensors.torch import load_file
 
 from thresher.cli.main import run
@@ -79,6 +80,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
         shutil.copytree(model, folder / "models" / name)
     for name in ("M", "G"):  # as docs/systems.md calls them
         (folder / "models" / name).rename(folder / name)
+    write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", *make_model("llama"))
     _encoders(folder / "models")
     _data(folder)
     _downloads(folder)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from thresher.cli import flags
-from thresher.cli.flags import Count, Integer, ModelDevice, Natural, OfRecipe, Overrides, Positive, Seed, Texts
-from thresher.cli.parser import REPEATED, Command, OneOf
+from thresher.cli.flags import Count, Dtype, Integer, ModelDevice, Natural, OfRecipe, Overrides, Positive, Seed, Texts
+from thresher.cli.parser import POSITIONAL, REPEATED, Command, OneOf
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.engine.store.run_folder import sft_folder
@@ -68,6 +68,25 @@ class Init(
             **flags.pick(self, "vocab_size seed embedding_std zero_outputs"),
         )
         console.figures(f"model with random weights in {self.out}", figures)
+
+
+class ImportGguf(
+    Command,
+    help="turn a GGUF file into a model folder",
+    place=15,
+    example="thresher import-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out models/SmolLM2-135M-Instruct",
+):
+    file: Annotated[str, POSITIONAL, "GGUF file of a Llama, Qwen2 or Qwen3 model"]
+    dtype: Annotated[Dtype, "of the weights that are written"] = "float32"
+    out: Annotated[str, "FOLDER", "model folder to write"]
+
+    def __call__(self) -> None:
+        from thresher.engine.assemble import DTYPES
+        from thresher.policy.gguf import import_gguf
+
+        figures = import_gguf(self.file, self.out, dtype=DTYPES[self.dtype])
+        console.figures(f"model in {self.out}", figures)
+        console.answer(figures)
 
 
 _FROM = "with --resume: go back to this step's checkpoint, and delete what came after it; 0: the beginning"

@@ -16,7 +16,7 @@ from random import Random
 
 from thresher.common.errors import UserError
 from thresher.engine.episode import EpisodeConfig, Feedback, Prompt, Retrieved, System
-from thresher.policy.tokenizer import Tokenizer
+from thresher.policy.tokenizer import Tokenizer, UnencodableText
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Retriever
@@ -80,7 +80,15 @@ class Renderer:
 
     def passages(self, passages: Sequence[Passage]) -> list[int]:
         """Return passages one a line, as a prompt shows them, of whatever length."""
-        return self.tokenizer.encode(escape_tags(passage_lines(passages, self.passage_format), self.tags))
+        try:
+            return self.tokenizer.encode(escape_tags(passage_lines(passages, self.passage_format), self.tags))
+        except UnencodableText:
+            for number, passage in enumerate(passages, start=1):
+                try:
+                    self.line_tokens(number, passage)
+                except UnencodableText as error:
+                    raise UnencodableText(f"passage {passage.title!r}: {error}") from None
+            raise
 
     def line_tokens(self, number: int, passage: Passage) -> int:
         """Return the tokens of one passage's line, with the break before it."""

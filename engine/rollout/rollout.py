@@ -52,7 +52,7 @@ from thresher.engine.protocol.prompts import PromptBatch, Renderer, first_prompt
 from thresher.engine.protocol.trajectory import Segment, Trajectory, trailing_bytes, turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
-from thresher.policy.tokenizer import Tokenizer
+from thresher.policy.tokenizer import Tokenizer, UnencodableText
 from thresher.retrieval.indexes.bm25 import rank_in_context
 from thresher.retrieval.questions import Question
 from thresher.retrieval.retriever import Hit, Retriever
@@ -198,7 +198,10 @@ class EpisodeRunner:
     def prompt(self, question: Question, room: int = 0) -> list[int]:
         """Return the ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the
         context."""
-        ids = self.renderer.prompt(first_prompt(self.system, question, self.tools))
+        try:
+            ids = self.renderer.prompt(first_prompt(self.system, question, self.tools))
+        except UnencodableText as error:
+            raise UserError(f"question {question.id}: {error}") from None
         if len(ids) + room + 1 > self.limits.max_context:
             and_passages = f" and passages of up to {room}" if room else ""
             tokens, context = len(ids) // self.unit, self.limits.max_context // self.unit
@@ -210,7 +213,8 @@ class EpisodeRunner:
 
     def check_prompts(self, questions: Iterable[Question]) -> None:
         """Check the prompts of all questions, before a run begins: only of those that might not fit, a token being at
-        least one byte. Passages that are still to be retrieved are taken to fill their budget."""
+        least one byte, and all where the tokenizer lacks bytes. Passages that are still to be retrieved are taken to
+        fill their budget."""
         around: dict[str, int] = {}  # the tokens of a template without a question
         budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
         for question in questions:
@@ -218,7 +222,7 @@ class EpisodeRunner:
             if request.template not in around:
                 around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
             longest = len(escape_tags(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
-            if around[request.template] + longest + 1 > self.limits.max_context:
+            if self.tokenizer.lacks_bytes or around[request.template] + longest + 1 > self.limits.max_context:
                 (shown,) = truncate_passages([question], self.system, self.tools, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
 

@@ -125,10 +125,10 @@ def test_the_example_of_every_help_is_a_command() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "expected one of init, sft, plan, "),
+        ("", "expected one of init, import-gguf, sft, plan, "),
         ("trian r.toml", "there is no command trian; did you mean train?"),
         ("convert", "there is no command convert; did you mean data convert?"),
-        ("zzz", "there is no command zzz; expected one of init, sft, plan, "),
+        ("zzz", "there is no command zzz; expected one of init, import-gguf, sft, plan, "),
         ("index", "index expects one of plan, build, hybrid, search, check; thresher index --help says what they do"),
         ("train", "train needs recipe and --out; thresher train --help says what they are"),
         ("train r.toml --otu x", "train has no --otu; did you mean --out?"),

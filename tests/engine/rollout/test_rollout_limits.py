@@ -2,6 +2,7 @@
 break the rules. Where a test needs to know what the policy writes, `script` puts the words in its mouth."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
 from thresher.engine.rollout.rollout import Job
-from thresher.policy.tokenizer import Tokenizer
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.indexes.load import Index
+from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 
@@ -93,6 +95,23 @@ def test_a_prompt_that_fills_the_context_is_refused(tiny_rollout: Make, tiny_que
         with pytest.raises(UserError, match="question q3"):
             run.check_prompts(tiny_questions[3:])
     tiny_rollout(max_context=length + 1).check_prompts([question])
+
+
+def test_what_cannot_be_encoded_is_refused_at_the_question_or_passage(
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The tokenizer has no token for byte 0, as SmolLM2's: its name is not enough to find the text."""
+    tiny_tokenizer.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"Ā"', '"ĀĀ"'))
+    run = tiny_rollout(tokenizer=load_tokenizer(tmp_path))
+    good = Question("q0", "Who?", ("x",))
+    run.check_prompts([good])
+    with pytest.raises(UserError, match=r"question q1: text starting .* has U\+0000 at character 5"):
+        run.check_prompts([good, Question("q1", " Who\0?", ("x",))])
+    passages = [Passage("1", "Fine", "text"), Passage("2", "Broken", "a\0b")]
+    with pytest.raises(UserError, match="passage 'Broken': text starting"):
+        run.renderer.passages(passages)
 
 
 # --- What is shared, cut, batched and given back
