@@ -1,15 +1,17 @@
-"""What the tests of the decoder share: sequences with turns, played against any decoder, and all of them to compare by;
+"""Shared by the tests of the decoder: sequences with turns, played against any decoder, and what they are compared by;
 and a drafter that is often wrong.
 
 Every sequence does what its plan says whatever the others do, so that results can be compared bit for bit.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
@@ -18,6 +20,7 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
 Record = list[tuple[list[int], list[str], str, str | None, bytes]]  # of a sequence, a turn each
+GAP = 1e-4  # nats: float32 sums of other orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,36 @@ def _goes_on(decoder: Decoder, one: _Playing) -> bool:
         return False
     _begin(decoder, one)
     return True
+
+
+def agree(found: Sequence[Record], wanted: Sequence[Record], gap: float = GAP) -> None:
+    """The same tokens and ends, and log-probs within `gap`."""
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert [(turn[0], *turn[2:]) for turn in mine] == [(turn[0], *turn[2:]) for turn in theirs]
+        for (_, a, *_), (_, b, *_) in zip(mine, theirs, strict=True):
+            assert max(abs(float.fromhex(x) - float.fromhex(y)) for x, y in zip(a, b, strict=True)) < gap
+
+
+def nobody_owns_a_block(decoder: Decoder) -> bool:
+    return decoder.pool.num_free == decoder.pool.num_blocks - 1 and not decoder.pool.ref_count_P.any()
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is not torch.ops.aten.view.default:
+            self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def ops(step: Callable[[], Any]) -> list[str]:
+    """All that is computed, in order. (A view computes nothing, and whether there is one depends on the filling.)"""
+    with _Ops() as mode:
+        step()
+    return mode.names
 
 
 def whole(prompts: Sequence[Sequence[int]], plan: Plan, record: Record) -> list[int]:

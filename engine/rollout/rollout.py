@@ -265,10 +265,7 @@ class EpisodeRunner:
             yield from play.steps(samples)
 
     def play_all(
-        self,
-        jobs: Sequence[Job],
-        writer: TurnWriter,
-        on_progress: Callable[[int], None] | None,
+        self, jobs: Sequence[Job], writer: TurnWriter, on_progress: Callable[[int], None] | None
     ) -> list[Trajectory]:
         """Run `play` to the end; return the trajectories in the order of the jobs."""
         self.under_way = (0, len(jobs))

@@ -49,12 +49,7 @@ def score_file(
             check_judged(attempt, system, where)
             result = system.reward(attempt)
             rewards.append(result.reward)
-            yield {
-                "id": record["id"],
-                "reward": result.reward,
-                "parts": result.parts,
-                "answer": result.answer,
-            }
+            yield {"id": record["id"], "reward": result.reward, "parts": result.parts, "answer": result.answer}
         if not rewards:  # raised here, before anything takes the name of `out`
             raise UserError(f"{transcripts}: holds no transcript; expected one JSON object a line")
 

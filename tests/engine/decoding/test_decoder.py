@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batch_invariance import needs_invariant_policy
-from decoding_cases import Plan, Record, TurnPlan, alone, blocks, make_decoder, play, random_world
+from decoding_cases import Plan, Record, TurnPlan, alone, blocks, make_decoder, nobody_owns_a_block, play, random_world
 from logprob_cases import assert_logprobs_are_fresh
 
 from thresher.engine.decoding import decoder as decoder_module
@@ -22,10 +22,6 @@ from thresher.policy.tokenizer import Tokenizer
 
 FUZZED = int(os.environ.get("THRESHER_FUZZ", "150"))  # sequences
 AT_ONCE = 25  # of which so many share a decoder
-
-
-def nobody_owns_a_block(decoder: Decoder) -> bool:
-    return decoder.pool.num_free == decoder.pool.num_blocks - 1 and not decoder.pool.ref_count_P.any()
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_cases import make_decoder
-from torch.utils._python_dispatch import TorchDispatchMode
+from decoding_cases import make_decoder, ops
 
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
@@ -27,19 +26,6 @@ STOPS = (("zzzz",), (), ("qqq", "rrrrr"))
 READINGS = ("cpu", "numpy", "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__array__", "__iter__")
 FROM_PYTHON = ("tensor", "as_tensor", "asarray", "scalar_tensor", "frombuffer")
 Counts = Counter[Any]
-
-
-class Ops(TorchDispatchMode):
-    """All that is computed, in order. (A view computes nothing, and whether there is one depends on the filling.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is not torch.ops.aten.view.default:
-            self.names.append(str(op))
-        return op(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -83,12 +69,6 @@ def lines(step: Callable[[], Any]) -> Counts:
     return counts
 
 
-def ops(step: Callable[[], Any]) -> list[str]:
-    with Ops() as mode:
-        step()
-    return mode.names
-
-
 @pytest.fixture(params=["as on a CPU", "as elsewhere"])
 def way_to_draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "as elsewhere":
@@ -107,7 +87,7 @@ def test_a_step_of_64_sequences_is_as_many_operations_as_one_of_4(
     assert few_ops == many_ops and len(few_ops) > 100
     assert not [name for name in few_ops if "_local_scalar_dense" in name or "scalar_tensor" in name]
     few_lines, many_lines = lines(few.step), lines(many.step)
-    assert few_lines == many_lines, dict((few_lines - many_lines) + (many_lines - few_lines))
+    assert len(few_lines) > 100 and few_lines == many_lines, dict((few_lines - many_lines) + (many_lines - few_lines))
     assert len(few.scheduler.running) == 4 and len(many.scheduler.running) == 64
 
 
@@ -135,20 +115,6 @@ def counted(counts: Counts, name: str, function: Any) -> Any:
     return call
 
 
-def test_the_counts_can_tell(steady: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over the sequences, on one line, and an operation for each are seen."""
-    found = []
-    for count in (4, 64):
-        decoder = steady(count)
-        running = decoder.scheduler.running
-        looped = lines(lambda running=running: [one.slot for one in running])
-        monkeypatch.setattr(
-            decoder, "_look_up_drafts", lambda running=running: list(map(torch.ones, range(len(running))))
-        )
-        found.append((sum(looped.values()), len(ops(decoder.step))))
-    assert found[1][0] >= found[0][0] + 60 and found[1][1] == found[0][1] + 60
-
-
 def test_what_ends_is_all_that_is_looped_over(steady: Callable[..., Decoder]) -> None:
     """A step in which one turn ends costs the same few operations more, whoever else runs."""
     extra = []
@@ -156,9 +122,7 @@ def test_what_ends_is_all_that_is_looped_over(steady: Callable[..., Decoder]) ->
         decoder = steady(count)
         plain = len(ops(decoder.step))
         decoder.batch.room_B[decoder.scheduler.running[2].slot] = 1
-        ended = []
-        with Ops() as mode:
-            ended = decoder.step()
+        ended: list[TokenSequence] = []
+        extra.append(len(ops(lambda decoder=decoder, ended=ended: ended.extend(decoder.step()))) - plain)
         assert ended == [decoder.scheduler.running[2]]
-        extra.append(len(mode.names) - plain)
     assert extra[0] == extra[1]

@@ -41,53 +41,38 @@ def until(decoder: Decoder, *sequences: TokenSequence) -> None:
     raise AssertionError(f"{len(left)} turns never end")
 
 
+TEXT = f"Anna <search>Bell</search> has{EOS}"
+STOPPED = "abc</search>"
+# text, stops, tokens that its room is short of it; finish, what is written, bytes behind the stop
+ENDS: list[tuple[str, tuple[str, ...], int, str, str, bytes]] = [
+    (TEXT, ("</search>",), 0, "stop", "Anna <search>Bell</search>", b""),
+    (TEXT, ("<search>", "</search>"), 0, "stop", "Anna <search>", b""),
+    (TEXT, ("Bell", "Anna Q"), 0, "stop", "Anna <search>Bell", b""),
+    (TEXT, (), 0, "eos", TEXT, b""),
+    (TEXT, ("Eva",), 0, "eos", TEXT, b""),
+    ("aaaa", (), 1, "length", "aaa", b""),
+    ("<search>mayor</search><", ("</search>",), 0, "stop", "<search>mayor</search><", b"<"),
+    (STOPPED, ("</search>",), 0, "stop", STOPPED, b""),  # the last token there is room for
+    (STOPPED, ("</search>",), 1, "length", STOPPED[:-1], b""),
+    (f"ab{EOS}", (EOS,), 0, "stop", f"ab{EOS}", b""),  # a token that is a stop and ends the text is a stop
+]
+
+
 def test_a_turn_ends_at_its_stop_at_the_end_of_text_or_when_its_room_is_full(
     decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
 ) -> None:
-    """Side by side, each with stops of its own; a text that is a stop to one is nothing to another."""
-    text = f"Anna <search>Bell</search> has{EOS}"
-    script({seed: [text] for seed in range(6)})
-    ids = tiny_tokenizer.encode_template(text)
-    stops: list[tuple[str, ...]] = [("</search>",), ("<search>", "</search>"), ("Bell", "Anna Q"), (), ("Eva",)]
-    sequences = [start(decoder, seed, stop=stop) for seed, stop in enumerate(stops)]
-    sequences.append(start(decoder, 5, room=3))
+    """Side by side, each with stops of its own: a stop of one sequence does not end another."""
+    script({seed: [text] for seed, (text, *_) in enumerate(ENDS)})
+    ids = [tiny_tokenizer.encode_template(text) for text, *_ in ENDS]
+    sequences = [start(decoder, seed, len(ids[seed]) - short, stop) for seed, (_, stop, short, *_) in enumerate(ENDS)]
     until(decoder, *sequences)
-    for sequence, end in zip(sequences, ("</search>", "<search>", "Bell", None, None, None), strict=True):
-        written = tiny_tokenizer.decode(sequence.turn_ids)
-        assert sequence.turn_ids == ids[: len(sequence.turn_ids)] and len(sequence.logprobs) == len(sequence.turn_ids)
-        if end is not None:
-            assert sequence.finish == "stop" and sequence.hit is not None and sequence.hit.tag == end
-            trailing = sequence.hit.trailing.decode()
-            assert written.endswith(end + trailing) and end not in tiny_tokenizer.decode(sequence.turn_ids[:-1])
-    assert [(one.finish, one.hit) for one in sequences[3:]] == [("eos", None), ("eos", None), ("length", None)]
-    assert sequences[4].turn_ids == ids and len(sequences[5].turn_ids) == 3
-
-
-def test_bytes_behind_a_stop_are_told(decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]) -> None:
-    (glued,) = tiny_tokenizer.encode("><")
-    script({0: ["<search>mayor</search><"]})
-    sequence = start(decoder, 0, stop=("</search>",))
-    until(decoder, sequence)
-    assert sequence.ids[-1] == glued and sequence.hit is not None and sequence.hit.trailing == b"<"
-
-
-def test_a_stop_that_is_the_last_token_there_is_room_for_is_a_stop(
-    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
-) -> None:
-    size = len(tiny_tokenizer.encode("abc</search>"))
-    script({seed: ["abc</search>"] for seed in range(2)})
-    fits, short = (start(decoder, seed, room=size - seed, stop=("</search>",)) for seed in range(2))
-    until(decoder, fits, short)
-    assert (fits.finish, short.finish) == ("stop", "length")
-
-
-def test_a_token_that_ends_the_text_and_is_a_stop_is_a_stop(
-    decoder: Decoder, tiny_tokenizer: Tokenizer, script: Callable[..., None]
-) -> None:
-    script({0: [f"ab{EOS}"]})
-    sequence = start(decoder, 0, stop=(EOS,))
-    until(decoder, sequence)
-    assert sequence.finish == "stop" and sequence.hit is not None and sequence.hit.tag == EOS
+    for sequence, right, (_, stop, _, finish, written, trailing) in zip(sequences, ids, ENDS, strict=True):
+        assert sequence.turn_ids == right[: len(sequence.turn_ids)] and len(sequence.logprobs) == len(sequence.turn_ids)
+        assert (sequence.finish, tiny_tokenizer.decode(sequence.turn_ids)) == (finish, written)
+        if finish == "stop":
+            assert sequence.hit is not None and sequence.hit.trailing == trailing and sequence.hit.tag in stop
+        else:
+            assert sequence.hit is None
 
 
 def test_a_stop_does_not_reach_from_one_turn_into_the_next(
@@ -229,7 +214,7 @@ def test_who_goes_in_the_middle_of_its_prompt_holds_nobody_up(
     assert decoder.clock.prefilled_tokens < 2 * len(ids), "what it had computed is used"
 
 
-def test_what_is_kept_is_found_and_what_is_not_is_not(decoder: Decoder) -> None:
+def test_what_is_kept_is_found_until_the_next_begin_and_what_is_not_is_not(decoder: Decoder) -> None:
     for keep in (True, False):
         decoder.begin(200, DecodeClock())
         first = start(decoder, 1, room=40)
@@ -239,16 +224,6 @@ def test_what_is_kept_is_found_and_what_is_not_is_not(decoder: Decoder) -> None:
         decoder.begin_turn(again, (), 1)
         until(decoder, again)
         assert again.prefilled == (1 if keep else len(first.ids) - len(PROMPT)), "the last that was drawn was never fed"
-
-
-@pytest.mark.parametrize("reuse", [True, False])
-def test_nothing_of_the_last_call_is_left(tiny_policy: Policy, tiny_tokenizer: Tokenizer, reuse: bool) -> None:
-    decoder = make_decoder(tiny_policy, tiny_tokenizer, reuse=reuse)
-    plans = [Plan(prompt=0, seed=seed, turns=(TurnPlan(room=5),)) for seed in range(3)]
-    first = play(decoder, [PROMPT], plans)
-    before = decoder.clock.prefilled_tokens
-    assert play(decoder, [PROMPT], plans) == first and decoder.clock.prefilled_tokens == before
-    assert before == (len(PROMPT) if reuse else 3 * len(PROMPT))
 
 
 def test_a_cache_that_could_never_hold_a_sequence_is_refused_at_once(

@@ -16,14 +16,7 @@ from rollout_cases import make_jobs, record
 from thresher.common.errors import UserError
 from thresher.engine import GenerateRequest, Generator
 from thresher.engine.decoding import decoder as decoder_module
-from thresher.engine.decoding.speculative import (
-    BEGIN,
-    PATIENCE,
-    PAUSE,
-    TURN_END,
-    Drafter,
-    gpu_costs,
-)
+from thresher.engine.decoding.speculative import BEGIN, PATIENCE, PAUSE, TURN_END, Drafter, gpu_costs
 from thresher.engine.rollout.rollout import Rollout
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer

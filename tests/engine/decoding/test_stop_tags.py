@@ -71,12 +71,7 @@ TABLE = [
     ("bytes before and behind", [b"x</", b"s>\n"], ["</s>"], {1: ("</s>", b"\n")}),
     ("two tags in one token", [b"</s></a>!"], ["</a>", "</s>"], {0: ("</s>", b"</a>!")}),
     ("the same tag twice", [b"</s></s>"], ["</s>"], {0: ("</s>", b"</s>")}),
-    (
-        "glued, then the rest",
-        [b"</s", b"></", b"a", b">"],
-        ["</s>", "</a>"],
-        {1: ("</s>", b"</"), 3: ("</a>", b"")},
-    ),
+    ("glued, then the rest", [b"</s", b"></", b"a", b">"], ["</s>", "</a>"], {1: ("</s>", b"</"), 3: ("</a>", b"")}),
     ("a false start", [b"</", b"</s", b">"], ["</s>"], {2: ("</s>", b"")}),
     ("a head of its own", [b"<<", b"<s>"], ["<s>"], {1: ("<s>", b"")}),
     ("broken off", [b"</s", b"x", b">"], ["</s>"], {}),
@@ -262,18 +257,7 @@ def qwen(shared_data: Path) -> Toy:
 
 LOOP_TAGS = tag_strings("think", "search", "information", "evaluate", "summary", "answer")
 # Tails of tags, a glued middle and a lone bracket: nearly every token hits, many at the same byte.
-ODD_TAGS = (
-    "</search>",
-    "search>",
-    "h>",
-    "></",
-    "</answer>",
-    "</reason><extract>",
-    "<",
-    "er>\n",
-    " </",
-    "ans",
-)
+ODD_TAGS = ("</search>", "search>", "h>", "></", "</answer>", "</reason><extract>", "<", "er>\n", " </", "ans")
 
 
 def split_at_random(text: bytes, ids: dict[bytes, int], rng: np.random.Generator) -> list[int]:
