@@ -58,8 +58,6 @@ class BlockPool:
     """A fixed number of blocks, handed out and taken back. Which block is handed out changes no result."""
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
-        if num_blocks < 2 or page_size < 1:
-            raise ValueError(f"a pool needs at least 2 blocks of at least 1 slot, got {num_blocks} of {page_size}")
         self.page_size = page_size
         self.num_blocks = num_blocks
         self.ref_count_P = np.zeros(num_blocks, np.int64)

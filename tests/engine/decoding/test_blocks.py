@@ -115,6 +115,23 @@ class Memory:
             read = [content for block in writer.blocks for content in self.slots[block]][: writer.written]
             assert read == [tuple(writer.ids[: at + 1]) for at in range(writer.written)], "somebody else wrote there"
 
+    def kept(self, ids: list[int]) -> Writer:
+        """A sequence that came, wrote and went."""
+        writer = self.began(ids)
+        self.write(writer, len(ids))
+        self.leave(writer, keep=True)
+        return writer
+
+    def began(self, ids: list[int]) -> Writer:
+        assert self.begin(ids)
+        return self.writers[-1]
+
+    def finds(self, ids: list[int], most: int, owner: Writer, blocks: int, tail: int = 0, wait: bool = False) -> None:
+        """What is found are the first `blocks` of `owner`, and `tail` slots of its next one."""
+        found = self.find(ids, most)
+        last = owner.blocks[blocks] if tail else None
+        assert found == Prefix(owner.blocks[:blocks], found.last, last, tail, wait), (ids, most)
+
 
 # What: begin, write, grow, leave with and without its tokens kept, look something up. Then random tokens' seed.
 OPERATION = st.tuples(st.sampled_from("bbbwggglkkf"), st.integers(0, 50), st.integers(0, 10**6))
@@ -151,60 +168,44 @@ def test_what_is_found_is_right_and_nothing_is_lost(
     assert memory.pool.match_prefix([0] * 9, 9) == Prefix([], memory.pool.root), "every block is somebody else's now"
 
 
-def kept(memory: Memory, ids: list[int]) -> Writer:
-    """A sequence that came, wrote and went."""
-    assert memory.begin(ids)
-    writer = memory.writers[-1]
-    memory.write(writer, len(ids))
-    memory.leave(writer, keep=True)
-    return writer
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(30, 4)
 
 
-def test_all_that_is_known_of_a_beginning_is_found() -> None:
-    memory = Memory(30, 4)
-    first = kept(memory, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    for ids, most, blocks, tail in (
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 10, 2, 2),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 9, 2, 1),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 8, 2, 0),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 7, 1, 3),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 11, 2, 2),
-        ([1, 2, 3, 4, 5, 6, 0, 8], 8, 1, 2),
-        ([1, 2], 2, 0, 2),
-        ([1, 0, 3, 4], 4, 0, 1),
-        ([2, 3, 4], 3, 0, 0),
-        ([5, 6, 7, 8], 4, 0, 0),  # known, but behind other tokens
-    ):
-        found = memory.find(ids, most)
-        assert (found.blocks, found.tail_tokens) == (first.blocks[:blocks], tail), ids
-        assert found.tail == (first.blocks[blocks] if tail else None) and not found.wait
+def test_all_that_is_known_of_a_beginning_is_found(memory: Memory) -> None:
+    ids = list(range(1, 11))
+    first = memory.kept(ids)
+    for most, blocks, tail in ((10, 2, 2), (9, 2, 1), (8, 2, 0), (7, 1, 3)):
+        memory.finds(ids, most, first, blocks, tail)
+    memory.finds([*ids, 11], 11, first, 2, 2)
+    memory.finds([1, 2, 3, 4, 5, 6, 0, 8], 8, first, 1, 2)
+    memory.finds([1, 2], 2, first, 0, 2)
+    memory.finds([1, 0, 3, 4], 4, first, 0, 1)
+    memory.finds([2, 3, 4], 3, first, 0)
+    memory.finds([5, 6, 7, 8], 4, first, 0)  # known, but behind other tokens
+    # A newcomer shares full blocks and copies the broken one.
+    second = memory.began([1, 2, 3, 4, 5, 6, 0])
+    assert second.blocks[:1] == first.blocks[:1] and second.blocks[1] not in first.blocks and second.written == 6
+    memory.write(second, 1)
+    memory.check()
+    memory.finds(ids, 10, first, 2, 2)
 
 
-def test_of_several_the_longest_agreement_is_found() -> None:
-    memory = Memory(30, 4)
-    for ids in ([1, 2, 9], [1, 2, 3, 9], [1, 9], [1, 2, 3, 4, 5]):
-        writer = kept(memory, ids)
-    assert memory.find([1, 2, 3, 4, 5, 6], 6).blocks == writer.blocks[:1]
+def test_of_several_the_longest_agreement_is_found_and_of_two_equal_ones_that_which_is_there(memory: Memory) -> None:
+    *_, last = [memory.kept(ids) for ids in ([1, 2, 9], [1, 2, 3, 9], [1, 9], [1, 2, 3, 4, 5])]
+    memory.finds([1, 2, 3, 4, 5, 6], 6, last, 1, 1)
     assert memory.find([1, 2, 3, 8], 4).tail_tokens == 3
+    memory.began([5, 6, 3, 7])
+    memory.finds([5, 6], 2, memory.kept([5, 6, 5, 6]), 0, 2)
 
 
-def test_of_two_that_agree_equally_long_the_one_that_is_there_is_found() -> None:
-    memory = Memory(30, 4)
-    assert memory.begin([1, 2, 3, 7])
-    ready = kept(memory, [1, 2, 5, 6])
-    found = memory.find([1, 2], 2)
-    assert (found.tail, found.tail_tokens, found.wait) == (ready.blocks[0], 2, False)
-
-
-def test_what_a_sequence_wrote_since_it_began_is_found_too() -> None:
-    memory = Memory(30, 4)
-    assert memory.begin([1, 2])
-    writer = memory.writers[0]
+def test_what_a_sequence_wrote_since_it_began_is_found_too(memory: Memory) -> None:
+    writer = memory.began([1, 2])
     memory.grow(writer, [3, 4, 5])
     memory.grow(writer, [6, 7, 8, 9, 10])
     memory.leave(writer, keep=True)
-    found = memory.find(writer.ids, 10)
-    assert [*found.blocks, found.tail] == writer.blocks and found.tail_tokens == 2
+    memory.finds(writer.ids, 10, writer, 2, 2)
 
 
 def test_a_page_belongs_to_one_block_and_a_block_to_one_page() -> None:
@@ -218,102 +219,72 @@ def test_a_page_belongs_to_one_block_and_a_block_to_one_page() -> None:
     assert remember([1, 2, 3, 4], b, c) == [b, c]
     # Now the same is known of a as of b, and who follows a's page has c behind it.
     assert remember([1, 2, 3], a) == [a] and remember([1, 2, 3, 4, 5], d, c) == [a, c]
-    assert pool.match_prefix([1, 2, 3, 4, 5], 5).blocks == [a] and pool.match_prefix([1, 2, 3, 4, 5], 5).tail == c
+    found = pool.match_prefix([1, 2, 3, 4, 5], 5)
+    assert (found.blocks, found.tail) == ([a], c)
     pool.free([a, b, c, d])
-    assert sorted(pool.allocate(4).tolist()) == [1, 2, 3, 4] and pool.match_prefix([1, 2, 3], 3) == Prefix(
-        [], pool.root
-    )
+    assert sorted(pool.allocate(4).tolist()) == [1, 2, 3, 4]
+    assert pool.match_prefix([1, 2, 3], 3) == Prefix([], pool.root)
 
 
-def test_a_newcomer_shares_full_blocks_and_copies_the_broken_one() -> None:
-    memory = Memory(30, 4)
-    first = kept(memory, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    assert memory.begin([1, 2, 3, 4, 5, 6, 0])
-    second = memory.writers[-1]
-    assert second.blocks[:1] == first.blocks[:1] and second.blocks[1] not in first.blocks and second.written == 6
-    memory.write(second, 1)
-    memory.check()
-    assert memory.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 10).blocks == first.blocks[:2], "the first's is as it was"
-
-
-def test_who_would_compute_what_another_is_about_to_waits() -> None:
-    memory = Memory(30, 4)
-    assert memory.begin([1, 2, 3, 4, 5, 6])
-    first = memory.writers[0]
-    assert memory.find([1, 2, 3, 4, 9], 5).wait and memory.find([1, 2, 3], 3).wait
-    assert not memory.find([1, 2, 0, 4], 4).wait, "it has a block of its own there: nothing to wait for"
+def test_who_would_compute_what_another_is_about_to_waits(memory: Memory) -> None:
+    first = memory.began([1, 2, 3, 4, 5, 6])
+    memory.finds([1, 2, 3, 4, 9], 5, first, 0, wait=True)
+    memory.finds([1, 2, 3], 3, first, 0, wait=True)
+    memory.finds([1, 2, 0, 4], 4, first, 0)  # it has a block of its own there: nothing to wait for
     memory.write(first, 4)
-    found = memory.find([1, 2, 3, 4, 9], 5)
-    assert not found.wait and found.blocks == first.blocks[:1]
-    assert memory.find([1, 2, 3, 4, 5, 6], 6).wait, "its last block is not written yet"
+    memory.finds([1, 2, 3, 4, 9], 5, first, 1)
+    memory.finds([1, 2, 3, 4, 5, 6], 6, first, 1, wait=True)
     memory.write(first, 2)
-    found = memory.find([1, 2, 3, 4, 5, 6], 6)
-    assert not found.wait and found.tail_tokens == 2
+    memory.finds([1, 2, 3, 4, 5, 6], 6, first, 1, 2)
 
 
-def test_what_its_writer_left_unwritten_is_forgotten() -> None:
-    memory = Memory(30, 4)
+def test_what_its_writer_left_unwritten_is_forgotten(memory: Memory) -> None:
     ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert memory.begin(ids)
-    writer = memory.writers[0]
-    memory.write(writer, 5)
-    memory.leave(writer, keep=False)
-    found = memory.find(ids, 9)
-    assert not found.wait and found.blocks == writer.blocks[:1] and found.tail is None
-    assert memory.begin(ids)
-    writer = memory.writers[0]
-    memory.write(writer, 2)
-    memory.leave(writer, keep=True)
-    found = memory.find(ids, 9)
-    assert not found.wait and found.blocks == writer.blocks[:1] and found.tail_tokens == 2, "6 of 9 are written"
-    memory.pool.drop_unready([found.last])
-    assert memory.find(ids, 9) == found, "what is there is not forgotten with the rest"
+    for written, keep, tail in ((5, False, 0), (2, True, 2)):  # the second finds 4 of its tokens, and writes 2
+        writer = memory.began(ids)
+        memory.write(writer, written)
+        memory.leave(writer, keep)
+        memory.finds(ids, 9, writer, 1, tail)
+    memory.pool.drop_unready([memory.find(ids, 9).last])
+    memory.finds(ids, 9, writer, 1, 2)  # what is there is not forgotten with the rest
     memory.check()
 
 
-def test_of_two_that_computed_the_same_the_firsts_is_kept() -> None:
-    memory = Memory(30, 4)
+def test_of_two_that_computed_the_same_the_firsts_is_kept(memory: Memory) -> None:
     for _ in range(2):
-        assert memory.begin([1, 2, 3])
-        memory.write(memory.writers[-1], 3)
+        memory.write(memory.began([1, 2, 3]), 3)
     first, second = memory.writers
     for writer in (first, second):
         memory.grow(writer, [4, 5])
     assert not set(first.blocks) & set(second.blocks)
     for writer in (first, second):
         memory.leave(writer, keep=True)
-        found = memory.find([1, 2, 3, 4, 5], 5)
-        assert [*found.blocks, found.tail] == first.blocks
+        memory.finds([1, 2, 3, 4, 5], 5, first, 1, 1)
     memory.check()
     assert memory.pool.num_free == 29
 
 
 def test_who_gave_up_first_goes_first_and_of_each_the_end() -> None:
     memory = Memory(1 + 5, 2)
-    first, second = kept(memory, [1, 2, 3, 4]), kept(memory, [5, 6, 7, 8])
-    assert memory.pool.num_free == 5
-    memory.pool.allocate(1)  # of which nothing was known
+    first, second = memory.kept([1, 2, 3, 4]), memory.kept([5, 6, 7, 8])
     for left in ([2, 2], [1, 2], [0, 2], [0, 1], [0, 0]):
-        found = [memory.find(writer.ids, 4).blocks for writer in (first, second)]
-        assert found == [writer.blocks[:count] for writer, count in zip((first, second), left, strict=True)]
-        if any(left):
-            memory.pool.allocate(1)
-
-
-def test_who_is_asked_for_again_goes_last() -> None:
+        memory.pool.allocate(1)  # the first time one of which nothing was known
+        for writer, count in zip((first, second), left, strict=True):
+            memory.finds(writer.ids, 4, writer, count)
+    # Who is asked for again goes last.
     memory = Memory(1 + 4, 2)
-    first, second = kept(memory, [1, 2, 3, 4]), kept(memory, [5, 6, 7, 8])
+    first, second = memory.kept([1, 2, 3, 4]), memory.kept([5, 6, 7, 8])
     memory.pool.add_ref(first.blocks)
     memory.pool.free(first.blocks)
     assert sorted(memory.pool.allocate(2).tolist()) == sorted(second.blocks)
-    assert memory.find([1, 2, 3, 4], 4).blocks == first.blocks and not memory.find([5, 6], 2).blocks
+    memory.finds([1, 2, 3, 4], 4, first, 2)
+    memory.finds([5, 6], 2, second, 0)
 
 
 def test_what_lies_behind_a_block_that_went_is_forgotten_but_stays_its_owners() -> None:
     pool = BlockPool(1 + 4, 2)
     first, second = pool.allocate(2).tolist()
     pages = pool.insert([1, 2, 3, 4], [first, second], pool.root, 0, ready=True)
-    assert pool.match_prefix([1, 2, 3, 4], 4).blocks == [first, second]
     pool.free([first])
     assert pool.match_prefix([1, 2, 3, 4], 4).blocks == [first, second], "nobody has needed it yet"
     assert all(map(pool.contains, pages))
@@ -324,29 +295,14 @@ def test_what_lies_behind_a_block_that_went_is_forgotten_but_stays_its_owners() 
     assert pool.allocate(1).tolist() == [second]
 
 
-def test_an_owned_block_is_never_handed_out() -> None:
+def test_blocks_are_handed_out_once_and_as_an_array() -> None:
     pool = BlockPool(6, 2)
     mine = pool.allocate(3)
+    assert mine.dtype == np.int64 and mine.shape == (3,)
     pool.add_ref(mine[:1].tolist())
     pool.free(mine.tolist())
     assert pool.num_free == 4 and mine[0] not in pool.allocate(4) and pool.num_free == 0
     with pytest.raises(RuntimeError, match="1 blocks asked of a pool of 0"):
         pool.allocate(1)
     assert pool.allocate(0).tolist() == [] and pool.ref_count_P.tolist() == [0, 1, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (160, 10)])
-def test_blocks_for_tokens(tokens: int, blocks: int) -> None:
-    assert BlockPool(2, 16).blocks_for(tokens) == blocks
-
-
-@pytest.mark.parametrize(("blocks", "size"), [(1, 4), (0, 4), (5, 0)])
-def test_a_pool_of_nothing_is_refused(blocks: int, size: int) -> None:
-    with pytest.raises(ValueError, match="at least 2 blocks"):
-        BlockPool(blocks, size)
-
-
-def test_blocks_are_handed_out_as_an_array() -> None:
-    """The slots' tables are filled from it."""
-    taken = BlockPool(5, 4).allocate(3)
-    assert taken.dtype == np.int64 and taken.shape == (3,)
+    assert [BlockPool(2, 16).blocks_for(tokens) for tokens in (0, 1, 15, 16, 17, 160)] == [0, 1, 1, 1, 2, 10]
