@@ -1,6 +1,7 @@
 """The Generator's requests: whose noise is whose, and every wrong value ends in one sentence before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards import UserError, contains_answer, exact_match, f1_score, group_advantages, normalize_answer
 
 HUGE = 10**5000  # which Python does not write out
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
@@ -61,9 +63,6 @@ def test_a_request_that_is_refused_moves_no_noise(generator: Generator) -> None:
     with pytest.raises(UserError):
         generator.generate([GenerateRequest(prompt_ids=[5]), GenerateRequest(prompt_ids=[])])
     assert seeds_of(generator, None) == seeds_of(fresh, None)
-
-
-def test_one_prompt_asked_often_begins_in_several_ways(generator: Generator) -> None:
     request = GenerateRequest(prompt_ids=[5, 6], max_new_tokens=4, temperature=5.0)
     together = [samples[0].token_ids for samples in generator.generate([request] * 8)]
     one_by_one = [generator.generate([request])[0][0].token_ids for _ in range(8)]
@@ -77,128 +76,114 @@ def request(**changes: Any) -> list[GenerateRequest]:
     return [GenerateRequest(**{"prompt_ids": [5, 6], "max_new_tokens": 2, **changes})]
 
 
-WRONG_NUMBERS = (
-    1.5,
-    1.0,
-    "1",
-    None,
-    True,
-    [1],
-    float("nan"),
-    float("inf"),
-    1j,
-    object(),
-    -1,
-    HUGE,
-    np.float32(2),
-    b"1",
-)
+def each(name: str, values: Iterable[Any], message: str, **others: Any) -> list[tuple[dict[str, Any], str]]:
+    """A row of a table for each value: the changes, and the message."""
+    return [({name: value, **others}, message) for value in values]
+
+
+WHOLE = (1.5, 1.0, "1", None, True, [1], NAN, INF, 1j, object(), -1, HUGE, np.float32(2), b"1", 2**63)
+NUMBER = ("1", None, True, [1.0], NAN, INF, -1, 1j, HUGE, object(), torch.ones(2))
+NO_REQUESTS: tuple[Any, ...] = ("hello", b"x", None, 5, GenerateRequest(prompt_ids=[5]), 1.5)
+ONE_OF = "expected one of prompt_ids, prompt_text and prompt_messages, got"
 REQUESTS = [
-    *(
-        ({name: value}, f"request 0: {name} is ")
-        for name in ("n", "max_new_tokens", "top_k", "seed")
-        for value in (*WRONG_NUMBERS, 2**63)
-        if not (name == "seed" and value is None)
+    *(row for name in ("n", "max_new_tokens", "top_k") for row in each(name, WHOLE, f"{name} is ")),
+    *each("seed", (value for value in WHOLE if value is not None), "seed is "),
+    ({"n": 0}, "n is 0; expected a whole number from 1 to 65,536"),
+    ({"n": 65_537}, "n is 65537; expected"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0; expected a whole number from 1"),
+    ({"top_k": 10**30}, "top_k is 1000000000000000000000000000000; expected a whole number from 0 to 2"),
+    *(row for name in ("temperature", "top_p", "min_p") for row in each(name, NUMBER, f"{name} is ")),
+    *each(
+        "temperature",
+        (1e-300, 1e-45, 1e-40, 1.1e-38, 9e-31, 1.1e30, 1e38, 1e39, 1e300),
+        "temperature is .*; expected 0, or a number from 1e-30 to 1e",
     ),
-    ({"n": 0}, "request 0: n is 0; expected a whole number from 1 to 65,536"),
-    ({"n": 65_537}, "request 0: n is 65537; expected"),
-    ({"max_new_tokens": 0}, "request 0: max_new_tokens is 0; expected a whole number from 1"),
-    ({"top_k": 10**30}, "request 0: top_k is 1000000000000000000000000000000; expected a whole number from 0 to 2"),
-    *(
-        ({name: value}, f"request 0: {name} is ")
-        for name in ("temperature", "top_p", "min_p")
-        for value in ("1", None, True, [1.0], float("nan"), float("inf"), -1, 1j, HUGE, object(), torch.ones(2))
+    ({"top_p": 0}, "top_p is 0; expected a number from 1e-30 to 1"),
+    ({"top_p": 1e-300}, "top_p is 1e-300; expected a number from 1e-30 to 1"),
+    ({"top_p": 1.01}, "top_p is 1.01; expected"),
+    ({"min_p": 1.01}, "min_p is 1.01; expected a number from 0 to 1"),
+    ({"stop": "</s>"}, "stop is '</s>'; expected a tuple of strings"),
+    *each("stop", (None, 5, b"x", 1.5), "stop is "),
+    *each("stop", ([value] for value in ("", None, 5, b"x", "\ud800", ["x"], HUGE)), "stop holds "),
+    ({"stop": ("x", "x")}, "stop holds a string twice"),
+    *each("prompt_ids", ("abc", b"abc", 5, 1.5), "prompt_ids is "),
+    *each(
+        "prompt_ids",
+        ([5, value] for value in (1.5, 1.0, True, None, "5", [5], np.float32(5), 1j, torch.tensor(5.0))),
+        "prompt_ids holds ",
     ),
-    *(
-        ({"temperature": value}, "request 0: temperature is .*; expected 0, or a number from 1e-30 to 1e")
-        for value in (1e-300, 1e-45, 1e-40, 1.1e-38, 9e-31, 1.1e30, 1e38, 1e39, 1e300)
-    ),
-    ({"top_p": 0}, "request 0: top_p is 0; expected a number from 1e-30 to 1"),
-    ({"top_p": 1e-300}, "request 0: top_p is 1e-300; expected a number from 1e-30 to 1"),
-    ({"top_p": 1.01}, "request 0: top_p is 1.01; expected"),
-    ({"min_p": 1.01}, "request 0: min_p is 1.01; expected a number from 0 to 1"),
-    ({"stop": "</s>"}, "request 0: stop is '</s>'; expected a tuple of strings"),
-    *(({"stop": value}, "request 0: stop is ") for value in (None, 5, b"x", 1.5)),
-    *(({"stop": (value,)}, "request 0: stop holds ") for value in ("", None, 5, b"x", "\ud800", ["x"], HUGE)),
-    ({"stop": ("x", "x")}, "request 0: stop holds a string twice"),
-    *(({"prompt_ids": value}, "request 0: prompt_ids is ") for value in ("abc", b"abc", 5, 1.5)),
-    *(
-        ({"prompt_ids": [5, value]}, "request 0: prompt_ids holds ")
-        for value in (1.5, 1.0, True, None, "5", [5], np.float32(5), 1j, torch.tensor(5.0))
-    ),
-    *(({"prompt_ids": [value]}, "request 0: token .* in its prompt; expected") for value in (-1, 10**9, HUGE)),
-    ({"prompt_ids": []}, "request 0: an empty prompt; expected at least one id"),
-    ({"prompt_ids": None}, "request 0: expected one of prompt_ids, prompt_text and prompt_messages, got 0"),
-    ({"prompt_text": "both"}, "request 0: expected one of prompt_ids, prompt_text and prompt_messages, got 2"),
-    *(
-        ({"prompt_ids": None, "prompt_text": value}, "request 0: prompt_text is ")
-        for value in (5, b"text", ["text"], "\ud800", 1.5)
-    ),
-    *(
-        ({"prompt_ids": None, "prompt_messages": value}, "request 0: prompt_messages ")
-        for value in (5, "text", ["text"], [5], [], {"role": "user"}, [None])
+    *each("prompt_ids", ([-1], [10**9], [HUGE]), "token .* in its prompt; expected"),
+    ({"prompt_ids": []}, "an empty prompt; expected at least one id"),
+    ({"prompt_ids": None}, f"{ONE_OF} 0"),
+    ({"prompt_text": "both"}, f"{ONE_OF} 2"),
+    *each("prompt_text", (5, b"text", ["text"], "\ud800", 1.5), "prompt_text is ", prompt_ids=None),
+    *each(
+        "prompt_messages",
+        (5, "text", ["text"], [5], [], {"role": "user"}, [None]),
+        "prompt_messages ",
+        prompt_ids=None,
     ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REQUESTS, ids=[f"{number}" for number in range(len(REQUESTS))])
 def test_a_wrong_value_in_a_request_is_refused(generator: Generator, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"^{message}"):
-        generator.generate(request(**changes))
-    with pytest.raises(UserError, match=f"^{message}"):
-        list(generator.stream(request(**changes)))
+    for call in (generator.generate, lambda requests: list(generator.stream(requests))):
+        with pytest.raises(UserError, match=f"^request 0: {message}"):
+            call(request(**changes))
 
 
-@pytest.mark.parametrize("requests", ["hello", b"x", None, 5, GenerateRequest(prompt_ids=[5]), 1.5])
-def test_what_is_no_list_of_requests_is_refused(generator: Generator, requests: Any) -> None:
-    with pytest.raises(UserError, match=r"^requests is .*; expected a list of GenerateRequest"):
-        generator.generate(requests)
-
-
-@pytest.mark.parametrize("entry", ["hello", None, 5, {"prompt_text": "hello"}, [1, 2]])
-def test_what_is_no_request_is_refused_by_its_number(generator: Generator, entry: Any) -> None:
-    with pytest.raises(UserError, match=r"^request 1 is .*; expected a GenerateRequest"):
-        generator.generate([*request(), entry])
+def test_what_is_no_list_of_requests_is_refused(generator: Generator) -> None:
+    for requests in NO_REQUESTS:
+        with pytest.raises(UserError, match=r"^requests is .*; expected a list of GenerateRequest"):
+            generator.generate(requests)
+    for entry in ("hello", None, 5, {"prompt_text": "hello"}, [1, 2]):
+        with pytest.raises(UserError, match=r"^request 1 is .*; expected a GenerateRequest"):
+            generator.generate([*request(), entry])  # type: ignore[list-item]
 
 
 def test_values_that_count_as_whole_numbers_are_taken(generator: Generator) -> None:
     """NumPy's and torch's integers, and an integer for a temperature."""
     plain = request(top_k=3, n=2, seed=4, temperature=1, max_new_tokens=3)
-    others = request(
-        prompt_ids=np.array([5, 6]),
-        top_k=np.int64(3),
-        n=np.int32(2),
-        seed=torch.tensor(4),
-        temperature=np.float32(1),
-        max_new_tokens=np.uint8(3),
-    )
-    assert generator.generate(others) == generator.generate(plain)
+    others = {"top_k": np.int64(3), "n": np.int32(2), "seed": torch.tensor(4), "max_new_tokens": np.uint8(3)}
+    others |= {"prompt_ids": np.array([5, 6]), "temperature": np.float32(1)}
+    assert generator.generate(request(**others)) == generator.generate(plain)
     assert generator.generate(request(prompt_ids=torch.tensor([5, 6]), seed=4)) == generator.generate(request(seed=4))
     limits = {"temperature": 1e-30, "top_p": 1e-30, "top_k": 2**63 - 1, "seed": 2**63 - 1, "max_new_tokens": 1}
     for changes in (limits, {**limits, "temperature": 1e30, "min_p": 1.0}):
         assert np.isfinite(generator.generate(request(**changes))[0][0].logprobs).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(
-            ({name: value}, f"{name} is ")
-            for name in ("kv_tokens", "max_running")
-            for value in (0, -1, 1.5, "5", True, [5], 2**63, HUGE)
-        ),
-        ({"max_running": None}, "max_running is None"),
-        ({"max_running": 10**9}, "max_running is 1000000000; expected a whole number from 1 to 65,536"),
-        *(({"speculate": value}, "speculate is ") for value in (True, -1, 9, 1.5, "yes", None, [1])),
-        *(({"share_prefix": value}, "share_prefix is ") for value in (None, "yes", 1)),
-        *(({"attention": value}, "attention is ") for value in ("x", None, 5, ["torch"])),
-        *(({"policy": value}, "policy is ") for value in (None, "runs/demo", 5)),
-        *(({"tokenizer": value}, "tokenizer is ") for value in (None, "runs/demo", 5)),
-    ],
-)
+ON_CPU = "which needs CUDA \\(the model is on cpu\\)"
+OPTIONS = [
+    *(
+        row
+        for name in ("kv_tokens", "max_running")
+        for row in each(name, (0, -1, 1.5, "5", True, [5], 2**63, HUGE), f"{name} is ")
+    ),
+    ({"max_running": None}, "max_running is None"),
+    ({"max_running": 10**9}, "max_running is 1000000000; expected a whole number from 1 to 65,536"),
+    *each("speculate", (True, -1, 9, 1.5, "often", None, [1]), 'speculate is .*; expected "auto" or 0 to 8'),
+    *each("share_prefix", (None, "yes", 1), "share_prefix is "),
+    *each("attention", ("x", None, 5, ["torch"]), "attention is "),
+    ({"attention": "separate"}, 'attention is \'separate\'; expected "auto" or "torch" or'),
+    ({"attention": "triton"}, f'attention is "triton", {ON_CPU}; set it to "auto" or "torch"'),
+    ({"attention": "flash"}, f'attention is "flash", {ON_CPU}'),
+    ({"attention": "xformers"}, f'attention is "xformers", {ON_CPU}'),
+    *each("policy", (None, "runs/demo", 5), "policy is "),
+    *each("tokenizer", (None, "runs/demo", 5), "tokenizer is "),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=[f"{number}" for number in range(len(OPTIONS))])
 def test_a_generator_of_wrong_values_is_not_made(
-    options: dict[str, Any], message: str, tiny_policy: Policy, tiny_tokenizer: Tokenizer
+    options: dict[str, Any],
+    message: str,
+    tiny_policy: Policy,
+    tiny_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match=f"^{message}"):
         Generator(**{"policy": tiny_policy, "tokenizer": tiny_tokenizer, **options})
 
@@ -206,6 +191,18 @@ def test_a_generator_of_wrong_values_is_not_made(
 def test_more_keys_and_values_than_the_memory_holds_are_refused(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"^kv_tokens is 9,223,372,036,854,775,807, and the memory holds .* at most"):
         Generator(tiny_policy, tiny_tokenizer, kv_tokens=2**63 - 1).generate(request())
+
+
+def test_torch_is_what_auto_takes_on_a_cpu_and_sharing_changes_no_result(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer
+) -> None:
+    asked = request(prompt_ids=None, prompt_text="Who is the mayor of the town by the river?", n=3, max_new_tokens=6)
+    generators = [
+        Generator(tiny_policy, tiny_tokenizer, attention=attention, share_prefix=share_prefix)
+        for attention, share_prefix in (("auto", True), ("torch", True), ("auto", False))
+    ]
+    first, *others = ([sample.token_ids for sample in one.generate(asked)[0]] for one in generators)
+    assert others == [first, first] and generators[0].attention == "torch"
 
 
 # the other names that the README lists
@@ -218,8 +215,7 @@ class Letters:
         return b"ab"[token_id : token_id + 1]
 
 
-def stepped(state: Any, token: Any) -> None:
-    TagMatcher(Letters(), ["ab"]).step(state, token)
+MATCHER = TagMatcher(Letters(), ["ab"])
 
 
 def loss(**changes: Any) -> None:
@@ -229,45 +225,44 @@ def loss(**changes: Any) -> None:
 
 
 NO_TEXT: tuple[Any, ...] = (None, 5, b"x", ["x"], 1.5)
-CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
-    *((TagMatcher, (Letters(), value), {}) for value in (None, 5, "x", b"x", [None], [""], ["\ud800"], [HUGE], [])),
-    *((TagMatcher, (value, ["x"]), {}) for value in (None, "folder", 5)),
-    *((stepped, (value, 0), {}) for value in (1.5, "0", None, True, -1, 3, HUGE)),
-    *((stepped, (0, value), {}) for value in (1.5, "0", None, True, -1, 3, HUGE)),
-    *((TagMatcher(Letters(), ["ab"]).start, (value,), {}) for value in ("a", None, 5)),
-    *((TagMatcher(Letters(), ["ab"]).step_many, ([0], value), {}) for value in ([0.5], ["0"], [None], [True], [3])),
-    *((load_policy, (value,), {}) for value in (None, 5, b"x", ["x"], "no/such/folder", "\0")),
-    *((load_policy, ("m", value), {}) for value in ("float32", None, torch.int64, 5)),
-    *((load_policy, ("m",), {"device": value}) for value in ("gpu", None, 1.5, "cuda:99", ["cpu"])),
-    *((load_tokenizer, (value,), {}) for value in (None, 5, b"x", ["x"], "no/such/folder", "\0")),
-    *((function, (value, ["x"]), {}) for function in (exact_match, f1_score, contains_answer) for value in NO_TEXT),
-    *(
-        (function, ("x", value), {})
-        for function in (exact_match, f1_score, contains_answer)
-        for value in (None, 5, [5])
-    ),
-    *((normalize_answer, (value,), {}) for value in NO_TEXT),
-    *((normalize_answer, ("x", value), {}) for value in ("other", None, ["squad"], 5)),
-    *((group_advantages, (value,), {}) for value in (None, 5, [], ["1"], [None], [float("nan")], [HUGE], [1j], "12")),
-    *((group_advantages, ([1, 2],), {"std_floor": value}) for value in (-1, "1", None, float("nan"), HUGE)),
-    *((group_advantages, ([1, 2],), {"eps": value}) for value in (-1, "1", None, float("nan"), HUGE)),
-    *((loss, (), {name: None}) for name in ("hidden_TH", "lm_head_VH", "targets_T")),
-    *((loss, (), {name: [0, 1]}) for name in ("hidden_TH", "lm_head_VH", "targets_T", "advantages_T", "weights_T")),
-    *(
-        (loss, (), {name: value})
-        for name in ("temperature", "clip_low", "clip_high", "beta", "entropy_coef", "dual_clip")
-        for value in ("1", True, [1], float("nan"), 1e308, HUGE, 1j)
-    ),
-    *((loss, (), {"temperature": value}) for value in (0, 1e-300, 1e-40, 1e38, None)),
+NO_FOLDER: tuple[Any, ...] = (None, 5, b"x", ["x"], "no/such/folder", "\0")
+NO_INDEX: tuple[Any, ...] = (1.5, "0", None, True, -1, 3, HUGE)
+MATCHES = (exact_match, f1_score, contains_answer)
+OPERANDS = ("hidden_TH", "lm_head_VH", "targets_T")
+SETTINGS = ("temperature", "clip_low", "clip_high", "beta", "entropy_coef", "dual_clip")
+# A call, and the lists of arguments that it refuses.
+CALLS: list[tuple[Callable[..., Any], Iterable[tuple[Any, ...]]]] = [
+    (TagMatcher, ((Letters(), tags) for tags in (None, 5, "x", b"x", [None], [""], ["\ud800"], [HUGE], []))),
+    (TagMatcher, ((tokenizer, ["x"]) for tokenizer in (None, "folder", 5))),
+    (MATCHER.step, ((state, 0) for state in NO_INDEX)),
+    (MATCHER.step, ((0, token) for token in NO_INDEX)),
+    (MATCHER.start, ((lead,) for lead in ("a", None, 5))),
+    (MATCHER.step_many, (([0], ids) for ids in ([0.5], ["0"], [None], [True], [3]))),
+    (load_policy, ((folder,) for folder in NO_FOLDER)),
+    (load_policy, (("m", dtype) for dtype in ("float32", None, torch.int64, 5))),
+    (load_tokenizer, ((folder,) for folder in NO_FOLDER)),
+    *((function, ((text, ["x"]) for text in NO_TEXT)) for function in MATCHES),
+    *((function, (("x", golds) for golds in (None, 5, [5]))) for function in MATCHES),
+    (normalize_answer, ((text,) for text in NO_TEXT)),
+    (normalize_answer, (("x", style) for style in ("other", None, ["squad"], 5))),
+    (group_advantages, ((rewards,) for rewards in (None, 5, [], ["1"], [None], [NAN], [HUGE], [1j], "12"))),
 ]
+NAMED: list[tuple[Callable[..., Any], tuple[str, ...], tuple[Any, ...]]] = [
+    (partial(load_policy, "m"), ("device",), ("gpu", None, 1.5, "cuda:99", ["cpu"])),
+    (partial(group_advantages, [1, 2]), ("std_floor", "eps"), (-1, "1", None, NAN, HUGE)),
+    (loss, OPERANDS, (None,)),
+    (loss, (*OPERANDS, "advantages_T", "weights_T"), ([0, 1],)),
+    (loss, SETTINGS, ("1", True, [1], NAN, 1e308, HUGE, 1j)),
+    (loss, ("temperature",), (0, 1e-300, 1e-40, 1e38, None)),
+]
+REFUSED = [partial(call, *arguments) for call, lists in CALLS for arguments in lists]
+REFUSED += [partial(call, **{name: value}) for call, names, values in NAMED for name in names for value in values]
 
 
-@pytest.mark.parametrize(("call", "arguments", "options"), CALLS, ids=[f"{number}" for number in range(len(CALLS))])
-def test_a_wrong_value_ends_in_a_sentence(
-    call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("call", REFUSED, ids=[f"{number}" for number in range(len(REFUSED))])
+def test_a_wrong_value_ends_in_a_sentence(call: Callable[[], Any]) -> None:
     with pytest.raises(ValueError) as refused:
-        call(*arguments, **options)
+        call()
     assert " " in str(refused.value) and "\n" not in str(refused.value)
 
 

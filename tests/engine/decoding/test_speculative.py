@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_cases import make_jobs, record
 
-from thresher.common.errors import UserError
 from thresher.engine import GenerateRequest, Generator
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.speculative import BEGIN, PATIENCE, PAUSE, TURN_END, Drafter, gpu_costs
@@ -146,12 +145,6 @@ def test_auto_stops_where_guesses_fail_and_where_rows_are_dear() -> None:
     for _ in range(50):
         drafter.note(np.array([0]), np.array([4]), np.array([0]))
     assert drafter._drafts_wanted(0, 64) == 0 < few[0]
-
-
-@pytest.mark.parametrize("speculate", [-1, 9, "often", 1.5])
-def test_what_speculate_may_be(speculate: Any, tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r'speculate is .*; expected "auto" or 0 to 8'):
-        Generator(tiny_policy, tiny_tokenizer, speculate=speculate)
 
 
 # --- What a GPU pays for
