@@ -12,6 +12,7 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardResult
 
 Make = Callable[..., Rollout]
+Written = Callable[..., tuple[Rollout, Trajectory]]
 EOS = "<|endoftext|>"
 
 

@@ -9,7 +9,7 @@ import pytest
 from batch_invariance import needs_invariant_policy
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_cases import assert_logprobs_match, record
+from rollout_cases import EOS, Make, Written, assert_logprobs_match, record, system_of
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import load_baseline
@@ -26,11 +26,9 @@ from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
-from thresher.rewards.reward import RewardInput, RewardResult, Source
+from thresher.rewards.reward import RewardResult, Source
 from thresher.rewards.tags import escape_tags, final_answer
 
-Make = Callable[..., Rollout]
-EOS = "<|endoftext|>"
 TEMPLATE = "{passages}\nQuestion: {question}\n"
 TAGS = ("<reason>", "</reason>", "<extract>", "</extract>", "<answer>", "</answer>")
 QUESTION = Question("q", "Who?", ("Bel",), passages=(Passage("a", "A", "Bel did."), Passage("b", "B", "Nobody.")))
@@ -57,48 +55,38 @@ def episode(question: Question, tools: Any) -> Any:
 SYSTEM = System("test", TAGS, episode, lambda attempt: RewardResult(0.0, {}, None), TEMPLATE, given_passages=True)
 
 
-def scripted(script: Callable[..., None], seed: int, trunk: list[str], rationale: str, evidence: str) -> None:
-    script({seed: trunk, branch_seed(seed, "rationale"): [rationale], branch_seed(seed, "evidence"): [evidence]})
+TRUNK = ["<reason>Bel it is</reason><extract>Bel did.</extract>", "<answer>Bel</answer>"]
 
 
-def test_what_is_masked_is_absent(tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]) -> None:
-    trunk = ["<reason>Bel it is</reason><extract>Bel did.</extract>", "<answer>Bel</answer>"]
-    scripted(script, 7, trunk, "Bel</answer>", "Nobody</answer>")
-    run = tiny_rollout(SYSTEM, max_passage_tokens=200)
-    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    text = {
-        name: [(s.source, tiny_tokenizer.decode(s.ids)) for s in b.segments] for name, b in trajectory.branches.items()
-    }
+def texts(trajectory: Trajectory, tokenizer: Tokenizer) -> list[tuple[Source, str]]:
+    return [(segment.source, tokenizer.decode(segment.ids)) for segment in trajectory.segments]
+
+
+def test_what_is_masked_is_absent(written: Written, tiny_tokenizer: Tokenizer) -> None:
+    branches = {"rationale": "Bel</answer>", "evidence": "Nobody</answer>"}
+    run, trajectory = written(TRUNK, SYSTEM, QUESTION, branches, max_passage_tokens=200)
     passages = 'Doc 1(Title: "A") Bel did.\nDoc 2(Title: "B") Nobody.'
-    before = f"{passages}\nQuestion: Who?\n<reason>Bel it is</reason><answer>"
-    assert text["rationale"] == [(Source.PROMPT, before), (Source.POLICY, "Bel</answer>")]
-    before = "\nQuestion: Who?\n<extract>Bel did.</extract><answer>"
-    assert text["evidence"] == [(Source.PROMPT, before), (Source.POLICY, "Nobody</answer>")]
+    for name, before in (
+        ("rationale", f"{passages}\nQuestion: Who?\n<reason>Bel it is</reason><answer>"),
+        ("evidence", "\nQuestion: Who?\n<extract>Bel did.</extract><answer>"),
+    ):
+        found = texts(trajectory.branches[name], tiny_tokenizer)
+        assert found == [(Source.PROMPT, before), (Source.POLICY, branches[name])]
+    # Its log-probs are those of a fresh forward over its own ids, in which the masked text never was.
+    assert_logprobs_match(run, [trajectory, *trajectory.branches.values()], 1.0)
     assert [segment.source for segment in trajectory.segments] == [Source.PROMPT, Source.POLICY, Source.POLICY]
     assert trajectory.reason == "answered" and run.clock.branches == 2
     # What the branches wrote is not trained: the update's rows are the trunk's tokens, each with its own log-prob.
     (item,) = build_train_sequences([trajectory], [1.0], GrpoSection())
     assert isinstance(item, TrainSequence) and [item.ids[row] for row in item.positions] == [
-        token for text in trunk for token in tiny_tokenizer.encode_template(text)
+        token for text in TRUNK for token in tiny_tokenizer.encode_template(text)
     ]
     (scored,) = score([QUESTION], [trajectory], SYSTEM, tiny_tokenizer, Judges())
     check_all([scored], tiny_tokenizer, TAGS, run.limits.max_context)
-    assert [piece.text for piece in scored.attempt.branches["evidence"] if piece.source is Source.POLICY] == [
-        b"Nobody</answer>"
-    ]
+    pieces = scored.attempt.branches["evidence"]
+    assert [piece.text for piece in pieces if piece.source is Source.POLICY] == [b"Nobody</answer>"]
     stored = scored.to_dict(tiny_tokenizer)["branches"]["rationale"]
     assert [segment["source"] for segment in stored] == ["prompt", "policy"]
-
-
-def test_a_branch_knows_only_its_context(
-    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
-) -> None:
-    """The log-probs of a branch are those of a fresh forward over its own ids, in which the masked part never was."""
-    trunk = ["<reason>Bel it is</reason><extract>Bel did.</extract>", "<answer>Bel</answer>"]
-    scripted(script, 7, trunk, "Bel</answer>", "Nobody</answer>")
-    run = tiny_rollout(SYSTEM, max_passage_tokens=200)
-    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    assert_logprobs_match(run, [trajectory, *trajectory.branches.values()], 1.0)
 
 
 def test_hidden_tokens_change_no_bit_of_a_branch(
@@ -140,25 +128,21 @@ def test_branches_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy) -
         yield Generate(("o",))
         return "answered"
 
-    system = System("test", (), soon, lambda attempt: RewardResult(0.0, {}, None), "{question}")
+    system = system_of(soon, ())
     questions = [Question(f"q{n}", "Who is that" + "?" * (n % 5), ("a",)) for n in range(12)]
     jobs = [Job(question, group, n, 100 * group + n) for group, question in enumerate(questions) for n in range(2)]
 
-    def record(trajectories: Sequence[Any]) -> list[Any]:
-        return [
-            (name, [s.ids for s in branch.segments], [x.hex() for x in branch.policy_logprobs()], branch.reason)
-            for trajectory in trajectories
-            for name, branch in trajectory.branches.items()
-        ]
+    def branches(trajectories: Sequence[Any]) -> list[Any]:
+        return [(name, record(branch)) for one in trajectories for name, branch in one.branches.items()]
 
-    batch = record(tiny_rollout(system).run(jobs, 1.0))
+    batch = branches(tiny_rollout(system).run(jobs, 1.0))
     single = tiny_rollout(system, max_num_seqs=1)
-    assert len(batch) >= 8 and len({len(entry[1][1]) for entry in batch}) > 2
-    assert record([single.run([job], 1.0)[0] for job in jobs]) == batch
+    assert len(batch) >= 8 and len({len(segments[1][1]) for _, (*_, segments) in batch}) > 2
+    assert branches([single.run([job], 1.0)[0] for job in jobs]) == batch
 
 
 def test_a_branch_without_room_is_counted_and_left_out(
-    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
+    tiny_rollout: Make, tiny_tokenizer: Tokenizer, written: Written
 ) -> None:
     trunk = ["<reason>x</reason><extract>y</extract>", "<answer>Bel</answer>"]
     prompt = len(tiny_rollout(SYSTEM, max_passage_tokens=200).prompt(QUESTION))
@@ -167,17 +151,13 @@ def test_a_branch_without_room_is_counted_and_left_out(
     def long(question: Question, tools: Any) -> Any:
         yield Prompt(TEMPLATE, question.question, question.passages)
         yield Generate(("</extract>",))
-        parts = (KeptSpan(0, 10**6), "<answer>" * 20)
-        yield SpawnBranches(
-            {"rationale": BranchPrompt(Prompt(TEMPLATE, "Who?", question.passages), parts, ("</answer>",))}
-        )
+        again = Prompt(TEMPLATE, "Who?", question.passages)
+        yield SpawnBranches({"x": BranchPrompt(again, (KeptSpan(0, 10**6), "<answer>" * 20), ("</answer>",))})
         yield Generate(("</answer>",))
         return "answered"
 
-    system = System("test", TAGS, long, SYSTEM.reward, TEMPLATE, given_passages=True)
-    script({7: trunk})
-    run = tiny_rollout(system, max_passage_tokens=200, max_context=total + 2)
-    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    system = replace(SYSTEM, episode=long)
+    run, trajectory = written(trunk, system, QUESTION, max_passage_tokens=200, max_context=total + 2)
     assert trajectory.reason == "answered" and not trajectory.branches and run.clock.branches_without_room == 1
 
 
@@ -206,37 +186,6 @@ def test_a_token_that_straddles_the_boundary_is_cut_by_bytes(tiny_tokenizer: Tok
     assert kept_ids(KeptSpan(0, 2), [long, long], tiny_tokenizer) == tiny_tokenizer.byte_ids(text[:2])
     across = kept_ids(KeptSpan(1, len(text) + 1), [long, long], tiny_tokenizer)
     assert across == tiny_tokenizer.byte_ids(text[1:] + text[:1])
-
-
-def test_judges_are_asked_once_for_all() -> None:
-    from thresher.engine.scoring.score import ask_judges
-
-    class Judge:
-        name = "counts"
-        calls = 0
-
-        def probabilities(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-            self.calls += 1
-            return [len(premise) / 10 for premise, _ in pairs]
-
-        def rate(self, asked: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
-            self.calls += 1
-            return [answer in golds for golds, answer in asked]
-
-    from thresher.rewards.reward import TextSegment
-
-    attempts = [
-        RewardInput(pieces=[TextSegment(Source.POLICY, text)], golds=("Bel",), question=str(n))
-        for n, text in enumerate((b"<answer>Bel</answer>", b"nothing", b"<answer>No</answer>"))
-    ]
-    claims = {"0": [("abc", "h"), ("abcd", "h")], "1": [], "2": [("a", "h")]}
-    system = System(
-        "test", TAGS, episode, SYSTEM.reward, TEMPLATE, claims=lambda a: claims[a.question], wants_verdict=True
-    )
-    judge_ = Judge()
-    asked = ask_judges(attempts, system, Judges(entailment=judge_, verdict=judge_))
-    assert [attempt.entailment for attempt in asked] == [0.4, 0.0, 0.1]
-    assert [attempt.verdict for attempt in asked] == [True, False, False] and judge_.calls == 2
 
 
 def fitted(question: Question, run: Rollout) -> PromptBatch:
@@ -313,18 +262,20 @@ def test_what_no_prompt_shows_is_not_cut(tiny_rollout: Make) -> None:
 GLUED = "</extract><"  # of which Qwen's tokenizer makes `</`, `extract`, `><`
 
 
-def glued_tokenizer() -> Tokenizer:
+def with_glued_tokens(policy: Policy) -> dict[str, Any]:
+    """A tokenizer that glues so, a policy for it, and room for its many tokens."""
     tokenizer = train_bpe(["><" * 9, "<answer>Bel</answer>"], 300, [EOS])
     assert any(tokenizer.token_bytes(token) == b"><" for token in tokenizer.encode("t><a"))
-    return tokenizer
+    config = policy.config.replace(
+        vocab_size=tokenizer.vocab_size + 4, eos_token_ids=tuple(tokenizer.encode_template(EOS))
+    )
+    policy = init_policy(config, 0)
+    return {"tokenizer": tokenizer, "policy": policy, "max_turn_tokens": 90, "max_passage_tokens": 200}
 
 
 @pytest.mark.parametrize("between", [False, True])
-def test_bytes_behind_a_stop_open_the_next_turn(
-    between: bool, tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
-) -> None:
+def test_bytes_behind_a_stop_open_the_next_turn(between: bool, tiny_policy: Policy, written: Written) -> None:
     """So an episode reads what the reward reads; not where something was appended in between."""
-    tokenizer = glued_tokenizer()
     heard: list[Turn] = []
 
     def listening(question: Question, tools: Any) -> Any:
@@ -335,35 +286,22 @@ def test_bytes_behind_a_stop_open_the_next_turn(
                 yield Feedback("Go on.")
         return "answered"
 
-    system = System("test", TAGS, listening, lambda attempt: RewardResult(0.0, {}, None), "{question}")
-    script({7: [f"<extract>e{GLUED}answer>Bel</answer> more{EOS}"]}, tokenizer)
-    policy = init_policy(tiny_policy.config.replace(vocab_size=tokenizer.vocab_size + 4, **ends(tokenizer)), 0)
-    run = tiny_rollout(system, tokenizer=tokenizer, policy=policy, max_turn_tokens=90)
-    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    assert check_trajectory(trajectory, tokenizer, TAGS, 999) == []
+    glued = with_glued_tokens(tiny_policy)
+    told = [f"<extract>e{GLUED}answer>Bel</answer> more{EOS}"]
+    _, trajectory = written(told, replace(SYSTEM, episode=listening, given_passages=False), QUESTION, **glued)
+    assert check_trajectory(trajectory, glued["tokenizer"], TAGS, 999) == []
     first, second, third = heard
     assert first == Turn(f"<extract>e{GLUED}".encode(), "</extract>") and third == Turn(f" more{EOS}".encode(), None)
     assert second.text == (b"" if between else b"<") + b"answer>Bel</answer>"
     answer = None if between else "Bel"
-    assert second.inside("answer") == answer == final_answer(trajectory.pieces(tokenizer))
+    assert second.inside("answer") == answer == final_answer(trajectory.pieces(glued["tokenizer"]))
 
 
-def test_eviomnis_answer_right_behind_its_evidence_is_one(
-    tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
-) -> None:
-    tokenizer = glued_tokenizer()
-    scripted = f"<reason>r</reason><extract>e{GLUED}answer>Bel</answer>"
-    lines = {7: [scripted]} | {branch_seed(7, name): ["Bel</answer>"] for name in ("rationale", "evidence")}
-    script(lines, tokenizer)
-    policy = init_policy(tiny_policy.config.replace(vocab_size=tokenizer.vocab_size + 4, **ends(tokenizer)), 0)
-    system = load_system("eviomni", {})
-    run = tiny_rollout(
-        system, tokenizer=tokenizer, policy=policy, template=TEMPLATE, max_turn_tokens=90, max_passage_tokens=200
+def test_eviomnis_answer_right_behind_its_evidence_is_one(tiny_policy: Policy, written: Written) -> None:
+    glued, system = with_glued_tokens(tiny_policy), load_system("eviomni", {})
+    told, branches = f"<reason>r</reason><extract>e{GLUED}answer>Bel</answer>", ("rationale", "evidence")
+    _, trajectory = written(
+        [told], system, QUESTION, dict.fromkeys(branches, "Bel</answer>"), template=TEMPLATE, **glued
     )
-    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
-    (scored,) = score([QUESTION], [trajectory], system, tokenizer)
+    (scored,) = score([QUESTION], [trajectory], system, glued["tokenizer"])
     assert trajectory.reason == "answered" and scored.result.answer == "Bel" and scored.result.parts["format"] == 1
-
-
-def ends(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"eos_token_ids": tuple(tokenizer.encode_template(EOS))}

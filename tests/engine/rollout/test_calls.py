@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rollout_cases import system_of
+from rollout_cases import Make, Written, system_of
 
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection
@@ -14,7 +14,7 @@ from thresher.engine.episode import BranchPrompt, Feedback, Generate, KeptSpan, 
 from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.packing import TrainSequence, build_train_sequences
 from thresher.engine.protocol.trajectory import check_trajectory
-from thresher.engine.rollout.rollout import Job, Rollout, branch_seed
+from thresher.engine.rollout.rollout import Job
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import Passage
@@ -22,7 +22,6 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.papers.search import search_r1_reward
 from thresher.rewards.reward import RewardInput, Source
 
-Make = Callable[..., Rollout]
 TAGS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
 QUESTION = Question("q", "Who?", ("Bel",))
 PASSAGES = (Passage("a", "A", "Bel did."), Passage("b", "B", "Nobody."))
@@ -51,13 +50,10 @@ def system(episode: Callable[..., Any] = reading) -> Any:
     return replace(system_of(episode, TAGS), reward=reward)
 
 
-def test_what_a_call_wrote_is_shown_and_not_the_policys(
-    tiny_rollout: Make, tiny_tokenizer: Tokenizer, script: Callable[..., None]
-) -> None:
-    script({7: ["<search>x</search>", "no</answer>"], branch_seed(7, "call 1"): ["<answer>Bel</answer>"]})
-    run = tiny_rollout(system(), max_passage_tokens=200)
+def test_what_a_call_wrote_is_shown_and_not_the_policys(written: Written, tiny_tokenizer: Tokenizer) -> None:
     TURNS.clear()
-    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    turns = ["<search>x</search>", "no</answer>"]
+    run, trajectory = written(turns, system(), QUESTION, {"call 1": "<answer>Bel</answer>"}, max_passage_tokens=200)
     (read,) = TURNS
     assert read == Turn(b"<answer>Bel</answer>", "</answer>") and trajectory.reason == "answered"
     text = [(s.source, tiny_tokenizer.decode(s.ids)) for s in trajectory.segments]
@@ -77,7 +73,7 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(
     assert scored.result.reward == 0 and not scored.result.answer
     check_all([scored], tiny_tokenizer, TAGS, run.limits.max_context)
     (item,) = build_train_sequences([trajectory], [1.0], GrpoSection())
-    policy = [token for part in ("<search>x</search>", "no</answer>") for token in tiny_tokenizer.encode_template(part)]
+    policy = [token for text in turns for token in tiny_tokenizer.encode_template(text)]
     assert isinstance(item, TrainSequence) and [item.ids[row] for row in item.positions] == policy
     measures = summary_of(measured([scored], TAGS))
     assert measures["branch_tokens"] == branch.count(Source.POLICY) and measures["response_tokens"] == len(policy)
@@ -95,11 +91,11 @@ def test_calls_of_many_episodes_share_a_small_cache(tiny_rollout: Make, tiny_que
         assert [s.ids for s in alone.branches["call 1"].segments] == [s.ids for s in call.segments]
 
 
-def test_limits_of_a_call(tiny_rollout: Make, script: Callable[..., None]) -> None:
+def test_limits_of_a_call(written: Written) -> None:
     # max_tokens ends the turn without a tag, and the episode goes on with what there is.
-    script({7: ["<search>x</search>", "no</answer>"], branch_seed(7, "call 1"): ["y" * 12]})
     TURNS.clear()
-    (trajectory,) = tiny_rollout(system(), max_passage_tokens=200).run([Job(QUESTION, 0, 0, 7)], 1.0)
+    turns = ["<search>x</search>", "no</answer>"]
+    _, trajectory = written(turns, system(), QUESTION, {"call 1": "y" * 12}, max_passage_tokens=200)
     assert TURNS[0].stop is None and TURNS[0].text.startswith(b"yyy") and trajectory.reason == "answered"
 
     def wide(question: Question, tools: Any) -> Any:
@@ -107,7 +103,7 @@ def test_limits_of_a_call(tiny_rollout: Make, script: Callable[..., None]) -> No
         yield SubCall(BranchPrompt(Prompt(READ, "who " * 400), (), ("</answer>",)))
         raise AssertionError("there was no room for it")
 
-    (trajectory,) = tiny_rollout(system(wide)).run([Job(QUESTION, 0, 0, 7)], 1.0)
+    _, trajectory = written([], system(wide), QUESTION)
     assert trajectory.reason == "context" and len(trajectory.segments) == 1 and not trajectory.branches
 
     # Passages beyond the budget are cut, and counted.
@@ -119,10 +115,8 @@ def test_limits_of_a_call(tiny_rollout: Make, script: Callable[..., None]) -> No
         yield Feedback("done")
         return "ended"
 
-    script({branch_seed(7, "call 1"): ["y"]})
-    run = tiny_rollout(system(long), max_passage_tokens=60)
-    (trajectory,) = run.run([Job(QUESTION, 0, 0, 7)], 1.0)
+    run, trajectory = written([], system(long), QUESTION, {"call 1": "y"}, max_passage_tokens=60)
     assert trajectory.reason == "ended" and run.clock.cut_search_tokens > 0
     assert trajectory.branches["call 1"].count(Source.POLICY) == 1
     with pytest.raises(UserError, match=r"fewer than retrieval\.passage_format takes"):
-        tiny_rollout(system(long), max_passage_tokens=6).run([Job(QUESTION, 0, 0, 7)], 1.0)
+        written([], system(long), QUESTION, max_passage_tokens=6)

@@ -6,22 +6,17 @@ from typing import Any
 import pytest
 import torch
 from batch_invariance import needs_invariant_policy, using_threads
-from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
+from rollout_cases import EOS, Make, Written, assert_logprobs_match, make_jobs, record, system_of
 
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
-from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
+from thresher.engine.protocol.trajectory import check_trajectory, turns
 from thresher.engine.rollout.rollout import Job
 from thresher.kernels.sampling import SamplingTensors, sample
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
-
-
-def policy_text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(s.ids) for s in trajectory.segments if s.source is Source.POLICY]
-
 
 # --- Independent of batch composition
 
@@ -153,13 +148,16 @@ def test_new_weights_need_no_new_rollout(
 # --- Tokens
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.fast_cases(1)
-def test_decode_equals_prefill(temperature: float, tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    run = tiny_rollout()
-    trajectories = run.run(make_jobs(tiny_questions), temperature)
+@pytest.mark.parametrize(("system", "temperature"), [("eval_rar", 1.0), ("search_r1", 0.7)])
+def test_decode_equals_prefill_and_every_trajectory_keeps_its_invariants(
+    system: str, temperature: float, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+) -> None:
+    run = tiny_rollout(system, max_num_seqs=11)
+    trajectories = run.run(make_jobs(tiny_questions[:30]), temperature)
     assert sum(len(trajectory.searches) for trajectory in trajectories) > 5
     assert_logprobs_match(run, trajectories, temperature)
+    assert all(check_trajectory(t, tiny_tokenizer, run.system.tags, 360) == [] for t in trajectories)
+    assert all(t.segments[0].source is Source.PROMPT and t.reason for t in trajectories)
 
 
 def test_bfloat16_decodes_near_its_prefill(
@@ -169,16 +167,6 @@ def test_bfloat16_decodes_near_its_prefill(
     trajectories = run.run(make_jobs(tiny_questions[:10]), 1.0)
     assert run.decoder.cache.k_LPKDS.dtype == torch.bfloat16
     assert_logprobs_match(run, trajectories, 1.0)
-
-
-def test_every_trajectory_keeps_its_invariants(
-    tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
-) -> None:
-    for name in ("eval_rar", "search_r1"):
-        run = tiny_rollout(name, max_num_seqs=11)
-        trajectories = run.run(make_jobs(tiny_questions[:25]), 1.0)
-        assert all(check_trajectory(t, tiny_tokenizer, run.system.tags, 360) == [] for t in trajectories)
-        assert all(t.segments[0].source is Source.PROMPT and t.reason for t in trajectories)
 
 
 def test_columns_beyond_the_tokenizer_are_never_sampled(
@@ -197,28 +185,20 @@ def test_columns_beyond_the_tokenizer_are_never_sampled(
     assert_logprobs_match(run, trajectories, 1.0)
 
 
-def test_a_scripted_episode_token_by_token(
-    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
-) -> None:
+def test_a_scripted_episode_token_by_token(written: Written, tiny_tokenizer: Tokenizer) -> None:
     """Two searches, a turn without an action, an answer: who wrote what, in order, and not a token lost between."""
-    turns = [
+    texts = [
         "<think>?</think><search>spouse of Gil Hart</search>",
         "<search>mayor</search>",
         f"<evaluate>missing</evaluate>{EOS}",
         "<answer>Eva Frost</answer>",
     ]
-    script({5: turns})
-    run = tiny_rollout(max_turn_tokens=60, max_policy_tokens=300, max_context=600)
-    (trajectory,) = run.run([Job(tiny_questions[0], 0, 0, 5)], 1.0)
-    assert [str(s.source) for s in trajectory.segments] == [
-        "prompt", "policy", "retrieved", "policy", "retrieved", "policy", "feedback", "policy"
-    ]  # fmt: skip
-    assert policy_text(trajectory, tiny_tokenizer) == turns and trajectory.reason == "answered"
-    written = [s for s in trajectory.segments if s.source is Source.POLICY]
-    assert [(s.stop, s.trailing) for s in written] == [
-        ("</search>", 0), ("</search>", 0), (None, 0), ("</answer>", 0)
-    ]  # fmt: skip
-    assert [s.ids for s in written] == [tiny_tokenizer.encode_template(turn) for turn in turns]
+    run, trajectory = written(texts, max_turn_tokens=60, max_policy_tokens=300, max_context=600)
+    sources = "prompt policy retrieved policy retrieved policy feedback policy"
+    assert [str(s.source) for s in trajectory.segments] == sources.split() and trajectory.reason == "answered"
+    ends = [("</search>", 0), ("</search>", 0), (None, 0), ("</answer>", 0)]
+    assert [(s.stop, s.trailing) for s in turns(trajectory)] == ends
+    assert [s.ids for s in turns(trajectory)] == [tiny_tokenizer.encode_template(text) for text in texts]
     assert [search["query"] for search in trajectory.searches] == ["spouse of Gil Hart", "mayor"]
     shown = tiny_tokenizer.decode(trajectory.segments[2].ids)
     first = run.retriever.search(["spouse of Gil Hart"], 2)[0]
@@ -226,50 +206,36 @@ def test_a_scripted_episode_token_by_token(
     assert shown.startswith(f'\n\n<information>Doc 1(Title: "{first[0].passage.title}") {first[0].passage.text}')
     assert shown.endswith("</information>\n\n")
     assert_logprobs_match(run, [trajectory], 1.0)
-    clock = run.clock
-    assert clock.sampled_tokens == sum(len(s.ids) for s in written)
+    assert run.clock.sampled_tokens == trajectory.count(Source.POLICY)
     # All that was fed but single sampled tokens: the prompt, and appended pieces with the token that came before each.
     appended = sum(len(s.ids) + 1 for s in trajectory.segments if s.source in (Source.RETRIEVED, Source.FEEDBACK))
-    assert clock.prefilled_tokens == len(trajectory.segments[0].ids) + appended
-    assert (clock.search_queries, clock.search_calls) == (2, 2)
+    assert run.clock.prefilled_tokens == len(trajectory.segments[0].ids) + appended
+    assert (run.clock.search_queries, run.clock.search_calls) == (2, 2)
 
 
-def test_a_token_that_goes_on_after_its_tag_is_kept_whole(
-    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
-) -> None:
-    (glued,) = tiny_tokenizer.encode("><")
-    assert tiny_tokenizer.token_bytes(glued) == b"><"
-    script({0: ["<search>mayor</search><", "/answer>no</answer>"]})
-    (trajectory,) = tiny_rollout(max_turns=2).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
-    first, second = (s for s in trajectory.segments if s.source is Source.POLICY)
-    assert first.ids[-1] == glued and (first.stop, first.trailing) == ("</search>", 1)
+def test_a_token_that_goes_on_after_its_tag_is_kept_whole(written: Written, tiny_tokenizer: Tokenizer) -> None:
+    _, trajectory = written(["<search>mayor</search><", "/answer>no</answer>"], max_turns=2)
+    first, second = turns(trajectory)
+    assert tiny_tokenizer.token_bytes(first.ids[-1]) == b"><" and (first.stop, first.trailing) == ("</search>", 1)
     # The bracket belongs to the first turn: the second does not begin with a closing tag.
     assert tiny_tokenizer.decode(second.ids) == "/answer>no</answer>" and second.stop == "</answer>"
-    assert trajectory.reason == "turns"
-    assert [search["query"] for search in trajectory.searches] == ["mayor"]
+    assert trajectory.reason == "turns" and [search["query"] for search in trajectory.searches] == ["mayor"]
 
 
-def test_a_tag_does_not_reach_from_one_turn_into_the_next(
-    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
-) -> None:
-    turns = [f"<answer>Eva</answ{EOS}", f"er>{EOS}", f"</answer>{EOS}"]
-    script({0: turns})
-    (trajectory,) = tiny_rollout(max_turns=3).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
-    written = [s for s in trajectory.segments if s.source is Source.POLICY]
-    assert [s.stop for s in written] == [None, None, "</answer>"] and trajectory.reason == "turns"
-    assert policy_text(trajectory, tiny_tokenizer) == [turns[0], turns[1], "</answer>"]
+def test_a_tag_does_not_reach_from_one_turn_into_the_next(written: Written, tiny_tokenizer: Tokenizer) -> None:
+    texts = [f"<answer>Eva</answ{EOS}", f"er>{EOS}", f"</answer>{EOS}"]
+    _, trajectory = written(texts, max_turns=3)
+    assert [s.stop for s in turns(trajectory)] == [None, None, "</answer>"] and trajectory.reason == "turns"
+    assert [tiny_tokenizer.decode(s.ids) for s in turns(trajectory)] == [texts[0], texts[1], "</answer>"]
 
 
 def test_every_end_of_text_ends_a_turn_and_is_trained(
-    script: Any, make_tiny_policy: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+    written: Written, tiny_policy: Policy, tiny_tokenizer: Tokenizer
 ) -> None:
     ends = [tiny_tokenizer.added_tokens[name] for name in (EOS, "<|im_end|>")]
-    policy = make_tiny_policy()
-    object.__setattr__(policy.config, "eos_token_ids", tuple(ends))
-    script({0: [f"a{EOS}", "<|im_start|>b<|im_end|>"]})
-    (trajectory,) = tiny_rollout(policy=policy, max_turns=2).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
-    written = [s for s in trajectory.segments if s.source is Source.POLICY]
-    assert [s.ids[-1] for s in written] == ends and trajectory.reason == "turns"
-    assert all(len(s.logprobs) == len(s.ids) and s.stop is None for s in written)
-    rows = trajectory.policy_positions()
-    assert [trajectory.ids()[row] for row in rows] == written[0].ids + written[1].ids
+    object.__setattr__(tiny_policy.config, "eos_token_ids", tuple(ends))
+    _, trajectory = written([f"a{EOS}", "<|im_start|>b<|im_end|>"], policy=tiny_policy, max_turns=2)
+    first, second = turns(trajectory)
+    assert [first.ids[-1], second.ids[-1]] == ends and trajectory.reason == "turns"
+    assert all(len(s.logprobs) == len(s.ids) and s.stop is None for s in (first, second))
+    assert [trajectory.ids()[row] for row in trajectory.policy_positions()] == first.ids + second.ids

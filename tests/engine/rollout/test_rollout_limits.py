@@ -1,18 +1,20 @@
 """Rollouts of a tiny policy at their limits: what ends one, what is shared, cut, batched and given back, systems that
-break the rules. Where a test needs to know what the policy writes, `script` puts the words in its mouth."""
+break the rules. Where a test needs to know what the policy writes, `script` and `written` force the ids."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch_invariance import needs_invariant_policy
-from rollout_cases import EOS, Make, assert_logprobs_match, make_jobs, record, system_of
+from rollout_cases import EOS, Make, Written, assert_logprobs_match, make_jobs, record, system_of
 
 from thresher.common.errors import UserError
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
+from thresher.engine.protocol.trajectory import turns
 from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.indexes.load import Index
@@ -22,15 +24,14 @@ from thresher.rewards.reward import Source
 
 
 class SpyIndex:
-    """The index, and every call of it."""
+    """The index, and every call of it. before: is called before each search."""
 
-    elsewhere = False
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
+    def __init__(self, index: Index, elsewhere: bool = False, before: Callable[[], None] = lambda: None) -> None:
+        self.index, self.elsewhere, self.before = index, elsewhere, before
         self.calls: list[list[str]] = []
 
     def search(self, queries: list[str], k: int) -> Any:
+        self.before()
         self.calls.append(list(queries))
         return self.index.search(queries, k)
 
@@ -39,46 +40,37 @@ class SpyIndex:
 
 
 def test_limits_end_a_trajectory_each_with_its_reason(
-    script: Any, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
+    written: Written, tiny_rollout: Make, tiny_tokenizer: Tokenizer, tiny_questions: list[Question]
 ) -> None:
-    endless = ["a" * 400]
-    short = [f"abc{EOS}"] * 100
-    job = Job(tiny_questions[0], 0, 0, 0)
     prompt = len(tiny_rollout().prompt(tiny_questions[0]))
-
-    def end(lines: list[str], **limits: int) -> tuple[str, list[int], int]:
-        script({0: lines})
-        (trajectory,) = tiny_rollout(**limits).run([job], 1.0)
-        turns = [len(s.ids) for s in trajectory.segments if s.source is Source.POLICY]
-        return trajectory.reason, turns, len(trajectory)
-
-    assert end(endless, max_turn_tokens=7) == ("turn_tokens", [7], prompt + 7)
-    assert end(endless, max_policy_tokens=9, max_turn_tokens=50) == ("tokens", [9], prompt + 9)
-    # Turns of 4 tokens: inside the third, and at the end of the second.
-    assert end(short, max_policy_tokens=10, max_turns=9)[:2] == ("tokens", [4, 4, 2])
-    assert end(short, max_policy_tokens=8, max_turns=9)[:2] == ("tokens", [4, 4])
-    assert end(endless, max_context=prompt + 11, max_turn_tokens=50) == ("context", [11], prompt + 11)
-    assert end(endless, max_context=prompt + 1) == ("context", [1], prompt + 1)
-    assert end(short, max_turns=3)[:2] == ("turns", [4, 4, 4])
-    # A turn that ends with its last allowed token has ended.
-    answer = ["<answer>a</answer>"]
+    endless, short, answer = ["a" * 400], [f"abc{EOS}"] * 100, ["<answer>a</answer>"]
     size = len(tiny_tokenizer.encode(answer[0]))
-    assert end(answer, max_turn_tokens=size, max_policy_tokens=size)[:2] == ("answered", [size])
-    assert end(answer, max_turn_tokens=size - 1)[:2] == ("turn_tokens", [size - 1])
-    assert end([f"abc{EOS}"], max_turn_tokens=4, max_turns=1)[:2] == ("turns", [4])
-    assert end(answer, max_context=prompt + size)[0] == "answered"
+    for texts, limits, reason, lengths in (
+        (endless, {"max_turn_tokens": 7}, "turn_tokens", [7]),
+        (endless, {"max_policy_tokens": 9, "max_turn_tokens": 50}, "tokens", [9]),
+        # Turns of 4 tokens: inside the third, and at the end of the second.
+        (short, {"max_policy_tokens": 10, "max_turns": 9}, "tokens", [4, 4, 2]),
+        (short, {"max_policy_tokens": 8, "max_turns": 9}, "tokens", [4, 4]),
+        (endless, {"max_context": prompt + 11, "max_turn_tokens": 50}, "context", [11]),
+        (endless, {"max_context": prompt + 1}, "context", [1]),
+        (short, {"max_turns": 3}, "turns", [4, 4, 4]),
+        # A turn that ends with its last allowed token has ended.
+        (answer, {"max_turn_tokens": size, "max_policy_tokens": size}, "answered", [size]),
+        (answer, {"max_turn_tokens": size - 1}, "turn_tokens", [size - 1]),
+        (short, {"max_turn_tokens": 4, "max_turns": 1}, "turns", [4]),
+        (answer, {"max_context": prompt + size}, "answered", [size]),
+    ):
+        _, trajectory = written(texts, **limits)
+        assert (trajectory.reason, [len(s.ids) for s in turns(trajectory)]) == (reason, lengths), limits
+        assert len(trajectory.segments) > 2 or len(trajectory) == prompt + lengths[0]
 
 
-def test_passages_that_no_longer_fit_are_left_out_and_end_it(
-    script: Any, tiny_rollout: Make, tiny_questions: list[Question]
-) -> None:
-    job, lines = Job(tiny_questions[0], 0, 0, 0), ["<search>mayor</search>", "<answer>a</answer>"]
-    script({0: lines})
-    (whole,) = tiny_rollout().run([job], 1.0)
+def test_passages_that_no_longer_fit_are_left_out_and_end_it(written: Written) -> None:
+    texts = ["<search>mayor</search>", "<answer>a</answer>"]
+    _, whole = written(texts)
     up_to_passages = sum(len(s.ids) for s in whole.segments[:3])
     for room, sources in ((up_to_passages + 1, 4), (up_to_passages, 2), (up_to_passages - 9, 2)):
-        script({0: lines})
-        (trajectory,) = tiny_rollout(max_context=room).run([job], 1.0)
+        _, trajectory = written(texts, max_context=room)
         assert trajectory.reason == "context" and len(trajectory.segments) == sources
         assert len(trajectory.searches) == 1 and len(trajectory) <= room
 
@@ -193,64 +185,44 @@ def test_episodes_that_search_before_they_write_share_a_call(
     assert_logprobs_match(run, trajectories, 1.0)
 
 
-class SlowServer(SpyIndex):
-    """Answers only once the others have gone on writing, or not at all."""
-
-    elsewhere = True
-
-    def __init__(self, index: Index) -> None:
-        super().__init__(index)
-        self.went_on = threading.Event()
-
-    def search(self, queries: list[str], k: int) -> Any:
-        assert self.went_on.wait(timeout=60), "nobody wrote while the search was out"
-        return super().search(queries, k)
-
-
 def test_others_write_while_a_server_searches(
     script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lines() -> dict[int, list[str]]:
-        searching = ["<search>mayor</search>", "<answer>a</answer>"]
-        return {
-            seed: list(searching) if seed < 3 else ["<think>nobody is asked</think><answer>b</answer>"]
-            for seed in range(6)
-        }
-
+    """The server answers only once the others have gone on writing."""
+    searching = ["<search>mayor</search>", "<answer>a</answer>"]
+    other = ["<think>nobody is asked</think><answer>b</answer>"]
     jobs = [Job(tiny_questions[0], 0, seed, seed) for seed in range(6)]
-    script(lines())
-    alone = tiny_rollout(index=SpyIndex(tiny_index)).run(jobs, 1.0)
-    server = SlowServer(tiny_index)
-    run = tiny_rollout(index=server)
-    step = run.decoder.step
+    went_on = threading.Event()
 
-    def counted() -> Any:
-        ended = step()
-        if run.clock.search_calls:
-            server.went_on.set()
-        return ended
+    def wait() -> None:
+        assert went_on.wait(timeout=60), "nobody wrote while the search was out"
 
-    monkeypatch.setattr(run.decoder, "step", counted)
-    script(lines())
-    together = run.run(jobs, 1.0)
-    assert server.calls == [["mayor"] * 3]
-    assert [t.ids() for t in together] == [t.ids() for t in alone]
-    assert [t.searches for t in together] == [t.searches for t in alone]
+    found = []
+    for server in (SpyIndex(tiny_index), SpyIndex(tiny_index, elsewhere=True, before=wait)):
+        script({seed: list(searching if seed < 3 else other) for seed in range(6)})
+        run = tiny_rollout(index=server)
+        step = run.decoder.step
+
+        def counted(run: Any = run, step: Any = step) -> Any:
+            ended = step()
+            if run.clock.search_calls:
+                went_on.set()
+            return ended
+
+        monkeypatch.setattr(run.decoder, "step", counted)
+        found.append(run.run(jobs, 1.0))
+        assert server.calls == [["mayor"] * 3]
+    alone, together = found
+    assert [(t.ids(), t.searches) for t in together] == [(t.ids(), t.searches) for t in alone]
     assert_logprobs_match(run, together, 1.0)
 
 
-def test_a_search_that_fails_elsewhere_ends_the_run(
-    script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question]
-) -> None:
-    class Away(SpyIndex):
-        elsewhere = True
+def test_a_search_that_fails_elsewhere_ends_the_run(written: Written, tiny_index: Index) -> None:
+    def fail() -> None:
+        raise UserError("the server is away")
 
-        def search(self, queries: list[str], k: int) -> Any:
-            raise UserError("the server is away")
-
-    script({0: ["<search>mayor</search>"]})
     with pytest.raises(UserError, match="the server is away"):
-        tiny_rollout(index=Away(tiny_index)).run([Job(tiny_questions[0], 0, 0, 0)], 1.0)
+        written(["<search>mayor</search>"], index=SpyIndex(tiny_index, elsewhere=True, before=fail))
 
 
 def test_pages_come_back_and_results_keep_the_order_of_the_jobs(
@@ -305,17 +277,16 @@ def test_an_episode_that_writes_nothing_ends(tiny_rollout: Make, tiny_questions:
 
 
 def test_requests_out_of_place_are_our_fault(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    def hasty(question: Question, tools: Any) -> Any:
-        yield Generate(("</search>",))
+    def episode(*requests: Any) -> Any:
+        return lambda question, tools: (yield from requests)
 
-    def twice(question: Question, tools: Any) -> Any:
-        yield Prompt("{question}", question.question)
-        yield Prompt("{question}", question.question)
-
-    with pytest.raises(TypeError, match="test must begin with a Prompt"):
-        tiny_rollout(system_of(hasty)).run(make_jobs(tiny_questions[:1]), 1.0)
-    with pytest.raises(TypeError, match="no request that may follow the prompt"):
-        tiny_rollout(system_of(twice)).run(make_jobs(tiny_questions[:1]), 1.0)
+    prompt = Prompt("{question}", "Who?")
+    for requests, message in (
+        ([Generate(("</search>",))], "test must begin with a Prompt"),
+        ([prompt, prompt], "no request that may follow the prompt"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            tiny_rollout(system_of(episode(*requests))).run(make_jobs(tiny_questions[:1]), 1.0)
 
 
 def test_limits_of_the_cache(tiny_rollout: Make) -> None:
