@@ -280,8 +280,8 @@ def test_bytes_behind_a_stop_open_the_next_turn(between: bool, tiny_policy: Poli
 
     def listening(question: Question, tools: Any) -> Any:
         yield Prompt("{question}", question.question)
-        for stop in ("</extract>", "</answer>", "</answer>"):
-            heard.append((yield Generate((stop,))))
+        for stops in (("</extract>",), ("</answer>", "<answer>Bel</answer>"), ("</answer>",)):
+            heard.append((yield Generate(stops)))
             if between:
                 yield Feedback("Go on.")
         return "answered"
@@ -293,6 +293,7 @@ def test_bytes_behind_a_stop_open_the_next_turn(between: bool, tiny_policy: Poli
     first, second, third = heard
     assert first == Turn(f"<extract>e{GLUED}".encode(), "</extract>") and third == Turn(f" more{EOS}".encode(), None)
     assert second.text == (b"" if between else b"<") + b"answer>Bel</answer>"
+    assert second.stop == ("</answer>" if between else "<answer>Bel</answer>")  # it began before its turn
     answer = None if between else "Bel"
     assert second.inside("answer") == answer == final_answer(trajectory.pieces(glued["tokenizer"]))
 
