@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from model_cases import make_config
 from stored_cases import stored
@@ -17,11 +18,12 @@ from thresher.engine.config.tables import from_dict
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.training import sft as sft_module
 from thresher.engine.training.sft import encode_transcript
-from thresher.engine.training.train import Progress
+from thresher.engine.training.train import Progress, train
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
+Make = Callable[..., Recipe]
 NAMES = ["Anna Bell", "Carl Dorn", "Eva Frost", "Gil Hart", "Ida Jones", "Karl Lund", "Mia Noor", "Otto Pike"]
 STEPS, GROUPS, SAMPLES, DEV = 4, 3, 4, 5
 # And digests of what has them in it.
@@ -98,17 +100,27 @@ def recipe_tables(folder: Path, index: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def recipe_maker(tables: dict[str, dict[str, Any]]) -> Callable[..., Recipe]:
-    """make(grpo={..}, ..) -> Recipe: the tables with some keys changed."""
+def recipe_maker(tables: dict[str, dict[str, Any]]) -> Make:
+    """make(grpo={..}, ..) -> Recipe: the tables with some keys changed or added."""
 
     def make(**changes: dict[str, Any]) -> Recipe:
-        return from_dict(Recipe, {name: tables.get(name, {}) | changes.get(name, {}) for name in tables}, "test")
+        names = {**tables, **changes}
+        return from_dict(Recipe, {name: tables.get(name, {}) | changes.get(name, {}) for name in names}, "test")
 
     return make
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     return stored(run / "metrics.jsonl")
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's steps, without those of its evaluations."""
+    return [record for record in metrics(run) if "eval" not in record]
+
+
+def steps_saved(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir())
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +133,7 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 def what_happened(run: Path) -> dict[str, Any]:
     """All that a run wrote, but for what the clock says, in a state and so in its hash."""
-    files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/*.*")]
+    files = [*run.glob("trajectories/*"), *run.glob("evaluations/*"), *run.glob("checkpoints/*/**/*.*")]
     return {
         "metrics": [untimed(record) for record in metrics(run)],
         "summary": untimed(json.loads((run / "summary.json").read_text())),
@@ -155,3 +167,9 @@ def die_after(step: int) -> Callable[[Progress], None]:
             raise Killed
 
     return watch
+
+
+def train_killed(recipe: Recipe, out: Path, step: int, **options: Any) -> None:
+    """Train until this step is recorded, where a kill ends the run."""
+    with pytest.raises(Killed):
+        train(recipe, out, watch=die_after(step), **options)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stored_cases import stored
-from train_cases import (
-    DEV,
-    GROUPS,
-    SAMPLES,
-    STEPS,
-    metrics,
-    sampled,
-    single_threaded,
-    untimed,
-)
+from train_cases import DEV, GROUPS, SAMPLES, STEPS, Make, metrics, sampled, steps_of, untimed
 
 from thresher.common import console
 from thresher.common.console import Stage
 from thresher.common.errors import UserError
 from thresher.engine.assemble import load_questions, load_retrieval, load_run_context
-from thresher.engine.config.recipe import Recipe
 from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
@@ -36,12 +26,6 @@ from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
 from thresher.engine.training.update import Updater
 from thresher.retrieval.questions import Question
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
 
 
 def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, base: dict[str, Any]) -> None:
@@ -60,23 +44,15 @@ def test_a_run_learns_something_and_writes_everything_down(uninterrupted: Path, 
     ]
     start = json.loads((uninterrupted / "starts.jsonl").read_text())
     assert start["step"] == 0 and {"at", "commit", "machine", "gpu", "torch"} < start.keys()
-    records = metrics(uninterrupted)
-    assert [(record["step"], "eval" in record) for record in records] == [
-        (0, True),
-        (1, False),
-        (2, False),
-        (2, True),
-        (3, False),
-        (4, False),
-        (4, True),
-    ]
+    order = [(record["step"], "eval" in record) for record in metrics(uninterrupted)]
+    assert order == [(0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
     start = load_file(Path(base["model"]["path"]) / "model.safetensors")
     end = load_file(uninterrupted / "checkpoints" / "step_000004" / "model.safetensors")
     assert not torch.equal(start["model.embed_tokens.weight"], end["model.embed_tokens.weight"])
 
 
-def test_a_line_that_asks_hears_how_far_rollout_and_update_are(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+def test_the_progress_of_rollout_and_update_can_be_polled(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`console.polling` is given what to ask; here it is asked in each forward of the decoder and each micro-batch."""
     asked: list[Callable[[], Stage | None]] = []
@@ -109,26 +85,25 @@ def test_a_line_that_asks_hears_how_far_rollout_and_update_are(
 
 
 def test_the_metrics_of_a_step_are_those_of_its_trajectories(uninterrupted: Path) -> None:
-    for record in (record for record in metrics(uninterrupted) if "eval" not in record):
+    for record in steps_of(uninterrupted):
         entries = sampled(uninterrupted, record["step"])
         assert len(entries) == record["questions"] == GROUPS * SAMPLES
         said = [segment for entry in entries for segment in entry["segments"] if segment["source"] == "policy"]
         tokens = sum(len(segment["ids"]) for segment in said)
         assert record["loss_tokens"] == record["sampled_tokens"] == tokens
         assert (record["threads"], record["wait_policy"]) == (1, os.environ.get("OMP_WAIT_POLICY"))
-        assert record["response_tokens"] == pytest.approx(tokens / len(entries))
-        assert record["reward"] == pytest.approx(sum(entry["reward"] for entry in entries) / len(entries))
-        assert record["em"] == pytest.approx(sum(entry["parts"]["em"] for entry in entries) / len(entries))
-        searches = sum(len(entry["searches"]) for entry in entries)
-        assert record["searches"] == pytest.approx(searches / len(entries))
-        assert sum(record["reasons"].values()) == len(entries)
-        found = read_token_stats(
-            uninterrupted / "trajectories" / f"step_{record['step']:06d}.safetensors", *policy_counts(entries)
-        )
-        assert found is not None
-        values = {
-            name: np.concatenate([each.values[name] for each in found]).astype(np.float64) for name in found[0].values
+        sums = {
+            "response_tokens": tokens,
+            "reward": sum(entry["reward"] for entry in entries),
+            "em": sum(entry["parts"]["em"] for entry in entries),
+            "searches": sum(len(entry["searches"]) for entry in entries),
         }
+        assert {name: record[name] for name in sums} == pytest.approx({n: x / len(entries) for n, x in sums.items()})
+        assert sum(record["reasons"].values()) == len(entries)
+        path = uninterrupted / "trajectories" / f"step_{record['step']:06d}.safetensors"
+        found = read_token_stats(path, *policy_counts(entries))
+        assert found is not None
+        values = {name: np.concatenate([each.values[name] for each in found]).astype(float) for name in found[0].values}
         d = values["recomputed"] - values["reference"]
         assert record["kl_k2"] == pytest.approx((d * d / 2).mean(), rel=1e-4, abs=1e-9)
         assert record["entropy"] == pytest.approx(values["entropy"].mean(), rel=1e-3)
@@ -136,16 +111,14 @@ def test_the_metrics_of_a_step_are_those_of_its_trajectories(uninterrupted: Path
         gap = abs(values["recomputed"] - values["sampled"])
         assert record["logprob_gap_max"] == pytest.approx(gap.max(), rel=1e-2, abs=1e-8)
         rewards = [{entry["reward"] for entry in entries if entry["group"] == group} for group in range(GROUPS)]
-        assert record["zero_advantage_groups"] == sum(len(values) == 1 for values in rewards)
         signals = {entry["group"] for entry in entries if entry["advantage"] != 0}
-        assert record["zero_advantage_groups"] == GROUPS - len(signals)
-        assert record["lr"] == 1e-3
-        assert 0 < record["grad_norm"] < 1e3
-    assert any(record.get("zero_advantage_groups", GROUPS) < GROUPS for record in metrics(uninterrupted))
+        assert record["zero_advantage_groups"] == sum(len(one) == 1 for one in rewards) == GROUPS - len(signals)
+        assert record["lr"] == 1e-3 and 0 < record["grad_norm"] < 1e3
+    assert any(record["zero_advantage_groups"] < GROUPS for record in steps_of(uninterrupted))
 
 
 def test_the_first_update_is_on_policy_and_at_its_reference(uninterrupted: Path) -> None:
-    first, second = (record for record in metrics(uninterrupted) if "eval" not in record and record["step"] <= 2)
+    first, second = steps_of(uninterrupted)[:2]
     for record in (first, second):
         assert record["logprob_gap_max"] < 1e-4 and record["logprob_gap"] < 1e-5
         assert record["ratio"] == pytest.approx(1, abs=1e-5) and record["clipped"] == 0 and record["capped"] == 0
@@ -159,7 +132,7 @@ def test_the_first_update_is_on_policy_and_at_its_reference(uninterrupted: Path)
 
 @pytest.mark.parametrize("step", [0, 4])
 def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_its_step(
-    uninterrupted: Path, make_recipe: Callable[..., Recipe], tiny_questions: list[Question], step: int
+    uninterrupted: Path, make_recipe: Make, tiny_questions: list[Question], step: int
 ) -> None:
     written = stored(uninterrupted / f"evaluations/step_{step:06d}.jsonl")
     assert [entry["id"] for entry in written] == [question.id for question in tiny_questions[:DEV]]
@@ -173,39 +146,24 @@ def test_an_evaluation_asks_every_question_once_and_greedily_of_the_weights_of_i
 
 def test_the_summary_has_these_keys(uninterrupted: Path) -> None:
     summary = json.loads((uninterrupted / "summary.json").read_text())
-    assert list(summary) == [
-        "em_before",
-        "em_after",
-        "f1_before",
-        "f1_after",
-        "questions",
-        "seconds",
-        "rollout_tokens_per_s",
-        "train_tokens_per_s",
-        "seed",
-        "steps",
-        "metrics",
-        "digest",
-    ]
+    rates = {"rollout_tokens_per_s": ("sampled", "rollout"), "train_tokens_per_s": ("train", "update")}
+    measures = ["em_before", "em_after", "f1_before", "f1_after"]
+    assert list(summary) == [*measures, "questions", "seconds", *rates, "seed", "steps", "metrics", "digest"]
     evaluations = [record["eval"] for record in metrics(uninterrupted) if "eval" in record]
-    steps = [record for record in metrics(uninterrupted) if "eval" not in record]
-    assert (summary["em_before"], summary["em_after"]) == (evaluations[0]["em"], evaluations[-1]["em"])
-    assert (summary["f1_before"], summary["f1_after"]) == (evaluations[0]["f1"], evaluations[-1]["f1"])
+    assert [summary[name] for name in measures] == [evaluations[at][name] for name in ("em", "f1") for at in (0, -1)]
     assert (summary["questions"], summary["seed"], summary["steps"]) == (DEV, 3, STEPS)
-    spent = sum(record["rollout_seconds"] for record in steps)
-    assert summary["rollout_tokens_per_s"] == pytest.approx(sum(r["sampled_tokens"] for r in steps) / spent)
-    spent = sum(record["update_seconds"] for record in steps)
-    assert summary["train_tokens_per_s"] == pytest.approx(sum(r["train_tokens"] for r in steps) / spent)
-    assert summary["seconds"] > spent
+    for rate, (tokens, spent) in rates.items():
+        total, seconds = (
+            sum(r[key] for r in steps_of(uninterrupted)) for key in (f"{tokens}_tokens", f"{spent}_seconds")
+        )
+        assert summary[rate] == pytest.approx(total / seconds) and summary["seconds"] > seconds
 
 
-def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Make) -> None:
+    grpo = {"updates_per_batch": 2, "entropy_coef": 0.1}
     out = tmp_path / "run"
-    recipe = make_recipe(
-        system={"name": "search_r1"}, grpo={"updates_per_batch": 2, "entropy_coef": 0.1}, run={"steps": 1}
-    )
-    train(recipe, out)
-    (record,) = (record for record in metrics(out) if "eval" not in record)
+    train(make_recipe(system={"name": "search_r1"}, grpo=grpo, run={"steps": 1}), out)
+    (record,) = steps_of(out)
     entries = sampled(out, 1)
     assert set(entries[0]["parts"]) == {"answer", "em", "f1", "answered", "searches"}
     said = sum(len(s["ids"]) for entry in entries for s in entry["segments"] if s["source"] == "policy")
@@ -218,18 +176,16 @@ def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Ca
     assert 0 < record["kl_k3"] < record["kl_largest"] and record["kl_coefficient_largest"] > 0
 
 
-def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Make) -> None:
     shuffled, plain = tmp_path / "shuffled", tmp_path / "plain"
     one_step = {"run": {"steps": 1}, "rollout": {"group_size": 8}}
     train(make_recipe(grpo={"shuffle_rewards": True}, **one_step), shuffled)
     train(make_recipe(**one_step), plain)
-    entries, honest = sampled(shuffled, 1), sampled(plain, 1)
     moved = 0
     for group in range(GROUPS):
-        here = [entry for entry in entries if entry["group"] == group]
-        there = [entry for entry in honest if entry["group"] == group]
-        assert [entry["segments"] for entry in here] == [entry["segments"] for entry in there]
-        assert [entry["reward"] for entry in here] == [entry["reward"] for entry in there]  # as they were earned
+        here, there = ([e for e in sampled(run, 1) if e["group"] == group] for run in (shuffled, plain))
+        for key in ("segments", "reward"):  # rewards are stored as they were earned
+            assert [entry[key] for entry in here] == [entry[key] for entry in there]
         given, earned = ([entry["advantage"] for entry in part] for part in (here, there))
         assert sorted(given) == sorted(earned)
         moved += given != earned
@@ -237,46 +193,44 @@ def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Calla
 
 
 def test_without_a_signal_nothing_is_updated_if_so_asked(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Make, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = {"id": "1", "question": "What is the spouse of Mia Noor?", "golden_answers": ["no one can say this"]}
     (tmp_path / "questions.jsonl").write_text(json.dumps(line) + "\n")
     data = {"train": str(tmp_path / "questions.jsonl"), "dev": str(tmp_path / "questions.jsonl")}
-    recipe = make_recipe(data=data, grpo={"drop_zero_advantage": True}, run={"steps": 1})
-    summary = train(recipe, tmp_path / "run")
-    (record,) = (record for record in metrics(tmp_path / "run") if "eval" not in record)
-    assert record["zero_advantage_groups"] == GROUPS  # three times the same question is three groups
-    assert (record["train_tokens"], record["loss_tokens"]) == (0, 0) and "loss" not in record
-    assert summary["train_tokens_per_s"] is None
     # Sums that only rounding tells apart are one reward.
     rounded = [0.3, 0.1 + 0.2] * (GROUPS * SAMPLES // 2)
     monkeypatch.setattr("thresher.engine.training.step.shuffled_rewards", lambda *_: rounded)
-    grpo = {"drop_zero_advantage": True, "shuffle_rewards": True}
-    train(make_recipe(data=data, grpo=grpo, run={"steps": 1}), tmp_path / "rounded")
-    (record,) = (record for record in metrics(tmp_path / "rounded") if "eval" not in record)
-    assert record["zero_advantage_groups"] == GROUPS and record["loss_tokens"] == 0
     start = load_file(Path(base["model"]["path"]) / "model.safetensors")
-    end = load_file(tmp_path / "run" / "checkpoints" / "step_000001" / "model.safetensors")
-    assert all(torch.equal(start[name], end[name]) for name in start)
+    for shuffle in (False, True):
+        out = tmp_path / str(shuffle)
+        grpo = {"drop_zero_advantage": True, "shuffle_rewards": shuffle}
+        summary = train(make_recipe(data=data, grpo=grpo, run={"steps": 1}), out)
+        (record,) = steps_of(out)
+        assert record["zero_advantage_groups"] == GROUPS  # three times the same question is three groups
+        assert (record["train_tokens"], record["loss_tokens"]) == (0, 0) and "loss" not in record
+        assert summary["train_tokens_per_s"] is None
+        end = load_file(out / "checkpoints" / "step_000001" / "model.safetensors")
+        assert all(torch.equal(start[name], end[name]) for name in start)
 
 
 # After one step the policy is off its reference by more than 1e-6, which 1e25 times as large and squared is no float32;
-# weights of 1e38 make products that are none.
+# weights of 1e38 make products that are none, in the next step or in the second update of this one.
+WILD = {"lr": 1e38, "max_grad_norm": float("inf")}
+
+
 @pytest.mark.parametrize(
-    ("change", "what"),
-    [({"grpo": {"beta": 1e25}}, "gradient"), ({"optim": {"lr": 1e38, "max_grad_norm": float("inf")}}, "policy")],
+    ("change", "step", "what"),
+    [
+        ({"grpo": {"beta": 1e25}}, 2, "gradient"),
+        ({"optim": WILD}, 2, "policy"),
+        ({"optim": WILD, "grpo": {"updates_per_batch": 2}}, 1, "policy"),
+    ],
+    ids=["gradient", "policy", "second update"],
 )
 def test_a_run_that_diverges_ends_in_a_sentence(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], change: dict[str, Any], what: str
+    tmp_path: Path, make_recipe: Make, change: dict[str, Any], step: int, what: str
 ) -> None:
-    with pytest.raises(UserError, match=f"step 2: the {what} is not finite; start again with a lower optim.lr"):
+    with pytest.raises(UserError, match=rf"step {step}: the {what} is not finite; start again with a lower optim\.lr"):
         train(make_recipe(**change), tmp_path / "run")
-    assert [record["step"] for record in metrics(tmp_path / "run")] == [0, 1]
-
-
-def test_a_second_update_that_diverges_ends_in_the_same_sentence(
-    tmp_path: Path, make_recipe: Callable[..., Recipe]
-) -> None:
-    change = {"grpo": {"updates_per_batch": 2}, "optim": {"lr": 1e38, "max_grad_norm": float("inf")}}
-    with pytest.raises(UserError, match=r"step 1: the policy is not finite; start again with a lower optim\.lr"):
-        train(make_recipe(**change), tmp_path / "run")
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(step))

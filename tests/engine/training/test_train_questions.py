@@ -2,25 +2,15 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from train_cases import (
-    GROUPS,
-    NAMES,
-    SAMPLES,
-    metrics,
-    sampled,
-    single_threaded,
-)
+from train_cases import GROUPS, NAMES, SAMPLES, Make, metrics, sampled
 
 from thresher.common.errors import UserError
 from thresher.engine.assemble import load_questions, load_run_context
-from thresher.engine.config.recipe import Recipe
 from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.rollout.rollout import Job, seed_of
 from thresher.engine.scoring.score import Judges
@@ -29,11 +19,15 @@ from thresher.engine.training.step import GrpoStep, questions_of_step
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
 
+PASSAGES = [{"title": "", "text": f"{name} is the mayor. " * 8} for name in NAMES[:2]]
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
+
+def write_questions(path: Path, *changes: dict[str, Any]) -> str:
+    """Write a question with two long passages for each of these changes of it; return the file's name."""
+    asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": PASSAGES}
+    lines = [asked | {"id": str(number)} | change for number, change in enumerate(changes)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
 
 
 def test_questions_of_a_step_come_once_in_every_pass() -> None:
@@ -57,22 +51,18 @@ class Sampled(Exception):
     """Ends a step where its rollout would begin."""
 
 
-def test_a_samples_noise_depends_on_the_runs_seed_the_step_the_group_and_the_sample(
-    make_recipe: Callable[..., Recipe],
-) -> None:
+def test_the_noise_of_a_sample_is_that_of_the_runs_seed_the_step_the_group_and_the_sample(make_recipe: Make) -> None:
     jobs: list[Job] = []
 
     def run(given: list[Job], _: float) -> None:
         jobs.extend(given)
         raise Sampled
 
-    rollout = SimpleNamespace(run=run, retrieve_and_truncate=lambda asked: PromptBatch(list(asked), 0, 0, 0))
-    updater = SimpleNamespace(weights=SimpleNamespace(rolling_out=nullcontext))
+    rollout: Any = SimpleNamespace(run=run, retrieve_and_truncate=lambda asked: PromptBatch(list(asked), 0, 0, 0))
     questions = [Question("q", "Who?", ("a",))]  # the same in every group of every step
     for seed in (0, 1):
-        parts = load_run_context(make_recipe(run={"seed": seed}))
-        given: dict[str, Any] = {"parts": parts, "rollout": rollout, "updater": updater}
-        step = GrpoStep(questions=questions, judges=Judges(), **given)
+        parts, updater = load_run_context(make_recipe(run={"seed": seed})), SimpleNamespace()
+        step = GrpoStep(parts=parts, questions=questions, rollout=rollout, judges=Judges(), updater=updater)  # type: ignore[arg-type]
         for number in (1, 2, 3):
             with pytest.raises(Sampled):
                 step(number)
@@ -82,56 +72,43 @@ def test_a_samples_noise_depends_on_the_runs_seed_the_step_the_group_and_the_sam
     assert len({job.seed for job in jobs}) == len(jobs) == 6 * GROUPS * SAMPLES
 
 
+@pytest.mark.parametrize("name", ["train", "dev"])
 def test_a_prompt_that_does_not_fit_is_refused_before_there_is_a_folder(
-    tmp_path: Path, make_recipe: Callable[..., Recipe]
+    tmp_path: Path, make_recipe: Make, name: str
 ) -> None:
-    lines = [{"id": "short", "question": "Who?", "golden_answers": ["Anna"]}]
-    lines.append({"id": "long", "question": "Who knows " * 200 + "?", "golden_answers": ["Anna"]})
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name in ("train", "dev"):
-        recipe = make_recipe(data={name: str(tmp_path / "questions.jsonl")})
-        with pytest.raises(UserError, match=r"question long: its prompt of .* a context of 240"):
-            train(recipe, tmp_path / "run")
+    file = write_questions(tmp_path / "questions.jsonl", {}, {"id": "long", "question": "Who knows " * 200 + "?"})
+    with pytest.raises(UserError, match=r"question long: its prompt of .* a context of 240"):
+        train(make_recipe(data={name: file}), tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
 
 
-def marked(path: Path, *gold_indices: list[int] | None) -> Path:
-    """Questions with two passages each, of which they say that these are gold."""
-    passages = [{"title": name, "text": f"{name} is the mayor."} for name in NAMES[:2]]
-    asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": passages}
-    path.write_text("".join(json.dumps(asked | {"gold_indices": indices}) + "\n" for indices in gold_indices))
-    return path
-
-
 def test_arena_is_not_trained_where_no_question_knows_its_gold_passages(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make_recipe: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
     arena = {"name": "arena", "template": str(tmp_path / "prompt.txt")}
-    none, some = marked(tmp_path / "none.jsonl", None, None), marked(tmp_path / "some.jsonl", None, [1], [])
+    none = write_questions(tmp_path / "none.jsonl", {}, {})
+    some = write_questions(tmp_path / "some.jsonl", {}, {"gold_indices": [1]}, {"gold_indices": []})
     with pytest.raises(UserError, match=r"none.jsonl: no question says .* arena .* give questions with passages and"):
-        train(make_recipe(system=arena, data={"train": str(none), "dev": None}), tmp_path / "run")
+        train(make_recipe(system=arena, data={"train": none, "dev": None}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     # The same reward on the same questions, but for a system that does not ask.
-    load_questions(make_recipe(data={"train": str(none), "dev": str(none)}), load_system("naive_grpo", {}))
+    load_questions(make_recipe(data={"train": none, "dev": none}), load_system("naive_grpo", {}))
     assert capsys.readouterr().out == ""
-    recipe = make_recipe(system=arena, data={"train": str(some), "dev": str(none)})
-    asked = load_questions(recipe, load_system("arena", {}))
-    assert [len(questions) for questions in asked] == [3, 2]
+    recipe = make_recipe(system=arena, data={"train": some, "dev": none})
+    assert [len(questions) for questions in load_questions(recipe, load_system("arena", {}))] == [3, 2]
     first, second = capsys.readouterr().out.splitlines()
     assert f"{some}: 1 of 3 questions do not say" in first and f"{none}: 2 of 2 questions do not say" in second
 
 
 def test_cut_passages_are_reported_once_counted_and_stored_as_shown(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make_recipe: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
-    passages = [{"title": "", "text": f"{name} is the mayor. " * 8} for name in NAMES[:2]]
-    asked = {"question": "Who?", "golden_answers": NAMES[:1], "passages": passages}
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(asked | {"id": str(n)}) + "\n" for n in range(2)))
+    file = write_questions(tmp_path / "q.jsonl", {}, {})
     recipe = make_recipe(
         system={"name": "naive_grpo", "template": str(tmp_path / "prompt.txt")},
-        data={"train": str(tmp_path / "q.jsonl"), "dev": str(tmp_path / "q.jsonl")},
+        data={"train": file, "dev": file},
         rollout={"questions_per_step": 1, "group_size": 2},
         run={"steps": 2, "eval_every": None},
     )
@@ -143,4 +120,4 @@ def test_cut_passages_are_reported_once_counted_and_stored_as_shown(
     for entry in sampled(tmp_path / "run", 1):
         texts = [passage["text"] for passage in entry["passages"]]
         assert entry["segments"][0]["text"] == f"Who? {texts[0]}\n{texts[1]}\n"
-        assert all(whole["text"].startswith(text) for whole, text in zip(passages, texts, strict=True))
+        assert all(whole["text"].startswith(text) for whole, text in zip(PASSAGES, texts, strict=True))

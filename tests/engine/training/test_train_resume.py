@@ -1,4 +1,7 @@
-"""A run that was killed, or is to go on for longer: the same bits as one that nothing interrupted, or a refusal."""
+"""A run that was killed, interrupted or is to go on for longer: the bits of one that nothing interrupted, or a refusal.
+
+An update that has begun when a signal comes is finished, and the last step that was learned is saved.
+"""
 
 import json
 import os
@@ -6,48 +9,46 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from train_cases import (
     DEV,
     GROUPS,
     SAMPLES,
     Killed,
+    Make,
     assert_same_run,
-    die_after,
     metrics,
-    single_threaded,
+    steps_of,
+    steps_saved,
+    train_killed,
     what_happened,
 )
 
+from thresher.common import signals
 from thresher.common.errors import UserError
-from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, summary_of
-from thresher.engine.store.run_folder import best_checkpoint
+from thresher.engine.rollout.rollout import DecoderWriter
+from thresher.engine.store.run_folder import best_checkpoint, saved_so_far
+from thresher.engine.training import step as step_module
+from thresher.engine.training import update as update_module
 from thresher.engine.training.train import Progress, Trainer, train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
+from thresher.engine.training.update import Updater
 
 
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.fast_cases(1)
 def test_a_killed_run_goes_on_to_the_same_bits(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, step: int
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path, step: int
 ) -> None:
     """Killed in step 1 there is no checkpoint yet; in step 3 the records of that step have to be forgotten."""
     out = tmp_path / "run"
-    with pytest.raises(Killed):
-        train(make_recipe(), out, watch=die_after(step))
+    train_killed(make_recipe(), out, step)
     assert metrics(out)[-1]["step"] == step and not (out / "summary.json").exists()
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rewa')  # and a line was cut short
@@ -87,7 +88,7 @@ train(load_recipe(recipe), out, watch=counted)
 
 @pytest.mark.parametrize("where", ["update", "save"])
 @pytest.mark.slow
-def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, where: str) -> None:
+def test_sigkill(tmp_path: Path, make_recipe: Make, uninterrupted: Path, where: str) -> None:
     """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
     recipe, out = make_recipe(), tmp_path / "run"
     recipe.write(tmp_path / "recipe.toml")
@@ -102,23 +103,82 @@ def test_sigkill(tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupt
     assert not list(out.rglob(".*.tmp"))
 
 
-def test_bfloat16_trains_float32_weights_and_resumes(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+# --- Ctrl-C and SIGTERM
+
+
+def interrupt_in(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, update: int) -> list[bool]:
+    """Have a signal come when the function is called next after this update has begun; which updates were finished."""
+    function, whole, finished, sent = getattr(owner, name), Updater.update, [], []
+
+    def signalling(*arguments: Any, **options: Any) -> Any:
+        if len(finished) == update and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return function(*arguments, **options)
+
+    def counted(self: Updater, *arguments: Any) -> Any:
+        finished.append(False)
+        stats = whole(self, *arguments)
+        finished[-1] = True
+        return stats
+
+    patch.setattr(owner, name, signalling)
+    patch.setattr(Updater, "update", counted)
+    return finished
+
+
+WHERE = {
+    "in the update of step 3": (update_module, "grpo_loss", signal.SIGINT, 3, [2, 3]),
+    "in the rollout of step 2": (DecoderWriter, "begin", signal.SIGTERM, 1, [1]),
+    "while step 2 is judged": (step_module, "score", signal.SIGINT, 1, [1]),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.fast_cases(1)
+def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
+    tmp_path: Path,
+    make_recipe: Make,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handled: None,
+    where: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    owner, name, number, update, saved = WHERE[where]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(signals.Interrupted) as stopped:
+        finished = interrupt_in(patch, owner, name, number, update)
+        train(make_recipe(), out)
+    assert stopped.value.status == 128 + number and finished == [True] * saved[-1]
+    assert steps_saved(out) == saved and metrics(out)[-1]["step"] == saved[-1]
+    assert saved_so_far(out) == f"{out} is saved up to step {saved[-1]}"
+    assert ("SIGINT: a step that is being learned is finished" in capfd.readouterr().err) == (update == 3)
+    with signals.handle_signals():  # as in another process
+        train(make_recipe(), out, resume=True)
+    assert f"train: goes on behind step {saved[-1]} of 4, from {out}" in capfd.readouterr().out
+    assert_same_run(uninterrupted, out)  # the checkpoint that was saved early is gone
+
+
+# --- What else goes on, and from where
+
+
+def test_bfloat16_trains_float32_weights_and_resumes(tmp_path: Path, make_recipe: Make) -> None:
     smaller = {"questions_per_step": 1, "group_size": 2}
     run = {"steps": 2, "save_every": 1, "eval_questions": 1}
     recipe = make_recipe(model={"dtype": "bfloat16"}, optim={"lr": 1e-5}, rollout=smaller, run=run)
     train(recipe, tmp_path / "whole")
-    with pytest.raises(Killed):
-        train(recipe, tmp_path / "killed", watch=die_after(2))
+    train_killed(recipe, tmp_path / "killed", 2)
     train(recipe, tmp_path / "killed", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
     weights = load_file(tmp_path / "killed" / "checkpoints" / "step_000002" / "model.safetensors")
-    assert {value.dtype for value in weights.values()} == {torch.float32}
     embedding = weights["model.embed_tokens.weight"]
-    assert not torch.equal(embedding, embedding.bfloat16().float())
+    assert embedding.dtype.itemsize == 4 and not embedding.equal(embedding.bfloat16().float())
+    assert {value.dtype for value in weights.values()} == {embedding.dtype}
 
 
 def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path
 ) -> None:
     out = tmp_path / "run"
     constant = {"optim": {"warmup_ratio": 0.0}}
@@ -133,11 +193,10 @@ def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
 
 
 def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path
 ) -> None:
     """Also of a run that is finished; from the step that is named, and from the beginning, to the same bits."""
-    out = tmp_path / "run"
-    shutil.copytree(uninterrupted, out)
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
     damaged = out / "checkpoints" / "step_000004" / "optimizer.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-10] ^= 1
@@ -162,8 +221,9 @@ def reached(*_: Any) -> None:
 
 
 def test_a_run_that_goes_back_has_forgotten_what_is_behind_before_it_begins(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Killed then, it goes on from where it was told to go back to, not from what it left."""
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     monkeypatch.setattr(Trainer, "run", reached)
     with pytest.raises(Killed):
@@ -175,7 +235,7 @@ def test_a_run_that_goes_back_has_forgotten_what_is_behind_before_it_begins(
 
 
 def test_what_another_process_has_just_saved_is_not_undone(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saved between the choice of a checkpoint and the lock; `--resume-from` goes back all the same."""
     out = shutil.copytree(uninterrupted, tmp_path / "run")
@@ -191,19 +251,8 @@ def test_what_another_process_has_just_saved_is_not_undone(
     assert not newer.exists()
 
 
-@pytest.mark.slow
-def test_going_back_forgets_the_checkpoints_behind(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
-    """Killed before the next is saved, the run goes on from where it was told to go back to, not from what it left."""
-    out, recipe = tmp_path / "run", make_recipe(run={"save_every": 1, "keep_checkpoints": 9})
-    train(recipe, out)
-    with pytest.raises(Killed):
-        train(recipe, out, resume=True, watch=die_after(2), from_step=1)
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
-    assert max(record["step"] for record in metrics(out)) == 2
-
-
 def test_the_checkpoint_of_the_best_evaluation_is_kept(
-    make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saved when it was evaluated, though no save is due then, and kept beside the newest, through a resume."""
     found = iter((0.1, 0.2, 0.9, 0.3, 0.9, 0.8))
@@ -214,19 +263,18 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     assert DEV != SAMPLES * GROUPS  # how an evaluation is recognised here
     for module in ("train", "metrics"):
         monkeypatch.setattr(f"thresher.engine.training.{module}.summary_of", with_made_up_em)
-    run = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}
+    run, out = {"eval_every": 1, "save_every": 4, "keep_checkpoints": 1}, tmp_path / "run"
     constant = {"warmup_ratio": 0.0}
-    train(make_recipe(run={**run, "steps": 4}, optim=constant), tmp_path / "run")
-    kept = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000004"]  # as good later is no better
-    train(make_recipe(run={**run, "steps": 5}, optim=constant), tmp_path / "run", resume=True)
-    assert sorted(path.name for path in kept.iterdir()) == ["step_000002", "step_000005"]
-    assert best_checkpoint(tmp_path / "run").step == 2
+    train(make_recipe(run={**run, "steps": 4}, optim=constant), out)
+    assert steps_saved(out) == [2, 4]  # as good later is no better
+    train(make_recipe(run={**run, "steps": 5}, optim=constant), out, resume=True)
+    assert steps_saved(out) == [2, 5]
+    assert best_checkpoint(out).step == 2
 
 
 @pytest.mark.slow
 def test_a_run_with_a_warm_up_goes_on_for_longer(
-    make_recipe: Callable[..., Recipe], tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+    make_recipe: Make, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A share of 4 steps is the first one; of 5 it would be two, and the steps that are done would be others."""
     shutil.copytree(uninterrupted, tmp_path / "run")
@@ -236,31 +284,67 @@ def test_a_run_with_a_warm_up_goes_on_for_longer(
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_folder_that_exists_or_is_anothers_is_refused(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
-) -> None:
+# --- Refusals
+
+
+def test_a_folder_that_exists_or_is_anothers_is_refused(tmp_path: Path, make_recipe: Make, uninterrupted: Path) -> None:
     before = what_happened(uninterrupted)
-    with pytest.raises(UserError, match="the run folder exists already"):
-        train(make_recipe(), uninterrupted)
-    with pytest.raises(UserError, match=r"belongs to another recipe \(grpo.beta is 0.02, not 0.5\)"):
-        train(make_recipe(grpo={"beta": 0.5}), uninterrupted, resume=True)
-    with pytest.raises(UserError, match="the run folder does not exist"):
-        train(make_recipe(), tmp_path / "none", resume=True)
+    for out, resume, changes, said in (
+        (uninterrupted, False, {}, "the run folder exists already"),
+        (uninterrupted, True, {"grpo": {"beta": 0.5}}, r"belongs to another recipe \(grpo.beta is 0.02, not 0.5\)"),
+        (tmp_path / "none", True, {}, "the run folder does not exist"),
+    ):
+        with pytest.raises(UserError, match=said):
+            train(make_recipe(**changes), out, resume)
     assert what_happened(uninterrupted) == before and list(tmp_path.iterdir()) == []
 
 
-def test_a_run_does_not_go_on_with_a_system_file_that_changed(
-    tmp_path: Path, make_recipe: Callable[..., Recipe]
-) -> None:
-    own = tmp_path / "mine.py"
+def test_records_that_were_lost_are_noticed(tmp_path: Path, make_recipe: Make, uninterrupted: Path) -> None:
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    for left in (lines[:0], lines[:2], lines[1:]):
+        (out / "metrics.jsonl").write_bytes(b"".join(left))
+        with pytest.raises(UserError, match=r"metrics.jsonl:.* go back by --resume --resume-from STEP"):
+            train(make_recipe(), out, resume=True)
+        assert (out / "metrics.jsonl").read_bytes() == b"".join(left)
+    train(make_recipe(), out, resume=True, from_step=2)  # told so
+    assert [record["step"] for record in metrics(out)] == [1, 2, 2, 3, 4, 4]
+
+
+def test_a_run_does_not_go_on_with_a_system_file_that_changed(tmp_path: Path, make_recipe: Make) -> None:
+    own, out = tmp_path / "mine.py", tmp_path / "run"
     own.write_text(text := "from thresher.engine.systems.eval_rar import Options, system\n")
     make = partial(make_recipe, system={"name": str(own)}, optim={"warmup_ratio": 0.0})
-    train(make(run={"steps": 1}), tmp_path / "run")
-    before = what_happened(tmp_path / "run")
+    train(make(run={"steps": 1}), out)
+    before = what_happened(out)
     own.write_text(text.replace("eval_rar", "search_r1"))
     with pytest.raises(UserError, match=r"mine.py: the file has changed since .*; put the old one back, or start"):
-        train(make(run={"steps": 2}), tmp_path / "run", resume=True)
-    assert what_happened(tmp_path / "run") == before
+        train(make(run={"steps": 2}), out, resume=True)
+    assert what_happened(out) == before
     own.write_text(text)
-    train(make(run={"steps": 2}), tmp_path / "run", resume=True)
-    assert [record["step"] for record in metrics(tmp_path / "run") if "eval" not in record] == [1, 2]
+    train(make(run={"steps": 2}), out, resume=True)
+    assert [record["step"] for record in steps_of(out)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_is_asked_before_the_run_and_before_each_checkpoint(
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, out = make_recipe(), tmp_path / "run"
+    size = sum(path.stat().st_size for path in (uninterrupted / "checkpoints" / "step_000002").glob("*.safetensors"))
+    real = shutil.disk_usage
+
+    def has_free(times: Callable[[], float]) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=int(times() * size)))
+
+    has_free(lambda: 3.5)
+    with pytest.raises(UserError, match=r"run: cannot be written \(a run with 4 checkpoints at a time of .* needs"):
+        train(recipe, out)
+    assert not out.exists()
+    has_free(lambda: 0.9 if out.exists() and metrics(out)[-1]["step"] == 4 else 4.1)
+    with pytest.raises(UserError, match=r"step_000004: cannot be written \(the checkpoint of step 4 needs .*make room"):
+        train(recipe, out)
+    assert steps_saved(out) == [2] and not list(out.rglob("*.tmp"))
+    monkeypatch.undo()
+    train(recipe, out, resume=True)
+    assert_same_run(uninterrupted, out)

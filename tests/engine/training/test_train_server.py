@@ -16,31 +16,18 @@ import pytest
 from chat_server import ChatServer
 from rollout_cases import EOS
 from stored_cases import stored
-from train_cases import (
-    GROUPS,
-    SAMPLES,
-    assert_same_run,
-    metrics,
-    single_threaded,
-    what_happened,
-)
+from train_cases import GROUPS, SAMPLES, Make, assert_same_run, metrics, steps_of, steps_saved, what_happened
 
 from thresher.common.errors import UserError
 from thresher.engine.assemble import load_retrieval
-from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import JudgeSection
-from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.rollout.rollout import seed_of
-from thresher.engine.scoring.score import score
+from thresher.engine.systems import load_system
+from thresher.engine.training import step as step_module
+from thresher.engine.training import train as train_module
 from thresher.engine.training.train import Progress, train
 from thresher.retrieval.retriever import Unanswered
 from thresher.retrieval.serving.client import RemoteRetriever
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
 
 
 class IndexServer:
@@ -74,19 +61,18 @@ def index_server(tiny_index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
     server.kill()
 
 
-def trouble_at(monkeypatch: pytest.MonkeyPatch, at: int, trouble: Callable[[], object]) -> list[int]:
-    """Calls `trouble` once, before the request of this number; returns a list that grows by the queries of each."""
-    sizes: list[int] = []
-    find = RemoteRetriever._find
+def at_call(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, do: Callable[[], object]) -> list[int]:
+    """Have `do` called once, before call number `at` of the function; return a list that holds the number of calls."""
+    function, calls = getattr(owner, name), [0]
 
-    def counted(self: RemoteRetriever, queries: list[str], k: int) -> Any:
-        sizes.append(len(queries))
-        if len(sizes) == at:
-            trouble()
-        return find(self, queries, k)
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            do()
+        return function(*arguments, **options)
 
-    monkeypatch.setattr(RemoteRetriever, "_find", counted)
-    return sizes
+    patch.setattr(owner, name, counted)
+    return calls
 
 
 def assert_same_but_for_the_recipe(one: Path, other: Path) -> None:
@@ -98,7 +84,7 @@ def assert_same_but_for_the_recipe(one: Path, other: Path) -> None:
 @pytest.mark.slow
 def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
     tmp_path: Path,
-    make_recipe: Callable[..., Recipe],
+    make_recipe: Make,
     tiny_model_folder: Path,
     index_server: IndexServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -117,15 +103,15 @@ def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
         Timer(1.0, index_server.start).start()
 
     train(make_recipe(**changes), tmp_path / "index")
-    sizes = trouble_at(monkeypatch, 9, killed_for_a_second)
+    searches = at_call(monkeypatch, RemoteRetriever, "_find", 9, killed_for_a_second)
     train(make_recipe(retrieval={"index": None, "url": index_server.url}, **changes), tmp_path / "url")
-    assert index_server.process.poll() is None and len(sizes) > 20
-    assert max(record["search_seconds"] for record in metrics(tmp_path / "url") if "eval" not in record) > 1
+    assert index_server.process.poll() is None and searches[0] > 20
+    assert max(record["search_seconds"] for record in steps_of(tmp_path / "url")) > 1
     assert_same_but_for_the_recipe(tmp_path / "index", tmp_path / "url")
 
 
 def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, index_server: IndexServer
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path, index_server: IndexServer
 ) -> None:
     """Gone in step 2, when by the recipe there is no checkpoint yet; back at another address."""
     out = tmp_path / "run"
@@ -137,8 +123,7 @@ def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
     with pytest.raises(Unanswered, match=r"no answer for 0.2 s .* start the server again, and continue"):
         train(make_recipe(retrieval={"index": None, "url": index_server.url, "patience": 0.2}), out, watch=watch)
     assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
-    assert {path.stem for path in (out / "trajectories").iterdir()} == {"step_000001"}
+    assert steps_saved(out) == [1] and {path.stem for path in (out / "trajectories").iterdir()} == {"step_000001"}
     state = json.loads((out / "checkpoints" / "step_000001" / "state.json").read_text())
     assert re.fullmatch("[0-9a-f]{16}", state["state"]["index"])  # which the server has told
     index_server.port = 0
@@ -154,49 +139,40 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def test_an_evaluation_that_the_server_left_is_made_up_for(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["evaluation", "judge"])
+def test_what_fails_for_want_of_others_is_made_up_for_and_costs_no_step_that_was_learned(
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The weights of step 1 are kept, and what was to be measured of them is measured when the run goes on."""
-    calls, out, recipe = 0, tmp_path / "run", make_recipe(**SMALL)
+    """By the recipe there is no checkpoint yet: in the evaluation of step 1, and while step 2 is judged."""
 
-    def away_at_the_second(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise Unanswered("away")
-        return evaluate(*arguments, **named)
+    def fail() -> None:
+        raise UserError("http://judge: stayed away for 300 s")
 
-    train(recipe, tmp_path / "whole")
-    monkeypatch.setattr("thresher.engine.training.train.evaluate", away_at_the_second)
-    with pytest.raises(Unanswered):
+    recipe, whole, out = make_recipe(), uninterrupted, tmp_path / "run"
+    if what == "evaluation":
+        recipe, whole = make_recipe(**SMALL), tmp_path / "whole"
+        train(recipe, whole)
+    owner, name = (train_module, "evaluate") if what == "evaluation" else (step_module, "score")
+    at_call(monkeypatch, owner, name, 2, fail)
+    with pytest.raises(UserError, match="stayed away"):
         train(recipe, out)
     assert [(record["step"], "eval" in record) for record in metrics(out)] == [(0, True), (1, False)]
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
+    assert steps_saved(out) == [1]
     train(recipe, out, resume=True)
-    assert_same_run(tmp_path / "whole", out)
-
-
-def search_index(monkeypatch: pytest.MonkeyPatch, identity: str) -> None:
-    """Have runs search an index that a server gives this name."""
-
-    def load(*arguments: Any) -> Any:
-        retriever = load_retrieval(*arguments)
-        assert retriever is not None
-        retriever.identity = identity
-        return retriever
-
-    monkeypatch.setattr("thresher.engine.training.train.load_retrieval", load)
+    assert_same_run(whole, out)
 
 
 def test_a_run_is_not_resumed_with_another_index(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, out = make_recipe(**SMALL), tmp_path / "run"
-    search_index(monkeypatch, "one")
+    retriever = load_retrieval(recipe, load_system("eval_rar", {}))
+    assert retriever is not None
+    monkeypatch.setattr(train_module, "load_retrieval", lambda *_: retriever)
+    retriever.identity = "one"
     train(recipe, out)
     before = what_happened(out)
-    search_index(monkeypatch, "another")
+    retriever.identity = "another"
     with pytest.raises(
         UserError, match=r"retrieval.url: the server has another index \(another\) than .* \(one\); start"
     ):
@@ -204,37 +180,15 @@ def test_a_run_is_not_resumed_with_another_index(
     assert what_happened(out) == before
 
 
-def test_a_judge_that_fails_costs_no_step_that_was_learned(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In step 2, when by the recipe there is no checkpoint yet."""
-    calls = 0
-
-    def failing_at_the_second(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise UserError("http://judge: stayed away for 300 s")
-        return score(*arguments)
-
-    monkeypatch.setattr("thresher.engine.training.step.score", failing_at_the_second)
-    out = tmp_path / "run"
-    with pytest.raises(UserError, match="stayed away"):
-        train(make_recipe(), out)
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000001"]
-    train(make_recipe(), out, resume=True)
-    assert_same_run(uninterrupted, out)
-
-
 @pytest.mark.parametrize("accuracy", ["judge", "em"])
 def test_a_chat_model_is_asked_where_its_verdict_is_rewarded(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], accuracy: str, script: Callable[..., None]
+    tmp_path: Path, make_recipe: Make, accuracy: str, script: Callable[..., None]
 ) -> None:
     """Of every question's samples the first writes an answer, the others none."""
     (tmp_path / "prompt.txt").write_text("{question} {passages}\n")
-    asked = {"question": "Who?", "golden_answers": ["nobody"], "gold_indices": [1]}
+    asked = {"id": "1", "question": "Who?", "golden_answers": ["nobody"], "gold_indices": [1]}
     asked["passages"] = [{"title": "Anna", "text": "Anna is the mayor."}]
-    (tmp_path / "questions.jsonl").write_text(json.dumps(asked | {"id": "1"}) + "\n")
+    (tmp_path / "questions.jsonl").write_text(json.dumps(asked) + "\n")
     arena = {"name": "arena", "template": str(tmp_path / "prompt.txt"), "options": {"accuracy": accuracy}}
     path = str(tmp_path / "questions.jsonl")
     recipe = make_recipe(system=arena, data={"train": path, "dev": path}, run={"steps": 1})

@@ -1,0 +1,43 @@
+"""Settings and probes of all tests of training."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+from exact_norms import exact_norms
+from train_cases import single_threaded
+
+from thresher.common import signals
+from thresher.engine.optim.master_weights import MasterWeights
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_and_float64_as_the_truth() -> Iterator[None]:
+    with single_threaded(), exact_norms():
+        yield
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """Handle signals as the program does, whatever a shell's background job ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with signals.handle_signals():
+        yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The gradient that the last update would have stepped on, by name; the weights stay as they are."""
+    found: dict[str, torch.Tensor] = {}
+
+    def catch(weights: MasterWeights, _: float) -> float:
+        found.clear()
+        for name, parameter in weights.module.named_parameters():
+            if parameter.grad is not None:
+                found[name], parameter.grad = parameter.grad, None
+        return 0.0
+
+    monkeypatch.setattr(MasterWeights, "clip", catch)
+    return found
