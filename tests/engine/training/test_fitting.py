@@ -1,6 +1,6 @@
-"""Runs that save memory or go over a batch several times: what must be the same is the same, and a resume is exact."""
+"""Runs that save memory, train adapters or go over a rollout batch several times: the same bits where they must be, and an
+exact resume. A device that is full says what holds how much."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_cases import Killed, assert_same_run, die_after, metrics, single_threaded, what_happened
+from train_cases import Make, assert_same_run, recipe_maker, steps_of, steps_saved, train_killed, what_happened
 
 from thresher.common.errors import UserError
-from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.recipe import load_recipe
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.packing import TrainSequence
 from thresher.engine.planning import plan as check
 from thresher.engine.planning.plan import plan
-from thresher.engine.training.train import train
-from thresher.engine.training.update import Updater
+from thresher.engine.training import train as train_module
+from thresher.engine.training import update as update_module
+from thresher.engine.training.train import Trainer, train
+from thresher.engine.training.update import Updater, memory_by_use
 from thresher.policy.config import read_config
+from thresher.policy.lora import FOLDER
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -32,18 +35,8 @@ PLACES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [record for record in metrics(run) if "eval" not in record]
-
-
-def note_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A list that gets, for every forward of a policy, whether its layers are to be computed anew."""
+def note_checkpointed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, for every forward of a policy, whether its layers are to be computed anew."""
     layers = []
     hidden = Policy.hidden
 
@@ -56,13 +49,10 @@ def note_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
-    tmp_path: Path,
-    make_recipe: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A line says so, and the run's recipe says "auto" as before, so that another machine may take it up."""
-    layers = note_recomputed(monkeypatch)
+    layers = note_checkpointed(monkeypatch)
     run = {**RUN, "steps": 1}
     recipe = make_recipe(rollout=SMALL, run=run, optim={"lr": 1e-4, "micro_batch_tokens": 100_000})
     needed = plan(read_config(recipe.model.path), recipe).total_bytes
@@ -77,19 +67,16 @@ def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
     assert_same_run(tmp_path / "False", tmp_path / "True")
 
 
-def test_where_things_lie_changes_no_bit(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_things_lie_changes_no_bit(tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters and reference in CPU memory, layers computed twice; and a run may change these when it goes on."""
-    layers = note_recomputed(monkeypatch)
+    layers = note_checkpointed(monkeypatch)
     bf16 = {"dtype": "bfloat16"}
     train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "plain")
     assert not any(layers)
     recipe = make_recipe(model=bf16, rollout=SMALL, run=RUN, **PLACES)
     train(recipe, tmp_path / "moved")
     assert any(layers)
-    with pytest.raises(Killed):
-        train(recipe, tmp_path / "half", watch=die_after(2))
+    train_killed(recipe, tmp_path / "half", 2)
     train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "half", resume=True)
     plain, moved, half = (what_happened(tmp_path / name) for name in ("plain", "moved", "half"))
     for other in (moved, half):
@@ -113,27 +100,38 @@ CHOICES: list[dict[str, Any]] = [
         "optim": {"lr": 1e-3, "optimizer_state_dtype": "8bit", "offload": "moments"},
         "grpo": {"beta": 0.0, "epochs_per_batch": 2},
     },
+    {
+        "lora": {"rank": 4, "alpha": 8, "targets": ["q", "v", "up", "down"], "seed": 3},
+        "optim": {"lr": 1e-2, "optimizer_state_dtype": "8bit"},
+        "grpo": {"beta": 0.05, "entropy_coef": 0.05},
+    },
 ]
 
 
-@pytest.mark.parametrize("changes", CHOICES)
+@pytest.mark.parametrize("changes", CHOICES, ids=["masters", "moments", "adapters"])
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], changes: dict[str, Any]
-) -> None:
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path, make_recipe: Make, changes: dict[str, Any]) -> None:
     recipe = make_recipe(rollout=SMALL, run=RUN, **changes)
     train(recipe, tmp_path / "whole")
-    with pytest.raises(Killed):
-        train(recipe, tmp_path / "killed", watch=die_after(2))
+    train_killed(recipe, tmp_path / "killed", 2)
     train(recipe, tmp_path / "killed", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
-    kept = load_file(tmp_path / "whole" / "checkpoints" / "step_000002" / "optimizer.safetensors")
-    assert kept["embed_VH.exp_avg"].dtype == torch.uint8
-    assert float(kept["embed_VH.step"]) == 2 * len(steps_of(tmp_path / "whole")) * recipe.grpo.updates_per_batch
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step_000002"
+    kept = load_file(checkpoint / "optimizer.safetensors")
+    steps = {float(value) for name, value in kept.items() if name.endswith(".step")}
+    assert steps == {2 * recipe.grpo.epochs_per_batch * recipe.grpo.updates_per_batch}
+    if recipe.lora is None:
+        assert kept["embed_VH.exp_avg"].dtype == torch.uint8
+    else:
+        records = steps_of(tmp_path / "whole")
+        assert records[0]["kl_k3"] == 0 < records[-1]["kl_k3"] and min(r["grad_norm"] for r in records) > 0
+        assert f"{checkpoint.relative_to(tmp_path / 'whole')}/{FOLDER}/adapter_model.safetensors" in what_happened(
+            tmp_path / "whole"
+        )
 
 
 def test_the_cache_is_given_back_before_every_update(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here by a decoder of a GPU's manners, whose memory is free during the update and there again for a rollout."""
     happened: list[str] = []
@@ -171,9 +169,7 @@ def test_only_a_cpu_keeps_its_cache(tiny_policy: Policy, tiny_tokenizer: Tokeniz
     assert decoder.held()
 
 
-def test_passes_over_a_batch(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_over_a_batch(tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes of two parts: the same parts in the same order, numbered through for the schedule; what is kept of
     the tokens is the first pass's. Advantages are given, so that every update moves the weights whatever the policy
     wrote."""
@@ -207,20 +203,15 @@ def test_passes_over_a_batch(
 
 @pytest.mark.slow
 def test_recomputed_log_probs_and_weights_are_in_the_metrics(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], uninterrupted: Path
+    tmp_path: Path, make_recipe: Make, uninterrupted: Path
 ) -> None:
     """In float32 rollout and update agree: every weight is 1 up to rounding, and the run is the run without."""
     grpo = {"old_logprobs": "recomputed", "tis_level": "token"}
     train(make_recipe(grpo=grpo | {"kl_value": "k2", "beta": 0.02}, run={"steps": 2}), tmp_path / "run")
     plain = steps_of(uninterrupted)[0]
     record = steps_of(tmp_path / "run")[0]
-    assert record.keys() - plain.keys() == {
-        "importance_mean",
-        "importance_max",
-        "importance_bounded",
-        "importance_effective",
-        "recompute_seconds",
-    }
+    weights = {f"importance_{name}" for name in ("mean", "max", "bounded", "effective")}
+    assert record.keys() - plain.keys() == {*weights, "recompute_seconds"}
     assert record["logprob_gap"] == pytest.approx(plain["logprob_gap"], abs=1e-6) and record["logprob_gap"] > 0
     assert record["importance_mean"] == pytest.approx(1, abs=1e-4) and record["importance_bounded"] == 0
     assert record["importance_effective"] == pytest.approx(1, abs=1e-4)
@@ -240,7 +231,69 @@ def test_recomputed_log_probs_and_weights_are_in_the_metrics(
     ],
 )
 def test_what_makes_no_sense_is_refused(base: dict[str, Any], changes: dict[str, Any], said: str) -> None:
-    from train_cases import recipe_maker
-
     with pytest.raises(UserError, match=said):
-        recipe_maker({"lora": {}, **base} if "lora" in changes else base)(**changes)
+        recipe_maker(base)(**changes)
+
+
+# --- Memory
+
+
+def fail_for_want_of_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_full_device_names_what_it_holds_and_what_to_lower(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the update of step 2; what was learned before is saved."""
+    monkeypatch.setattr(update_module, "GIB", 1 << 10)
+    update, steps = Updater.update, []
+
+    def full_at_the_second(self: Updater, *arguments: Any) -> object:
+        steps.append(1)
+        return fail_for_want_of_memory() if len(steps) == 2 else update(self, *arguments)
+
+    monkeypatch.setattr(Updater, "update", full_at_the_second)
+    with pytest.raises(UserError, match=r"^cpu is out of memory; GiB held: weights [\d.]+, moments") as found:
+        train(make_recipe(run={"steps": 3}), tmp_path / "run")
+    for name in ("moments", "the reference", "keys and values", "optim.micro_batch_tokens", "rollout.kv_tokens"):
+        assert name in str(found.value)
+    assert steps_saved(tmp_path / "run") == [1]
+
+
+def test_a_device_that_is_full_in_an_evaluation_says_the_same(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "evaluate", fail_for_want_of_memory)
+    with pytest.raises(UserError, match=r"^cpu is out of memory; GiB held: .*; lower optim.micro_batch_tokens"):
+        train(make_recipe(), tmp_path / "run")
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["float32", "8 bits and a streamed reference"])
+def test_what_is_held_is_counted_once_and_weights_stay_in_place(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    places: list[list[int]] = []
+    step = Trainer.step
+
+    def noted(self: Trainer, number: int) -> object:
+        done = step(self, number)
+        parameters = list(self.updater.policy.parameters())
+        places.append([parameter.data_ptr() for parameter in parameters])
+        used, weights = memory_by_use(self.updater, self.rollout), sum(parameter.nbytes for parameter in parameters)
+        assert used["weights"] == weights and used["keys and values"] > 0  # the policy is its own master
+        assert used["gradients"] == 0  # between two updates there are none
+        if small:  # two layers' room for the reference; many matrices are too small for codes
+            assert used["moments"] < 1.5 * weights and 0 < used["the reference"] < weights
+        else:
+            assert 2 * weights <= used["moments"] <= 2 * weights + 8 * len(parameters)
+            assert used["the reference"] == weights
+        device, self.updater.device = self.updater.device, torch.device("meta")
+        assert set(memory_by_use(self.updater, self.rollout).values()) == {0}  # nothing of another device
+        self.updater.device = device
+        return done
+
+    monkeypatch.setattr(Trainer, "step", noted)
+    places_of = {"optim": {"optimizer_state_dtype": "8bit"}, "grpo": {"reference": "cpu"}} if small else {}
+    train(make_recipe(run={"steps": 1 if small else 3}, **places_of), tmp_path / "run")
+    assert all(one == places[0] for one in places), "a CUDA graph may hold their addresses"

@@ -2,22 +2,21 @@
 gradient."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from exact_norms import exact_norms
+from exact_norms import off
 from logprob_cases import assert_logprobs_are_fresh
 from model_cases import make_config
 
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing import TrainSequence
-from thresher.engine.training import update as update_module
+from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.training.importance import (
     RecomputedLogprobs,
     WeightSums,
@@ -30,10 +29,7 @@ from thresher.policy.model import Policy, init_policy
 
 # w by token: 3, .5 | 1 | .1, 4; by sequence: 1.5, 1, .4
 ROLLOUT = [[-1.0, -2.0], [-0.5], [-1.0, -1.0]]
-OWN = [
-    [then + math.log(w) for then, w in zip(thens, ws, strict=True)]
-    for thens, ws in zip(ROLLOUT, [[3, 0.5], [1], [0.1, 4]], strict=True)
-]
+OWN = [[-1.0 + math.log(3), -2.0 + math.log(0.5)], [-0.5], [-1.0 + math.log(0.1), -1.0 + math.log(4)]]
 
 
 def corrected(importance: str, **settings: Any) -> GrpoSection:
@@ -62,17 +58,14 @@ def test_weights_by_hand(grpo: GrpoSection, expected: list[list[float]], bounded
     weights, sums = importance_weights(OWN, ROLLOUT, grpo)
     assert [pytest.approx(row) for row in expected] == weights
     of_ranks = [importance_weights(OWN[a:b], ROLLOUT[a:b], grpo)[1] for a, b in ((0, 1), (1, 3), (3, 3))]
-    statistics = figures(sums)
-    assert figures(*of_ranks) == pytest.approx(statistics)
     raw = [3, 0.5, 1, 0.1, 4] if grpo.tis_level == "token" else [1.5, 1, 0.4]
-    assert statistics == pytest.approx(
-        {
-            "importance_mean": sum(raw) / len(raw),
-            "importance_max": max(raw),
-            "importance_bounded": bounded,
-            "importance_effective": sum(raw) ** 2 / len(raw) / sum(w * w for w in raw),
-        }
-    )
+    wanted = {
+        "importance_mean": sum(raw) / len(raw),
+        "importance_max": max(raw),
+        "importance_bounded": bounded,
+        "importance_effective": sum(raw) ** 2 / len(raw) / sum(w * w for w in raw),
+    }
+    assert figures(sums) == pytest.approx(wanted) and figures(*of_ranks) == pytest.approx(wanted)
 
 
 def test_weights_that_nobody_wants_and_weights_without_end() -> None:
@@ -96,39 +89,29 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> 
         GrpoSection(**settings).check()
 
 
-def sampled(policy: Policy, noise: float, seed: int = 0) -> list[TrainSequence]:
+def sampled(policy: Policy, noise: float) -> list[TrainSequence]:
     """Random sequences; the rollout's log-probs are the policy's, off by normal noise."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     items = []
     for length, advantage in ((9, 1.0), (17, -0.6), (12, 0.3)):
         ids = torch.randint(1, 29, (length,), generator=generator)
-        own = own_logprobs(policy, ids, 4).detach()
-        old = own + noise * torch.randn(len(own), generator=generator)
+        own = own_logprobs(policy, ids).detach()
+        old = (own + noise * torch.randn(len(own), generator=generator)).tolist()
+        places, weight = list(range(4, length)), 1 / 3 / (length - 4)
         items.append(
-            TrainSequence(
-                ids=ids.tolist(),
-                positions=list(range(4, length)),
-                old_logprobs=old.tolist(),
-                advantage=advantage,
-                weight=1 / 3 / (length - 4),
-            )
+            TrainSequence(ids=ids.tolist(), positions=places, old_logprobs=old, advantage=advantage, weight=weight)
         )
     return items
 
 
-def own_logprobs(policy: Policy, ids: torch.Tensor, start: int) -> torch.Tensor:
-    logits = policy.logits(ids)[start - 1 : -1, :29] / 0.8
-    return torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0]
+def own_logprobs(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
+    logits = policy.logits(ids)[3:-1, :29] / 0.8
+    return torch.log_softmax(logits, -1).gather(1, ids[4:, None])[:, 0]
 
 
-def updater_of(policy: Policy, grpo: GrpoSection, **optim: Any) -> Updater:
-    return Updater(MasterWeights(policy), None, OptimSection(**optim), grpo, 29, 9)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def float64_is_the_truth() -> Iterator[None]:
-    with exact_norms():
-        yield
+def updater_of(weights: MasterWeights | Policy, grpo: GrpoSection, **optim: Any) -> Updater:
+    weights = MasterWeights(weights) if isinstance(weights, Policy) else weights
+    return Updater(weights, None, OptimSection(**optim), grpo, 29, 9)
 
 
 @pytest.mark.parametrize("budget", [1, 25, 1000])
@@ -146,26 +129,17 @@ def test_log_probs_come_back_in_the_order_of_the_items(make_tiny_policy: Callabl
 
 @pytest.mark.parametrize("grpo", [corrected("token", tis_cap=1.1), corrected("sequence"), corrected("none")])
 def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
-    make_tiny_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch, grpo: GrpoSection
+    make_tiny_policy: Callable[..., Policy], gradients: dict[str, torch.Tensor], grpo: GrpoSection
 ) -> None:
     policy = make_tiny_policy().double().requires_grad_(True)
     items = sampled(policy, 0.3)
     updater = updater_of(policy, grpo)
     (renewed, none), found = recompute_logprobs(updater, [items, []], grpo, 0.8)
     assert none == []
-    gaps = [
-        abs(a - b)
-        for one, two in zip(items, renewed, strict=True)
-        for a, b in zip(one.old_logprobs, two.old_logprobs, strict=True)
-    ]
-    assert (
-        recomputed_logprobs_record([found])["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps))
-        and found.gap_largest == max(gaps) > 0.3
-    )
-
-    loss, ratios = torch.zeros((), dtype=torch.float64), 0.0
-    for item in items:
-        own = own_logprobs(policy, torch.tensor(item.ids), 4)
+    loss, ratios, gaps = torch.zeros((), dtype=torch.float64), 0.0, []
+    for item, new in zip(items, renewed, strict=True):
+        gaps += [abs(a - b) for a, b in zip(item.old_logprobs, new.old_logprobs, strict=True)]
+        own = own_logprobs(policy, torch.tensor(item.ids))
         log_w = own.detach() - torch.tensor(item.old_logprobs, dtype=torch.float64)
         w = {
             "token": log_w.exp().clamp(max=1.1),
@@ -176,50 +150,33 @@ def test_the_gradient_is_weighted_and_taken_from_the_recomputed(
         weight, ratio = torch.tensor(item.weight).double(), (own - own.detach().float()).exp()
         loss = loss - weight * ((w * item.advantage).float() * ratio).sum()
         ratios += float(ratio.detach().sum())
+    assert recomputed_logprobs_record([found])["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps))
+    assert found.gap_largest == max(gaps) > 0.3
     expected = torch.autograd.grad(loss, list(policy.parameters()))
-
-    seen: list[torch.Tensor] = []
-
-    def catch(weights: MasterWeights, _: float) -> float:
-        seen.extend(parameter.grad.clone() for parameter in weights.module.parameters() if parameter.grad is not None)
-        return 0.0
-
-    monkeypatch.setattr(MasterWeights, "clip", catch)
     stats = updater.update(renewed, 0, 0.8)
     # Ten thousand roundings of float64, of some thousand products and sums a row.
-    assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-12)
+    assert stats is not None and stats.loss == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-12)
     assert stats.sums["ratio"] == pytest.approx(ratios, rel=1e-12) and stats.sums["clipped"] == 0
-    for gradient, wanted in zip(seen, expected, strict=True):
+    for gradient, wanted in zip(gradients.values(), expected, strict=True):
         assert (gradient - wanted).norm() <= 1e-12 * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_micro_batches_add_up_to_the_same_gradient(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Weights are global, so how the batch is cut changes roundings alone: from the gradient of the same weights in
-    float64 no cut is further off than four times what the whole batch is, and four roundings.
+def test_micro_batches_add_up_to_the_same_gradient(gradients: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Weights are global, so how sequences are cut changes roundings alone: from the gradient of the same weights in
+    float64 no cut is further off than four times what one micro-batch is, and four roundings.
 
     Random weights, of which no row has most of the gradient, and no clipping, whose bounds a rounding may cross.
     """
-    seen: list[torch.Tensor] = []
-
-    def catch(weights: MasterWeights, _: float) -> float:
-        parameters = list(weights.module.parameters())
-        seen.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))  # type: ignore[union-attr]
-        for parameter in parameters:
-            parameter.grad = None
-        return 0.0
-
-    monkeypatch.setattr(MasterWeights, "clip", catch)
     master = init_policy(make_config(vocab_size=40), 0)
     items, grpo = sampled(master, 0.1), GrpoSection(beta=0.0, clip_low=0.99, clip_high=50.0)
     policy = master if dtype == torch.float32 else deepcopy(master).to(dtype)
-    micro_batches = []
-    exact = MasterWeights(deepcopy(policy).double())
-    for budget, weights in ((1000, exact), *((budget, MasterWeights(policy, master)) for budget in (1000, 30, 1))):
-        updater = Updater(weights, None, OptimSection(micro_batch_tokens=budget), grpo, 29, 9)
-        updater.update(items, 0, 0.8)
-        micro_batches.append(len(update_module.pack(items, budget)))
-    assert micro_batches == [1, 1, 2, 3]
-    assert [gradient.dtype for gradient in seen] == [torch.float64, *[torch.float32] * 3]
-    whole, *others = (float((gradient - seen[0]).norm() / seen[0].norm()) for gradient in seen[1:])
-    assert max(others) <= 4 * whole + 2**-22 and whole < 0.25
+    updater_of(MasterWeights(deepcopy(policy).double()), grpo).update(items, 0, 0.8)
+    truth, errors = dict(gradients), []
+    assert {gradient.dtype for gradient in truth.values()} == {torch.float64}
+    assert [len(pack(items, budget)) for budget in (1000, 30, 1)] == [1, 2, 3]
+    for budget in (1000, 30, 1):
+        updater_of(MasterWeights(policy, master), grpo, micro_batch_tokens=budget).update(items, 0, 0.8)
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        errors.append(off(gradients, truth))
+    assert max(errors) <= 4 * errors[0] + 2**-22 and errors[0] < 0.25
