@@ -1,5 +1,5 @@
-"""Runs that save memory, train adapters or go over a rollout batch several times: the same bits where they must be, and an
-exact resume. A device that is full says what holds how much."""
+"""Runs that save memory, train adapters or go over a rollout batch several times: the same bits where they must be, and
+an exact resume. A device that is full says what holds how much."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from exact_norms import exact_norms, off
+from exact_norms import off
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import make_config
@@ -17,7 +17,7 @@ from model_cases import make_config
 from thresher.engine import packing
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
-from thresher.engine.packing import MicroBatch, TrainSequence, build_train_sequences, pack, pack_shared
+from thresher.engine.packing import TrainSequence, build_train_sequences, pack, pack_shared
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.training.update import Updater, UpdateStats, choose_sharing
 from thresher.kernels.attention.backends import parts
@@ -30,12 +30,6 @@ from thresher.rewards.reward import Source
 VOCAB = 29
 GRPO = GrpoSection(beta=0.2, entropy_coef=0.01, kl_value="k3")
 Gradients = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def float64_is_the_truth() -> Iterator[None]:
-    with exact_norms():
-        yield
 
 
 @contextmanager
@@ -59,20 +53,13 @@ def policies(dtype: torch.dtype, adapters: bool = False) -> tuple[Policy, Policy
 
 
 def run(
-    items: list[TrainSequence],
-    share: bool,
-    dtype: torch.dtype,
-    adapters: bool = False,
-    grpo: GrpoSection = GRPO,
-    **optim: Any,
+    items: list[TrainSequence], share: bool, dtype: torch.dtype, adapters: bool = False, **changes: Any
 ) -> tuple[UpdateStats, Gradients]:
-    """An update's figures and the gradients that it would have stepped on."""
+    """An update's figures and the gradients that it would have stepped on. changes: of [optim], and `grpo`."""
     policy, reference = policies(dtype, adapters)
-    master = policies(torch.float32)[0] if dtype == torch.bfloat16 else policy
-    updater = Updater(
-        MasterWeights(policy, master), reference, OptimSection(share_prefix=share, **optim), grpo, VOCAB, 1
-    )
-    found: Gradients = {}
+    weights = MasterWeights(policy, policies(torch.float32)[0] if dtype == torch.bfloat16 else policy)
+    grpo, found = changes.pop("grpo", GRPO), {}
+    updater = Updater(weights, reference, OptimSection(share_prefix=share, **changes), grpo, VOCAB, 1)
 
     def catch(weights: MasterWeights, _: float) -> float:
         found.update({n: p.grad.clone() for n, p in weights.module.named_parameters() if p.grad is not None})
@@ -80,6 +67,16 @@ def run(
 
     with patch.object(MasterWeights, "clip", catch), free_merges():
         return updater.update(items, 0, 0.9), found
+
+
+def both(*arguments: Any, **changes: Any) -> list[tuple[UpdateStats, Gradients]]:
+    """`run` with what sequences begin with alike computed once, and with every sequence whole."""
+    items, *rest = arguments
+    return [run(items, share, *rest, **changes) for share in (True, False)]
+
+
+def make_item(ids: list[int], places: list[int], old: list[float], advantage: float, weight: float) -> TrainSequence:
+    return TrainSequence(ids=ids, positions=places, old_logprobs=old, advantage=advantage, weight=weight)
 
 
 @st.composite
@@ -95,9 +92,7 @@ def tries(draw: st.DrawFn) -> list[TrainSequence]:
         made.append(ids)
         positions = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=len(ids) - 1)))
         old = [-3.0 - (n * 7 + p) % 5 / 4 for p in positions]
-        items.append(
-            TrainSequence(ids=ids, positions=positions, old_logprobs=old, advantage=(n * 5) % 7 / 3 - 1, weight=0.1)
-        )
+        items.append(make_item(ids, positions, old, (n * 5) % 7 / 3 - 1, 0.1))
     return items
 
 
@@ -113,50 +108,33 @@ def group(prompt: int, completion: int, members: int, seed: int, turn: int = 0) 
     for member in range(members):
         ids = [*asked, *(wrote if member < 3 else some(turn)), *some(completion)]
         positions = list(range(prompt, len(ids)))
-        old = [-3.4] * len(positions)
-        items.append(
-            TrainSequence(ids=ids, positions=positions, old_logprobs=old, advantage=member % 3 - 0.8, weight=0.01)
-        )
+        items.append(make_item(ids, positions, [-3.4] * len(positions), member % 3 - 0.8, 0.01))
     return items
 
 
 @given(items=tries(), adapters=st.booleans(), budget=st.sampled_from([12, 30, 16384]))
 @settings(max_examples=60, derandomize=True, deadline=None)
 def test_shared_and_whole_are_one_update(items: list[TrainSequence], adapters: bool, budget: int) -> None:
-    shared, shared_gradients = run(items, True, torch.float64, adapters, micro_batch_tokens=budget)
-    whole, whole_gradients = run(items, False, torch.float64, adapters, micro_batch_tokens=budget)
+    (shared, found), (whole, expected) = both(items, torch.float64, adapters, micro_batch_tokens=budget)
     assert (shared.tokens, shared.rows) == (whole.tokens, whole.rows)
     assert shared.computed_tokens <= shared.tokens == whole.computed_tokens
-    assert shared_gradients.keys() == whole_gradients.keys()
+    assert found.keys() == expected.keys()
     if not whole.rows:
         return
     # Ten thousand roundings of float64. Equal rows have equal coefficients, and sums alone differ; where these cancel,
     # the scale is one row's weight, .1.
     assert shared.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-13)
-    for name, expected in whole_gradients.items():
-        assert (shared_gradients[name] - expected).norm() <= 1e-12 * max(float(expected.norm()), 0.1), name
+    for name, wanted in expected.items():
+        assert (found[name] - wanted).norm() <= 1e-12 * max(float(wanted.norm()), 0.1), name
     for name, value in whole.sums.items():
         assert shared.sums[name] == pytest.approx(value, rel=1e-12, abs=1e-12)
-
-
-@given(items=tries(), adapters=st.booleans())
-@settings(max_examples=60, derandomize=True, deadline=None)
-@pytest.mark.slow
-def test_float32_is_as_close_to_float64_shared_as_whole(items: list[TrainSequence], adapters: bool) -> None:
-    """Over all gradients together: of a few tokens whose advantages cancel, float32 leaves little by either way."""
-    stats, truth = run(items, False, torch.float64, adapters)
-    if stats.rows:
-        shared, whole = (run(items, share, torch.float32, adapters)[1] for share in (True, False))
-        assert off(shared, truth) <= 4 * off(whole, truth) + 2e-6
 
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_float32_gradients_of_groups_are_as_near_to_float64s_shared_as_whole(adapters: bool) -> None:
     items = [item for seed in range(3) for item in group(40, 25, 5, seed, turn=8)]
     _, truth = run(items, False, torch.float64, adapters)
-    (shared_stats, shared), (whole_stats, whole) = (
-        run(items, share, torch.float32, adapters) for share in (True, False)
-    )
+    (shared_stats, shared), (whole_stats, whole) = both(items, torch.float32, adapters)
     # Of each group the prompt, three first turns and what follows them, whose last token is not fed.
     assert shared_stats.computed_tokens <= 3 * (40 + 3 * 8 + 5 * 24) < whole_stats.computed_tokens
     assert shared_stats.loss == pytest.approx(whole_stats.loss, rel=1e-6, abs=1e-6)
@@ -173,9 +151,7 @@ def test_a_bfloat16_model_is_no_worse_off() -> None:
     items = [item for seed in range(2) for item in group(40, 25, 4, seed, turn=8)]
     grpo = replace(GRPO, clip_low=0.99, clip_high=50.0)
     _, truth = run(items, False, torch.float64, grpo=grpo)
-    (shared_stats, shared), (whole_stats, whole) = (
-        run(items, share, torch.bfloat16, grpo=grpo) for share in (True, False)
-    )
+    (shared_stats, shared), (whole_stats, whole) = both(items, torch.bfloat16, grpo=grpo)
     assert shared_stats.sums["clipped"] == whole_stats.sums["clipped"] == 0
     assert off(shared, truth) <= 4 * off(whole, truth) + 2**-7  # four roundings
 
@@ -183,18 +159,17 @@ def test_a_bfloat16_model_is_no_worse_off() -> None:
 @pytest.mark.parametrize("drop", [False, True])
 def test_segments_of_all_sources_and_dropped_trajectories(drop: bool) -> None:
     """A search whose passages came back the same: what was retrieved is shared, and in no loss."""
-    prompt, policy, retrieved = Source.PROMPT, Source.POLICY, Source.RETRIEVED
-    pieces = [(prompt, 9), (policy, 4), (retrieved, 12), (policy, 5)]
+    pieces = [(Source.PROMPT, 9), (Source.POLICY, 4), (Source.RETRIEVED, 12), (Source.POLICY, 5)]
     trajectories = []
     for sample in range(4):
         segments = []
         for number, (source, count) in enumerate(pieces):
             ids = [(7 * n + number + (sample if number == 3 else 0)) % VOCAB for n in range(count)]
-            segments.append(Segment(source, ids, [-3.0] * count if source is policy else []))
+            segments.append(Segment(source, ids, [-3.0] * count if source is Source.POLICY else []))
         trajectories.append(Trajectory("q", 0, sample, segments, "answered"))
     grpo = replace(GRPO, drop_zero_advantage=drop)
     items = build_train_sequences(trajectories, [1.0, 0.0, -0.5, -0.5], grpo)
-    (shared, found), (whole, expected) = (run(items, share, torch.float64, grpo=grpo) for share in (True, False))
+    (shared, found), (whole, expected) = both(items, torch.float64, grpo=grpo)
     assert (shared.rows, shared.tokens) == (whole.rows, whole.tokens) == ((27, 87) if drop else (36, 116))
     assert shared.computed_tokens == 25 + 4 * (3 if drop else 4)
     assert off(found, expected) <= 1e-12  # ten thousand roundings of float64
@@ -209,7 +184,7 @@ def test_where_nothing_is_shared_the_bits_are_the_same() -> None:
     items = unlike(5)
     for a, b in zip(pack_shared(items, 50), pack(items, 50), strict=True):
         assert a.members == b.members and type(a.layout) is type(b.layout) and not a.rounds
-    (shared, found), (whole, expected) = (run(items, share, torch.float32) for share in (True, False))
+    (shared, found), (whole, expected) = both(items, torch.float32)
     assert shared.loss == whole.loss and shared.sums == whole.sums
     assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
 
@@ -223,41 +198,19 @@ def test_a_shared_update_is_deterministic() -> None:
 # --- micro-batches
 
 
-def unpacked(batch: MicroBatch, items: list[TrainSequence]) -> None:
-    """Every row of a shared batch, by the path that leads to it."""
-    layout = batch.layout
-    assert isinstance(layout, PrefixForest)
-    at = 0
-    for n in batch.members:
-        item = items[n]
-        for position in item.positions:
-            row = int(batch.rows_R[at])
-            seen = [j for j in range(row + 1) if row < int(layout.end_T[j])]
-            assert batch.ids_T[seen].tolist() == item.ids[:position]
-            assert layout.positions_T[seen].tolist() == list(range(position))
-            assert int(batch.targets_R[at]) == item.ids[position]
-            assert float(batch.weights_R[at]) == pytest.approx(item.weight)
-            assert float(batch.advantages_R[at]) == pytest.approx(item.advantage)
-            at += 1
-    assert at == len(batch.rows_R) and batch.tokens == sum(len(items[n].ids) - 1 for n in batch.members)
-    if batch.rounds:
-        assert sorted(torch.cat(batch.rounds).tolist()) == list(range(at))
-    for places in batch.rounds or [torch.arange(at)]:
-        assert len(set(batch.rows_R[places].tolist())) == len(places)
-
-
 @given(items=tries(), budget=st.integers(1, 60))
 @settings(max_examples=150, derandomize=True, deadline=None)
-def test_everything_is_packed_once_and_right(items: list[TrainSequence], budget: int) -> None:
+def test_everything_is_packed_once_within_the_budget(items: list[TrainSequence], budget: int) -> None:
+    """What the rows hold is seen in the gradients above; on CUDA, but not here, a row twice in a round would be too."""
     with free_merges():
         batches = pack_shared(items, budget)
-    assert sorted(n for batch in batches for n in batch.members) == [
-        n for n, item in enumerate(items) if item.positions
-    ]
+    members = [n for batch in batches for n in batch.members]
+    assert sorted(members) == [n for n, item in enumerate(items) if item.positions]
     for batch in batches:
-        if isinstance(batch.layout, PrefixForest):
-            assert batch.computed_tokens <= min(budget, batch.tokens)
-            unpacked(batch, items)
+        assert batch.tokens == sum(len(items[n].ids) - 1 for n in batch.members)
+        assert batch.computed_tokens <= (min(budget, batch.tokens) if isinstance(batch.layout, PrefixForest) else 1e9)
+        for places in batch.rounds or [torch.arange(len(batch.rows_R))]:
+            assert len(set(batch.rows_R[places].tolist())) == len(places)
 
 
 def test_batches_are_cut_between_groups() -> None:
@@ -286,9 +239,7 @@ def test_a_group_that_is_too_large_repeats_its_prefix() -> None:
 # --- who computes parts
 
 
-def test_the_switch_and_what_a_library_lacks(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_switch_and_what_a_library_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     policy, _ = policies(torch.float32)
     assert choose_sharing(OptimSection(), policy, "torch") is cpu_attention()
     assert choose_sharing(OptimSection(share_prefix=False), policy, "torch") is None
