@@ -3,7 +3,7 @@ alone, and the gate does as it says."""
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,14 @@ def test_a_transcript_holds_what_a_rollout_of_its_pieces_would(
         ],
     }
     found = encode_transcript(record, tiny_tokenizer, renderer, TEMPLATE)
+    encode = tiny_tokenizer.encode
     pieces = [
         (Source.PROMPT, renderer.prompt(Prompt(TEMPLATE, record["question"]))),
-        (Source.POLICY, tiny_tokenizer.encode(said[0])),
+        (Source.POLICY, encode(said[0])),
         (Source.RETRIEVED, renderer.retrieved(Retrieved(hits, BEFORE, AFTER))),
-        (Source.POLICY, tiny_tokenizer.encode(said[1])),
+        (Source.POLICY, encode(said[1])),
         (Source.FEEDBACK, renderer.feedback(Feedback(INVALID))),
-        (Source.POLICY, tiny_tokenizer.encode(said[2])),
+        (Source.POLICY, encode(said[2])),
     ]
     assert found.ids == [token for _, ids in pieces for token in ids]
     sources = [source for source, ids in pieces for _ in ids]
@@ -101,8 +102,7 @@ def test_copied_ranges_become_tokens(
     assert set(found.copied) <= set(found.positions)
 
 
-def good_line() -> dict[str, Any]:
-    return {"question": "Who?", "segments": [segment("policy", "Anna")]}
+SAID = [segment("policy", "Anna")]
 
 
 @pytest.mark.parametrize(
@@ -110,42 +110,54 @@ def good_line() -> dict[str, Any]:
     [
         {},
         {"question": "Who?"},
-        {"question": "Who?", "segments": []},
-        {"question": "Who?", "segments": "policy"},
-        {"question": "Who?", "segments": [["policy", "Anna"]]},
-        {"question": "Who?", "segments": [{"text": "Anna"}]},
-        {"question": "Who?", "segments": [{"source": "policy"}]},
-        {"question": "Who?", "segments": [segment("polizy", "Anna")]},
-        {"question": "Who?", "segments": [{"source": "policy", "text": 3}]},
-        {"question": "Who?", "segments": [segment("policy", "half \ud800")]},
-        {"question": "Who?", "segments": [segment("policy", "Anna", copied=[[0]])]},
-        {"question": "Who?", "segments": [segment("policy", "Anna", copied=3)]},
-        {"question": 3, "segments": [segment("policy", "Anna")]},
-        {"segments": [segment("policy", "Anna")]},
-        {"question": "Who?", "segments": [segment("retrieved", "Anna")]},  # nothing to train on
-        {"question": "Who?", "segments": [segment("policy", "")]},
-        {"segments": [segment("prompt", ""), segment("policy", "Anna")]},  # nothing before the first token
+        {"segments": SAID},
+        {"question": 3, "segments": SAID},
+        {"segments": [segment("prompt", ""), *SAID]},  # nothing before the first token
+        *[
+            {"question": "Who?", "segments": segments}
+            for segments in (
+                [],
+                "policy",
+                [["policy", "Anna"]],
+                [{"text": "Anna"}],
+                [{"source": "policy"}],
+                [segment("polizy", "Anna")],
+                [{"source": "policy", "text": 3}],
+                [segment("policy", "half \ud800")],
+                [segment("policy", "Anna", copied=[[0]])],
+                [segment("policy", "Anna", copied=3)],
+                [segment("policy", "Anna", end=True)],  # which nothing here knows
+                [segment("retrieved", "Anna")],  # nothing to train on
+                [segment("policy", "")],
+            )
+        ],
+        *[
+            {"question": "Who?", "segments": SAID, "template": "{passages}{question}"} | more
+            for more in ({}, {"passages": [{"title": "t"}]}, {"passages": ["text"]}, {"template": 3})
+        ],
     ],
+    ids=str,
 )
 def test_a_malformed_transcript_is_named_by_its_line(
     tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, bad: dict[str, Any]
 ) -> None:
     path = tmp_path / "transcripts.jsonl"
-    path.write_text(json.dumps(good_line()) + "\n\n" + json.dumps(bad) + "\n")
+    path.write_text(json.dumps({"question": "Who?", "segments": SAID}) + "\n\n" + json.dumps(bad) + "\n")
     with pytest.raises(UserError) as caught:
         read_transcripts(path, tiny_tokenizer, renderer, TEMPLATE)
     message = str(caught.value)
     assert message.startswith(f"{path}:3: ") and "\n" not in message
-    assert "'segments'" in message
+    assert "template" in bad or "'segments'" in message
 
 
 @pytest.mark.parametrize(("content", "expected"), [("{\n", ":1: not valid JSON"), ("\n", ": holds no transcript")])
 def test_a_file_without_transcripts_is_refused(
     tmp_path: Path, renderer: Renderer, tiny_tokenizer: Tokenizer, content: str, expected: str
 ) -> None:
-    (tmp_path / "transcripts.jsonl").write_text(content)
+    path = tmp_path / "transcripts.jsonl"
+    path.write_text(content)
     with pytest.raises(UserError, match=f"transcripts.jsonl{expected}"):
-        read_transcripts(tmp_path / "transcripts.jsonl", tiny_tokenizer, renderer, TEMPLATE)
+        read_transcripts(path, tiny_tokenizer, renderer, TEMPLATE)
 
 
 VOCAB = 20
@@ -163,45 +175,43 @@ def sft(**changes: Any) -> SftSection:
     return SftSection(transcripts="none", **{**whole, **changes})
 
 
+def trainer_of(policy: Policy, settings: SftSection, transcripts: Sequence[Transcript], **optim: Any) -> SftTrainer:
+    return SftTrainer(policy, transcripts, settings, OptimSection(**optim), VOCAB, 0)
+
+
 def run(
-    policy: Policy, settings: SftSection, transcripts: list[Transcript] = COPIES, **optim: Any
-) -> tuple[SftResult, Any]:
+    policy: Policy, settings: SftSection, transcripts: Sequence[Transcript] = COPIES, **optim: Any
+) -> tuple[SftResult, list[dict[str, Any]]]:
     records: list[dict[str, Any]] = []
-    trainer = SftTrainer(policy, transcripts, settings, OptimSection(**optim), VOCAB, 0)
-    return trainer.run(records.append), records
+    return trainer_of(policy, settings, transcripts, **optim).run(records.append), records
 
 
-def nll(policy: Policy, transcripts: list[Transcript]) -> float:
-    """Mean of -log p over the trained tokens of all, among the tokenizer's columns."""
+def nll(policy: Policy) -> torch.Tensor:
+    """Mean of -log p over the trained tokens of `COPIES`, among the tokenizer's columns."""
     values = [
         -torch.log_softmax(policy.logits(torch.tensor(t.ids))[row - 1, :VOCAB], -1)[t.ids[row]]
-        for t in transcripts
+        for t in COPIES
         for row in t.positions
     ]
-    return float(torch.stack(values).mean().detach())
+    return torch.stack(values).mean()
 
 
 def test_the_loss_is_the_mean_over_the_policys_tokens_and_so_is_its_gradient() -> None:
     policy, other = make_policy(), make_policy()
-    expected = nll(policy, COPIES)
+    expected = nll(other)
+    expected.backward()
     result, records = run(policy, sft(steps=1, batch_size=12, held_out=0.0), micro_batch_tokens=11)
-    assert result.loss == records[0]["loss"] == pytest.approx(expected, abs=1e-5)
+    assert result.loss == records[0]["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert records[0]["tokens"] == 12 * 5 and records[0]["lr"] == 0.01
-    values = [
-        -torch.log_softmax(other.logits(torch.tensor(t.ids))[row - 1, :VOCAB], -1)[t.ids[row]]
-        for t in COPIES
-        for row in t.positions
-    ]
-    torch.stack(values).mean().backward()
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in other.parameters() if p.grad is not None))
     assert records[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_the_loss_falls() -> None:
     policy = make_policy()
-    before = nll(policy, COPIES)
+    before = float(nll(policy).detach())
     result, records = run(policy, sft(steps=60, batch_size=8, held_out=0.0))
-    assert nll(policy, COPIES) < 0.25 * before
+    assert nll(policy) < 0.25 * before
     assert records[-1]["loss"] < 0.25 * records[0]["loss"]
     assert result == SftResult(60, 0, records[-1]["loss"], None, True)  # without a gate there is nothing to miss
     assert [record["step"] for record in records] == list(range(1, 61))
@@ -225,7 +235,7 @@ def test_every_training_transcript_comes_once_in_a_pass(monkeypatch: pytest.Monk
 
 def test_copying_counts_the_most_likely_tokens() -> None:
     policy = make_policy()
-    trainer = SftTrainer(policy, COPIES, sft(steps=30, held_out=0.25), OptimSection(micro_batch_tokens=12), VOCAB, 0)
+    trainer = trainer_of(policy, sft(steps=30, held_out=0.25), COPIES, micro_batch_tokens=12)
     assert trainer.held_out == COPIES[:3] and trainer.training == COPIES[3:]
     for _ in range(2):
         right = [
@@ -271,13 +281,10 @@ def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None
     assert first[:4] != pytest.approx(first[4:], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "optim", "what"),
-    [({"lr": 1e38}, {}, "policy"), ({"lr": 1e18}, {"max_grad_norm": float("inf")}, "policy")],
-)
-def test_a_training_that_diverges_ends_in_a_sentence(changes: dict[str, Any], optim: dict[str, Any], what: str) -> None:
-    with pytest.raises(UserError, match=rf"^sft: step \d: the {what} is not finite; start again with a lower sft\.lr$"):
-        run(make_policy(), sft(steps=6, **changes), **optim)
+@pytest.mark.parametrize(("lr", "optim"), [(1e38, {}), (1e18, {"max_grad_norm": float("inf")})])
+def test_a_training_that_diverges_ends_in_a_sentence(lr: float, optim: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^sft: step \d: the policy is not finite; start again with a lower sft\.lr$"):
+        run(make_policy(), sft(steps=6, lr=lr), **optim)
 
 
 def test_a_last_update_that_diverges_is_not_written(tmp_path: Path) -> None:
@@ -290,13 +297,9 @@ def test_a_last_update_that_diverges_is_not_written(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def test_holding_out_everything_is_refused() -> None:
+def test_some_are_held_out_whenever_any_share_is_but_not_all() -> None:
+    shares = (0.0, 0.001, 0.25, 0.9)
+    held = [len(trainer_of(make_policy(), sft(held_out=share), COPIES).held_out) for share in shares]
+    assert held == [0, 1, 3, 11]
     with pytest.raises(UserError, match=r"every transcript is held out; lower sft\.held_out"):
-        SftTrainer(make_policy(), COPIES[:1], sft(), OptimSection(), VOCAB, 0)
-
-
-def test_some_are_held_out_whenever_any_share_is(renderer: Renderer) -> None:
-    trainer: Callable[[float], SftTrainer] = lambda share: SftTrainer(  # noqa: E731
-        make_policy(), COPIES, sft(held_out=share), OptimSection(), VOCAB, 0
-    )
-    assert [len(trainer(share).held_out) for share in (0.0, 0.001, 0.25, 0.9)] == [0, 1, 3, 11]
+        trainer_of(make_policy(), sft(), COPIES[:1])

@@ -6,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_cases import Killed, single_threaded
+from train_cases import Killed, Make, recipe_maker, steps_saved
 
 from thresher.cli.commands.training import run_sft
 from thresher.common import signals
@@ -19,48 +19,31 @@ from thresher.common.errors import UserError
 from thresher.common.locks import lock_folder
 from thresher.common.records import RecordLog, write_records
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.config.tables import from_dict
 from thresher.engine.store.run_folder import saved_so_far, sft_folder, to_be_resumed
 from thresher.engine.training.sft import SftTrainer
 from thresher.engine.training.sft_run import FineTuning
 
 STEPS, PERIOD = 5, 2
 NAMES = ("Anna", "Carl", "Eva", "Gil", "Ida", "Karl", "Mia")
-Make = Callable[..., Recipe]
 
 
-@pytest.fixture(autouse=True)
-def handled() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with single_threaded(), signals.handle_signals():
-        yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("handled")
 
 
 @pytest.fixture
 def make(tiny_model_folder: Path, tmp_path: Path) -> Make:
     """make(sft={..}, lora={..}, ..) -> Recipe of five steps on seven transcripts, of which one is held out."""
     write_transcripts(tmp_path, NAMES)
-    tables: dict[str, dict[str, Any]] = {
-        "model": {"path": str(tiny_model_folder)},
-        "system": {"name": "search_r1"},
-        "rollout": {"max_context": 512},
-        "sft": {
-            "transcripts": str(tmp_path / "transcripts.jsonl"),
-            "steps": STEPS,
-            "save_every": PERIOD,
-            "batch_size": 4,
-            "held_out": 0.1,
-            "lr": 0.01,
-            "schedule": "cosine",
-            "warmup_ratio": 0.3,
-        },
-    }
-
-    def made(**changes: dict[str, Any]) -> Recipe:
-        return from_dict(Recipe, {n: tables.get(n, {}) | changes.get(n, {}) for n in {**tables, **changes}}, "test")
-
-    return made
+    size = {"steps": STEPS, "save_every": PERIOD, "batch_size": 4, "held_out": 0.1}
+    rate = {"lr": 0.01, "schedule": "cosine", "warmup_ratio": 0.3}
+    return recipe_maker(
+        {
+            "model": {"path": str(tiny_model_folder)},
+            "system": {"name": "search_r1"},
+            "rollout": {"max_context": 512},
+            "sft": {"transcripts": str(tmp_path / "transcripts.jsonl"), **size, **rate},
+        }
+    )
 
 
 def write_transcripts(folder: Path, names: tuple[str, ...]) -> None:
@@ -80,28 +63,35 @@ def files(model: Path) -> dict[str, bytes]:
     return found
 
 
-def kill_after(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Have the process end, as far as this one can, in the update behind so many."""
+def ended(
+    error: type[BaseException], recipe: Recipe, out: Path, step: int, do: Callable[[], object], **how: Any
+) -> None:
+    """Fine-tune until this error, with a call of `do` where update number `step` begins."""
     whole, calls = SftTrainer._backward, [0]
 
-    def fatal(self: SftTrainer, batch: Any) -> Any:
+    def counted(self: SftTrainer, batch: Any) -> Any:
         calls[0] += 1
-        if calls[0] > step:
-            raise Killed
+        if calls[0] == step:
+            do()
         return whole(self, batch)
 
-    patch.setattr(SftTrainer, "_backward", fatal)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        patch.setattr(SftTrainer, "_backward", counted)
+        run_sft(recipe, out, **how)
+    assert calls == [step] and not out.exists() and to_be_resumed("sft", out)
 
 
-def killed(recipe: Recipe, out: Path, step: int, resume: bool = False) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, step)
-        run_sft(recipe, out, resume)
-    assert not out.exists() and to_be_resumed("sft", out)
+def killed(recipe: Recipe, out: Path, step: int, **how: Any) -> None:
+    """Have the process end, as far as this one can, in the update behind so many."""
+    ended(Killed, recipe, out, step + 1, raise_killed, **how)
 
 
-def steps_saved(out: Path) -> list[str]:
-    return sorted(path.name for path in (sft_folder(out) / "checkpoints").iterdir())
+def raise_killed(*_: object) -> None:
+    raise Killed
+
+
+def saved(out: Path) -> list[int]:
+    return steps_saved(sft_folder(out))
 
 
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
@@ -118,11 +108,11 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_bits(make: Make, tmp_path: Pat
     recipe, out = make(**KINDS[kind]), tmp_path / "out"
     run_sft(recipe, tmp_path / "whole")
     killed(recipe, out, 1)
-    assert steps_saved(out) == []
+    assert saved(out) == []
     killed(recipe, out, 3, resume=True)
-    assert steps_saved(out) == ["step_000002"]
+    assert saved(out) == [2]
     killed(recipe, out, 2, resume=True)
-    assert steps_saved(out) == ["step_000004"]
+    assert saved(out) == [4]
     run_sft(recipe, out, resume=True)
     assert files(out) == files(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir() if "out" in path.name} == {"out"}
@@ -147,20 +137,12 @@ def test_a_fine_tuning_that_was_killed_in_its_second_attempt_goes_on_in_it(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attempt is two steps; the gate opens behind the second one's."""
-    recipe = make(
-        sft={
-            "stop_at_copy_accuracy": 0.7,
-            "gate_every": 2,
-            "steps": 2,
-            "save_every": 1,
-            "max_restarts": 1,
-            "batch_size": 1,
-        }
-    )
+    gate = {"stop_at_copy_accuracy": 0.7, "gate_every": 2, "max_restarts": 1}
+    recipe = make(sft=gate | {"steps": 2, "save_every": 1, "batch_size": 1})
     seen = measured_as(monkeypatch, [0.1, 0.8])
     run_sft(recipe, tmp_path / "whole")
     killed(recipe, tmp_path / "out", 3)
-    assert steps_saved(tmp_path / "out") == ["step_000003"]
+    assert saved(tmp_path / "out") == [3]
     run_sft(recipe, tmp_path / "out", resume=True)
     assert files(tmp_path / "out") == files(tmp_path / "whole") and len(seen) == 2
     figures = json.loads((tmp_path / "out" / "sft.json").read_text())
@@ -177,20 +159,16 @@ def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch
     for place, step in enumerate((4, 5, 7)):
         out = tmp_path / f"out{place}"
         killed(recipe, out, step)
-        assert steps_saved(out)[-1] == f"step_{step // 2 * 2:06d}"
+        assert saved(out)[-1] == step // 2 * 2
         run_sft(recipe, out, resume=True)
         assert files(out) == files(tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):  # the gate has opened; the model is not written yet
-        patch.setattr(FineTuning, "_save", lambda *_: raise_killed())
+        patch.setattr(FineTuning, "_save", raise_killed)
         run_sft(recipe, tmp_path / "last")
-    monkeypatch.setattr(SftTrainer, "_backward", lambda *_: raise_killed())
+    monkeypatch.setattr(SftTrainer, "_backward", raise_killed)
     run_sft(recipe, tmp_path / "last", resume=True)
     assert files(tmp_path / "last") == files(tmp_path / "whole")
     assert len(measured) == 4
-
-
-def raise_killed() -> None:
-    raise Killed
 
 
 SIGKILLED = """
@@ -220,9 +198,10 @@ def test_sigkill_while_a_checkpoint_is_written(make: Make, tmp_path: Path) -> No
     recipe, out = make(), tmp_path / "out"
     recipe.write(tmp_path / "recipe.toml")
     command = [sys.executable, "-P", "-c", SIGKILLED, str(tmp_path / "recipe.toml"), str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert len(steps_saved(out)) == 2 and steps_saved(out)[-1] == "step_000002"  # and half of the next
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    names = sorted(path.name for path in (sft_folder(out) / "checkpoints").iterdir())
+    assert len(names) == 2 and names[-1] == "step_000002"  # and half of the next
     run_sft(recipe, out, resume=True)
     run_sft(recipe, tmp_path / "whole")
     assert files(out) == files(tmp_path / "whole")
@@ -235,18 +214,8 @@ def test_an_interrupt_finishes_the_update_and_saves_it(
 ) -> None:
     """Also in the last one, behind which nothing is left but to write the model."""
     recipe, out = make(), tmp_path / "out"
-    whole, calls = SftTrainer._backward, [0]
-
-    def signalling(self: SftTrainer, batch: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == step:
-            os.kill(os.getpid(), signal.SIGINT)
-        return whole(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(signals.Interrupted):
-        patch.setattr(SftTrainer, "_backward", signalling)
-        run_sft(recipe, out)
-    assert calls == [step] and steps_saved(out)[-1] == f"step_{step:06d}"
+    ended(signals.Interrupted, recipe, out, step, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert saved(out)[-1] == step
     assert saved_so_far(sft_folder(out)) == f"{out}.training is saved up to step {step}"
     with signals.handle_signals():
         run_sft(recipe, out, resume=True)
@@ -320,7 +289,7 @@ def test_a_resumed_fine_tuning_may_be_saved_at_other_steps(make: Make, tmp_path:
     out = tmp_path / "out"
     killed(make(), out, 2)
     killed(make(sft={"save_every": 3}), out, 2, resume=True)
-    assert steps_saved(out) == ["step_000003"]
+    assert saved(out) == [3]
     run_sft(make(sft={"save_every": 100}), out, resume=True)
     run_sft(make(), tmp_path / "whole")
     assert files(out) == files(tmp_path / "whole")

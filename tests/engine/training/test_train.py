@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stored_cases import stored
-from train_cases import DEV, GROUPS, SAMPLES, STEPS, Make, metrics, sampled, steps_of, untimed
+from train_cases import DEV, GROUPS, SAMPLES, STEPS, Make, metrics, sampled, steps_of, steps_saved, untimed
 
 from thresher.common import console
 from thresher.common.console import Stage
@@ -234,3 +234,4 @@ def test_a_run_that_diverges_ends_in_a_sentence(
     with pytest.raises(UserError, match=rf"step {step}: the {what} is not finite; start again with a lower optim\.lr"):
         train(make_recipe(**change), tmp_path / "run")
     assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(step))
+    assert steps_saved(tmp_path / "run") == []
