@@ -52,65 +52,38 @@ def score_lines(
     return scored
 
 
-@pytest.mark.parametrize(
-    ("segments", "eval_rar", "search_r1", "answer"),
-    [
-        ([RIGHT], 1.0, 1.0, "Paris"),
-        ([CITED], 0.1, 0.0, "Rome"),
-        ([segment("policy", "<evaluate>Paris</evaluate>")], 0.1, 0.0, None),
-        ([segment("policy", "<answer>Rome</answer>")], 0.0, 0.0, "Rome"),
-        ([segment("policy", "Paris")], 0.0, 0.0, None),
-        ([*FAKED, segment("policy", "Rome")], 0.0, 0.0, None),
-        ([*FAKED, CITED], 0.1, 0.0, "Rome"),
-        # Adjacent pieces of the policy are one text; a passage between them cuts a tag in two.
-        ([segment("policy", "<ans"), segment("policy", "wer>the paris</answer>")], 1.0, 1.0, "the paris"),
-        (
-            [segment("policy", "<ans"), segment("retrieved", "-"), segment("policy", "wer>Paris</answer>")],
-            0.0,
-            0.0,
-            None,
-        ),
-        ([], 0.0, 0.0, None),
-    ],
-)
-def test_both_systems(
-    tmp_path: Path, segments: list[dict[str, str]], eval_rar: float, search_r1: float, answer: str | None
-) -> None:
-    for system, expected in zip(SYSTEMS, (eval_rar, search_r1), strict=True):
-        (entry,) = score_lines(tmp_path, system, transcript(*segments))
-        assert list(entry) == ["id", "reward", "parts", "answer"]
-        assert entry["reward"] == expected
-        assert entry["answer"] == answer
-        assert entry["parts"]["em"] == (expected == 1) and entry["parts"]["answered"] == (answer is not None)
-
-
-def test_parts_of_each_system(tmp_path: Path) -> None:
-    common = {"answer": 0.0, "em": False, "f1": 0.0, "answered": True, "searches": 1}
-    searched = transcript(segment("policy", "<search>q</search>"), FAKED[1], CITED)
-    (entry,) = score_lines(tmp_path, "search_r1", searched)
-    assert entry["parts"] == common
-    (entry,) = score_lines(tmp_path, "eval_rar", searched)
-    assert entry["parts"] == common | {"evaluation": 0.1, "evaluations": 1, "evaluate_contains": True}
+def test_what_is_read_of_the_segments(tmp_path: Path) -> None:
+    """Adjacent pieces of the policy are one text; a passage between them cuts a tag in two."""
+    split = [segment("policy", "<ans"), segment("policy", "wer>the paris</answer>")]
+    records = [
+        transcript(RIGHT),
+        transcript(segment("policy", "<search>q</search>"), *FAKED, CITED),
+        transcript(*split),
+        transcript(split[0], segment("retrieved", "-"), split[1]),
+        transcript(),
+    ]
+    for system, rewards in (("eval_rar", [1.0, 0.1, 1.0, 0.0, 0.0]), ("search_r1", [1.0, 0.0, 1.0, 0.0, 0.0])):
+        scored = score_lines(tmp_path, system, *records)
+        assert list(scored[0]) == ["id", "reward", "parts", "answer"]
+        assert [entry["reward"] for entry in scored] == rewards
+        assert [entry["answer"] for entry in scored] == ["Paris", "Rome", "the paris", None, None]
+        parts = {"answer": 0.0, "em": False, "f1": 0.0, "answered": True, "searches": 1}
+        parts |= {"evaluation": 0.1, "evaluations": 1, "evaluate_contains": True} if system == "eval_rar" else {}
+        assert scored[1]["parts"] == parts
 
 
 def test_order_and_ids_are_kept_and_golds_are_alternatives(tmp_path: Path) -> None:
+    """A run folder's keys beside the transcript's, and text that is no Unicode, do no harm."""
+    more = {"group": 0, "sample": 1, "reason": "answered", "searches": [], "reward": 1.0, "advantage": 0.5}
+    broken = segment("policy", "\ud800<answer>Paris</answer>\udfff")
     records = [
-        transcript(RIGHT, golds=golds, id=id) for id, golds in (("b", ["Rome"]), (7, ["Rome", "PARIS."]), ("é", []))
+        *(transcript(RIGHT, golds=golds, id=id) for id, golds in (("b", ["Rome"]), (7, ["Rome", "PARIS."]), ("é", []))),
+        transcript(RIGHT | {"ids": [1, 2]}, **more),
+        transcript(broken, id=0),
     ]
     scored = score_lines(tmp_path, "search_r1", *records)
-    assert [(entry["id"], entry["reward"]) for entry in scored] == [("b", 0.0), (7, 1.0), ("é", 0.0)]
-
-
-def test_the_trajectories_of_a_run_can_be_scored(tmp_path: Path) -> None:
-    """What the run folder holds has more keys, and ids beside every text."""
-    more = {"group": 0, "sample": 1, "reason": "answered", "searches": [], "reward": 1.0, "advantage": 0.5}
-    (entry,) = score_lines(tmp_path, "eval_rar", transcript(RIGHT | {"ids": [1, 2]}, **more))
-    assert entry["reward"] == 1.0
-
-
-def test_text_that_is_no_unicode_is_rated_all_the_same(tmp_path: Path) -> None:
-    (entry,) = score_lines(tmp_path, "search_r1", transcript(segment("policy", "\ud800<answer>Paris</answer>\udfff")))
-    assert entry["reward"] == 1.0
+    expected = [("b", 0.0), (7, 1.0), ("é", 0.0), ("a", 1.0), (0, 1.0)]
+    assert [(entry["id"], entry["reward"]) for entry in scored] == expected
 
 
 @pytest.mark.parametrize(
@@ -135,19 +108,24 @@ EVIOMNI = transcript(
 )
 
 
-def test_eviomnis_three_answers_and_lengths_in_words(tmp_path: Path) -> None:
+def test_eviomnis_three_answers_and_lengths_in_words_or_tokens(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     (entry,) = score_lines(tmp_path, "eviomni", EVIOMNI)
     parts = entry["parts"]
-    answers = [parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")]
-    assert answers == pytest.approx([1, 2 / 3, 0]) and parts["answer"] == pytest.approx(5 / 9)
+    assert [parts[f"answer_{name}"] for name in ("rationale", "evidence", "full")] == pytest.approx([1, 2 / 3, 0])
     # 4 words to 2: sigmoid((2 - 1) / .5); 2 of 10: (1 - .2) ** .5, below omega .9.
-    assert parts["length_rationale"] == pytest.approx(0.8807970779778823)
-    assert parts["length_evidence"] == pytest.approx(0.8**0.5)
-    assert parts["format"] == 1 and entry["answer"] == "Rome" and not parts["em"]
-    assert entry["reward"] == pytest.approx(0.8 * 5 / 9 + 0.1 * parts["length"] + 0.1)
+    lengths = [parts["length_rationale"], parts["length_evidence"]]
+    assert lengths == pytest.approx([0.8807970779778823, 0.8**0.5])
     assert score_lines(tmp_path, "lear", EVIOMNI) == [entry]
     (narrow,) = score_lines(tmp_path, "eviomni", EVIOMNI, options={"full": False, "evidence": False})
     assert narrow["parts"]["answer"] == 1
+    tokenizer = tmp_path / "tokenizer"
+    tiny_tokenizer.save(tokenizer)
+    (in_tokens,) = score_lines(tmp_path, "eviomni", EVIOMNI, tokenizer=tokenizer)
+    evidence, *passages = (len(tiny_tokenizer.encode(text)) for text in ("one two", "word " * 8, "word " * 2))
+    assert in_tokens["parts"]["length_evidence"] == pytest.approx((1 - evidence / sum(passages)) ** 0.5) != lengths[1]
+    out = tmp_path / "again.jsonl"
+    command = ["score", "--system", "eviomni", "--transcripts", str(tmp_path / "in.jsonl"), "--out", str(out)]
+    assert cli.run([*command, "--tokenizer", str(tokenizer)]) == 0 and json.loads(out.read_text()) == in_tokens
 
 
 def test_answers_and_stored_branches_are_one_thing_stored_twice(tmp_path: Path) -> None:
@@ -164,42 +142,10 @@ def test_answers_and_stored_branches_are_one_thing_stored_twice(tmp_path: Path) 
     assert score_lines(tmp_path, "eviomni", faked)[0]["parts"]["answer_evidence"] == 0
 
 
-def test_lengths_in_tokens_where_a_tokenizer_is_given(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    tiny_tokenizer.save(tmp_path / "tokenizer")
-    (in_words,) = score_lines(tmp_path, "eviomni", EVIOMNI)
-    (in_tokens,) = score_lines(tmp_path, "eviomni", EVIOMNI, tokenizer=tmp_path / "tokenizer")
-    lengths = [len(tiny_tokenizer.encode(text)) for text in ("one two", "word " * 8, "word " * 2)]
-    assert in_tokens["parts"]["length_evidence"] == pytest.approx((1 - lengths[0] / (lengths[1] + lengths[2])) ** 0.5)
-    assert in_tokens["parts"]["length_evidence"] != in_words["parts"]["length_evidence"]
-    command = ["score", "--system", "eviomni", "--transcripts", str(tmp_path / "in.jsonl")]
-    out = tmp_path / "again.jsonl"
-    assert cli.run([*command, "--out", str(out), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
-    assert json.loads(out.read_text()) == in_tokens
-
-
 ARENA = transcript(
     segment("policy", "<relevance>[1,3]</relevance><analysis>So [1] and [3].</analysis><answer>Paris</answer>"),
     passages=[{"title": "T", "text": "x"}] * 3,
 )
-
-
-@pytest.mark.parametrize(
-    ("gold", "relevance", "reward"), [([1, 3], 1, 13), ([3, 1], 1, 13), ([3], 0.5, 2.5), ([2], 0, 2), (None, 0, 2)]
-)
-def test_arenas_gold_indices(tmp_path: Path, gold: list[int] | None, relevance: float, reward: float) -> None:
-    (entry,) = score_lines(tmp_path, "arena", ARENA | {"gold_indices": gold})
-    assert (entry["parts"]["relevance"], entry["reward"]) == (relevance, reward)
-    assert entry["parts"]["bonus"] == (10 if reward == 13 else 0)
-    without_passages = {key: value for key, value in ARENA.items() if key != "passages"} | {"gold_indices": gold}
-    assert score_lines(tmp_path, "arena", without_passages) == [entry]
-
-
-def test_a_verdict_in_the_place_of_a_judge(tmp_path: Path) -> None:
-    for verdict in (True, False):
-        (entry,) = score_lines(tmp_path, "arena", ARENA | {"verdict": verdict}, options={"accuracy": "judge"})
-        assert entry["parts"]["accuracy"] == verdict
-    (entry,) = score_lines(tmp_path, "arena", transcript(segment("policy", "no answer")), options={"accuracy": "judge"})
-    assert entry["reward"] == 0, "there is nothing to give a verdict on"
 
 
 NOTED = transcript(
@@ -209,18 +155,29 @@ NOTED = transcript(
 )
 
 
-@pytest.mark.parametrize(
-    ("variant", "entailment", "reward"),
-    [("SEN+EQR", 0.25, 1.25), ("SEN+EQR", 1, 2), ("SEN", 0.25, 1), ("SEN", None, 1)],
-)
-def test_evinotes_entailment(tmp_path: Path, variant: str, entailment: float | None, reward: float) -> None:
-    (entry,) = score_lines(tmp_path, "evinote", NOTED | {"entailment": entailment}, options={"variant": variant})
-    assert entry["reward"] == reward and entry["parts"]["entailment"] == entailment
+SILENT = transcript(segment("policy", "<answer>Paris</answer>"))  # without a note, of which nothing is entailed
+MORE: list[tuple[str, dict[str, Any], dict[str, Any], float, dict[str, Any]]] = [
+    # system, options, record; reward, some of its parts
+    ("arena", {}, ARENA | {"gold_indices": [3, 1]}, 13, {"relevance": 1, "bonus": 10}),
+    ("arena", {}, ARENA | {"gold_indices": [3]}, 2.5, {"relevance": 0.5, "bonus": 0}),
+    ("arena", {}, ARENA | {"gold_indices": [3], "passages": []}, 2.5, {"relevance": 0.5}),
+    ("arena", {}, ARENA | {"gold_indices": None}, 2, {"relevance": 0}),
+    ("arena", {"accuracy": "judge"}, ARENA | {"verdict": True}, 2, {"accuracy": 1}),
+    ("arena", {"accuracy": "judge"}, ARENA | {"verdict": False}, 1, {"accuracy": 0}),
+    ("arena", {"accuracy": "judge"}, transcript(segment("policy", "no answer")), 0, {}),
+    ("evinote", {"variant": "SEN+EQR"}, NOTED | {"entailment": 0.25}, 1.25, {"entailment": 0.25}),
+    ("evinote", {"variant": "SEN"}, NOTED | {"entailment": 0.25}, 1, {"entailment": 0.25}),
+    ("evinote", {"variant": "SEN"}, NOTED | {"entailment": None}, 1, {"entailment": None}),
+    ("evinote", {}, SILENT, 0, {"answer": 1}),
+]
 
 
-def test_without_a_note_there_is_nothing_to_entail(tmp_path: Path) -> None:
-    (entry,) = score_lines(tmp_path, "evinote", transcript(segment("policy", "<answer>Paris</answer>")))
-    assert entry["reward"] == 0 and entry["parts"]["answer"] == 1
+@pytest.mark.parametrize(("system", "options", "record", "reward", "parts"), MORE)
+def test_what_some_systems_look_at_besides(
+    tmp_path: Path, system: str, options: dict[str, Any], record: dict[str, Any], reward: float, parts: dict[str, Any]
+) -> None:
+    (entry,) = score_lines(tmp_path, system, record, options=options)
+    assert entry["reward"] == reward and entry["parts"] | parts == entry["parts"]
 
 
 def test_the_draw_depends_on_id_and_text(tmp_path: Path) -> None:
@@ -289,52 +246,54 @@ def test_what_a_run_stores_has_the_reward_that_it_had_there(
     assert scored["answer"] == expected.result.answer and (scored["reward"] > 0 or name not in worth)
 
 
-BAD = [
-    ("{", "in.jsonl:2: not valid JSON"),
-    ("[1]", "in.jsonl:2: expected a JSON object, found a list"),
-    (b'{"id": "\xff"}', "in.jsonl:2: not valid UTF-8"),
-    ({}, "in.jsonl:2: expected an object with id, golden_answers and a list of segments"),
-    ({"id": "a", "golden_answers": ["x"]}, "in.jsonl:2: expected an object with id"),
-    ({"golden_answers": ["x"], "segments": []}, "in.jsonl:2: expected an object with id"),
-    (transcript() | {"segments": {}}, "in.jsonl:2: expected an object with id"),
-    (transcript() | {"id": float("nan")}, "in.jsonl:2: id: expected a string or a whole number, got nan"),
-    (transcript() | {"id": True}, "in.jsonl:2: id: expected a string or a whole number, got True"),
-    (transcript() | {"id": None}, "in.jsonl:2: id: expected a string or a whole number, got None"),
-    (transcript() | {"golden_answers": "Paris"}, "in.jsonl:2: golden_answers: expected a list of strings, got Paris"),
-    (transcript() | {"golden_answers": [1]}, "in.jsonl:2: golden_answers: expected a list of strings"),
-    (transcript() | {"golden_answers": None}, "in.jsonl:2: golden_answers: expected a list of strings"),
-    (transcript(RIGHT, segment("model", "x")), "in.jsonl:2: segment 1: expected a text and a source of prompt, policy"),
-    (transcript({"source": "policy"}), "in.jsonl:2: segment 0: expected a text"),
-    (transcript({"source": "policy", "text": None}), "in.jsonl:2: segment 0: expected a text"),
-    (transcript({"source": ["policy"], "text": "x"}), "in.jsonl:2: segment 0: expected a text"),
-    (transcript() | {"segments": ["policy"]}, "in.jsonl:2: segment 0: expected a text"),
-    (transcript(question=3), "in.jsonl:2: question: expected a string, got 3"),
-    (transcript(passages={}), "in.jsonl:2: passages: expected a list of objects with title and text"),
-    (transcript(passages=["x"]), "in.jsonl:2: passages: expected a list of objects with title and text"),
-    (transcript(passages=[{"text": "x"}, {"title": "y"}]), 'in.jsonl:2: passages, item 2: no "text" in this record'),
-    (transcript(gold_indices="1"), "in.jsonl:2: gold_indices: expected a list of whole numbers, got 1"),
-    (transcript(gold_indices=[True]), "in.jsonl:2: gold_indices: expected a list of whole numbers"),
-    (transcript(gold_indices=[0]), "in.jsonl:2: gold_indices names number 0 of the passages; they count from 1"),
-    (
-        transcript(passages=[{"text": "x"}], gold_indices=[1, 2]),
-        "in.jsonl:2: gold_indices names number 2 of 1 passages; they count from 1",
-    ),
-    (transcript(answers={"raw": "x"}), "in.jsonl:2: answers: expected texts under rationale, evidence, full"),
-    (transcript(answers={"full": 1}), "in.jsonl:2: answers: expected texts under rationale, evidence, full"),
-    (transcript(branches={"full": "x"}), "in.jsonl:2: branches: expected lists of segments by name"),
-    (transcript(branches={"full": [3]}), "in.jsonl:2: branch full: segment 0: expected a text and a source"),
-    (
-        transcript(branches={"full": []}, answers={"full": ""}),
-        "in.jsonl:2: full is among both the answers and the branches",
-    ),
-    (transcript(entailment=1.5), "in.jsonl:2: entailment: expected a number from 0 to 1, got 1.5"),
-    (transcript(entailment="high"), "in.jsonl:2: entailment: expected a number from 0 to 1, got high"),
-    (transcript(entailment=True), "in.jsonl:2: entailment: expected a number from 0 to 1"),
-    (transcript(verdict=1), "in.jsonl:2: verdict: expected true or false, got 1"),
-]
+# What is said of the second line, and lines of which it is said.
+BAD: dict[str, list[Any]] = {
+    "not valid JSON": ["{"],
+    "expected a JSON object, found a list": ["[1]"],
+    "not valid UTF-8": [b'{"id": "\xff"}'],
+    "expected an object with id, golden_answers and a list of segments": [
+        {},
+        {"id": "a", "golden_answers": ["x"]},
+        {"golden_answers": ["x"], "segments": []},
+        transcript() | {"segments": {}},
+    ],
+    "id: expected a string or a whole number, got nan": [transcript(id=float("nan"))],
+    "id: expected a string or a whole number, got True": [transcript(id=True)],
+    "id: expected a string or a whole number, got None": [transcript(id=None)],
+    "golden_answers: expected a list of strings, got ": [
+        transcript() | {"golden_answers": golds} for golds in ("Paris", [1], None)
+    ],
+    "segment 1: expected a text and a source of prompt, policy": [transcript(RIGHT, segment("model", "x"))],
+    "segment 0: expected a text": [
+        transcript() | {"segments": [broken]}
+        for broken in (
+            {"source": "policy"},
+            {"source": "policy", "text": None},
+            {"source": ["policy"], "text": "x"},
+            "policy",
+        )
+    ],
+    "question: expected a string, got 3": [transcript(question=3)],
+    "passages: expected a list of objects with title and text": [transcript(passages={}), transcript(passages=["x"])],
+    'passages, item 2: no "text" in this record': [transcript(passages=[{"text": "x"}, {"title": "y"}])],
+    "gold_indices: expected a list of whole numbers, got ": [transcript(gold_indices=wrong) for wrong in ("1", [True])],
+    "gold_indices names number 0 of the passages; they count from 1": [transcript(gold_indices=[0])],
+    "gold_indices names number 2 of 1 passages; they count from 1": [
+        transcript(passages=[{"text": "x"}], gold_indices=[1, 2])
+    ],
+    "answers: expected texts under rationale, evidence, full": [
+        transcript(answers={"raw": "x"}),
+        transcript(answers={"full": 1}),
+    ],
+    "branches: expected lists of segments by name": [transcript(branches={"full": "x"})],
+    "branch full: segment 0: expected a text and a source": [transcript(branches={"full": [3]})],
+    "full is among both the answers and the branches": [transcript(branches={"full": []}, answers={"full": ""})],
+    "entailment: expected a number from 0 to 1, got ": [transcript(entailment=wrong) for wrong in (1.5, "high", True)],
+    "verdict: expected true or false, got 1": [transcript(verdict=1)],
+}
 
 
-@pytest.mark.parametrize(("bad", "problem"), BAD)
+@pytest.mark.parametrize(("bad", "problem"), [(bad, problem) for problem, lines in BAD.items() for bad in lines])
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.fast_cases(24)
 def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
@@ -345,24 +304,40 @@ def test_a_malformed_line_ends_in_a_sentence_and_leaves_nothing(
     command = ["score", "--system", system, "--transcripts", str(tmp_path / "in.jsonl")]
     assert cli.run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("thresher: ") and message.count("\n") == 1 and problem in message
+    assert message.startswith("thresher: ") and message.count("\n") == 1 and f"in.jsonl:2: {problem}" in message
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+JUDGED = "and no judge is asked here; add"
+
+
 @pytest.mark.parametrize(
-    ("system", "options", "record", "problem"),
+    ("system", "options", "records", "problem"),
     [
-        ("evinote", {}, NOTED, "in.jsonl:1: evinote is rewarded for entailment, and no judge is asked here; add"),
-        ("evinote", {"variant": "FS+EQR"}, NOTED, "in.jsonl:1: evinote is rewarded for entailment"),
-        ("arena", {"accuracy": "judge"}, ARENA, "in.jsonl:1: arena is rewarded by a judge's verdict"),
+        ("evinote", {}, [NOTED], f"in.jsonl:1: evinote is rewarded for entailment, {JUDGED}"),
+        ("evinote", {"variant": "FS+EQR"}, [NOTED], "in.jsonl:1: evinote is rewarded for entailment"),
+        ("arena", {"accuracy": "judge"}, [ARENA], f"in.jsonl:1: arena is rewarded by a judge's verdict, {JUDGED}"),
+        ("eval_rar", {}, [], "holds no transcript"),
+        ("evalrar", {}, [transcript(RIGHT)], "system 'evalrar' is unknown; did you mean eval_rar?"),
+        (
+            "eval_rar",
+            {"substrings": True},
+            [],
+            r"\[system.options\]: substrings: unknown key; did you mean substring\?",
+        ),
+        ("eval_rar", {"substring": 1}, [transcript(RIGHT)], "substring: expected true or false, got 1"),
+        ("search_r1", {"substring": True}, [transcript(RIGHT)], "substring: unknown key"),
     ],
 )
-def test_a_judges_word_that_is_missing(
-    tmp_path: Path, system: str, options: dict[str, str], record: dict[str, Any], problem: str
+def test_what_cannot_be_rated_leaves_an_older_file_as_it_was(
+    tmp_path: Path, system: str, options: dict[str, Any], records: list[Any], problem: str
 ) -> None:
-    write(tmp_path / "in.jsonl", record)
+    write(tmp_path / "in.jsonl", *records)
+    (tmp_path / "out.jsonl").write_text("of yesterday")
     with pytest.raises(UserError, match=problem):
         score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "of yesterday"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 @pytest.mark.parametrize("ids", [[1, 2], "ab", [10**9], [True]])
@@ -375,38 +350,12 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, tiny_tokenizer: To
     assert score_lines(tmp_path, "search_r1", exact, tokenizer=tmp_path / "tokenizer")[0]["reward"] == 1
 
 
-def test_nothing_to_rate_leaves_an_older_file_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("\n")
-    (tmp_path / "out.jsonl").write_text("of yesterday")
-    with pytest.raises(UserError, match="holds no transcript"):
-        score_file("eval_rar", {}, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text() == "of yesterday"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("system", "options", "problem"),
-    [
-        ("evalrar", {}, "system 'evalrar' is unknown; did you mean eval_rar?"),
-        ("eval_rar", {"substrings": True}, r"\[system.options\]: substrings: unknown key; did you mean substring\?"),
-        ("eval_rar", {"substring": 1}, "substring: expected true or false, got 1"),
-        ("search_r1", {"substring": True}, "substring: unknown key"),
-    ],
-)
-def test_an_unknown_system_or_switch_is_refused(
-    tmp_path: Path, system: str, options: dict[str, Any], problem: str
-) -> None:
+def test_paths_that_are_not_there(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", transcript(RIGHT))
-    with pytest.raises(UserError, match=problem):
-        score_file(system, options, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-@pytest.mark.parametrize("kind", ["absent input", "absent folder"])
-def test_paths_that_are_not_there(tmp_path: Path, kind: str) -> None:
-    write(tmp_path / "in.jsonl", transcript(RIGHT))
-    source = tmp_path / ("none.jsonl" if kind == "absent input" else "in.jsonl")
-    out = tmp_path / ("out.jsonl" if kind == "absent input" else "none/out.jsonl")
-    with pytest.raises(UserError, match="no such file" if kind == "absent input" else "does not exist; make it first"):
-        score_file("eval_rar", {}, source, out)
+    for source, out, problem in (
+        ("none.jsonl", "out.jsonl", "no such file"),
+        ("in.jsonl", "none/out.jsonl", "does not exist; make it first"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            score_file("eval_rar", {}, tmp_path / source, tmp_path / out)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

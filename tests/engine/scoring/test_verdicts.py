@@ -1,5 +1,7 @@
 """Verdicts of a chat model: what it is asked, and how its reply is read."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ from thresher.common.errors import UserError
 from thresher.engine.config.sections import JudgeSection
 from thresher.engine.scoring.endpoint import Endpoint
 from thresher.engine.scoring.judges import RESPONSE_CHARACTERS, Verdicts, load_verdicts, read_prompt, read_verdict
+from thresher.engine.scoring.score import Judges, ask_judges
+from thresher.engine.systems import load_system
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 
 @pytest.mark.parametrize(
@@ -78,3 +83,31 @@ def test_an_unreadable_verdict_is_no_verdict(server: ChatServer) -> None:
     server.script = ["Hm.", "Both could be"]
     with pytest.raises(UserError, match='of no use, "Both could be"; name another model or server'):
         verdicts.rate([(["a"], "c")])
+
+
+class Judge:
+    """Both judges; it counts how often it is asked."""
+
+    name = "counts"
+    calls = 0
+
+    def probabilities(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        self.calls += 1
+        return [len(premise) / 10 for premise, _ in pairs]
+
+    def rate(self, asked: Sequence[tuple[Sequence[str], str]]) -> list[bool]:
+        self.calls += 1
+        return [answer in golds for golds, answer in asked]
+
+
+def test_judges_are_asked_once_for_all() -> None:
+    attempts = [
+        RewardInput(pieces=[TextSegment(Source.POLICY, text)], golds=("Bel",), question=str(n))
+        for n, text in enumerate((b"<answer>Bel</answer>", b"nothing", b"<answer>No</answer>"))
+    ]
+    claims = {"0": [("abc", "h"), ("abcd", "h")], "1": [], "2": [("a", "h")]}
+    system = replace(load_system("arena", {}), claims=lambda attempt: claims[attempt.question], wants_verdict=True)
+    judge = Judge()
+    asked = ask_judges(attempts, system, Judges(entailment=judge, verdict=judge))
+    assert [attempt.entailment for attempt in asked] == [0.4, 0.0, 0.1]
+    assert [attempt.verdict for attempt in asked] == [True, False, False] and judge.calls == 2
