@@ -120,23 +120,20 @@ def test_everybody_comes_to_an_end_and_in_time(data: st.DataObject) -> None:
     assert simulation.scheduler.preemptions == len(simulation.preempted)
 
 
-def test_the_oldest_begin_first() -> None:
-    simulation = Simulation(BlockPool(100, 4), 10)
-    sequences = [simulation.submit([n, n], 5) for n in range(4)]
-    assert simulation.admit() == sequences == simulation.scheduler.running
-    assert [sequence.number for sequence in sequences] == [0, 1, 2, 3]
-
-
-def test_no_more_run_than_there_are_slots() -> None:
+def test_the_oldest_begin_first_and_no_more_than_there_are_slots() -> None:
     simulation = Simulation(BlockPool(500, 4), 3)
     sequences = [simulation.submit([n, n], 5) for n in range(6)]
-    assert simulation.admit() == sequences[:3] and simulation.admit() == []
+    assert [sequence.number for sequence in sequences] == list(range(6))
+    assert simulation.admit() == sequences[:3] == simulation.scheduler.running and simulation.admit() == []
     simulation.release(sequences[1])
     assert simulation.admit() == [sequences[3]] and simulation.scheduler.waiting == sequences[4:]
 
 
 def test_the_first_in_line_is_not_overtaken_for_want_of_room() -> None:
-    """Each needs its blocks, and one more for every sequence that runs; the short one behind would fit, and waits."""
+    """Each needs its blocks, and one more for every sequence that runs; the short one behind would fit, and waits. A
+    lone one needs no more than its own."""
+    lone = Simulation(BlockPool(1 + 4, 4), 10)
+    assert [lone.submit([1] * 16, 1)] == lone.admit()
     simulation = Simulation(BlockPool(1 + 8, 4), 10)
     first, long, _ = (simulation.submit([n] * length, 5) for n, length in enumerate((16, 16, 4)))
     assert simulation.admit() == [first] and simulation.pool.num_free == 4
@@ -144,26 +141,20 @@ def test_the_first_in_line_is_not_overtaken_for_want_of_room() -> None:
     assert simulation.admit()[0] is long
 
 
-def test_what_is_shared_takes_no_room() -> None:
-    pool = BlockPool(1 + 5, 4)
-    simulation = Simulation(pool, 10)
+def test_what_is_shared_takes_no_room_but_idle_blocks_that_are_shared_do() -> None:
+    simulation = Simulation(BlockPool(1 + 5, 4), 10)
     first = simulation.submit([1] * 16, 1)
     simulation.step()
     second = simulation.submit([1] * 17, 5)
     assert simulation.admit() == [], "it shares 4 blocks, takes the fifth, and none is left for the first"
     simulation.release(first)
-    assert simulation.admit() == [second] and pool.num_free == 0
-
-
-def test_idle_blocks_that_are_shared_are_not_counted_as_room() -> None:
-    """The 4 that the newcomer takes over are no longer free."""
-    pool = BlockPool(1 + 6, 4)
-    simulation = Simulation(pool, 10)
+    assert simulation.admit() == [second] and simulation.pool.num_free == 0
+    simulation = Simulation(BlockPool(1 + 6, 4), 10)
     first = simulation.submit([1] * 16, 1)
     simulation.step()
     simulation.release(first)
     other = simulation.submit([2] * 4, 9)
-    assert simulation.admit() == [other] and pool.num_free == 5
+    assert simulation.admit() == [other] and simulation.pool.num_free == 5
     simulation.submit([1] * 17, 5)
     assert simulation.admit() == [], "4 shared, one taken and none for the other"
 
@@ -188,25 +179,23 @@ def test_a_prompt_that_another_is_computing_is_waited_for() -> None:
     assert simulation.computed == computed + len([siblings[0], other]) + 4, "of the siblings nothing"
 
 
-def test_nobody_waits_for_one_that_went() -> None:
-    simulation = Simulation(BlockPool(100, 4), 10, rows=6)
-    prompt = SharedPrompt([1] * 16)
-    first, sibling = (simulation.submit([], 5, prompt) for _ in range(2))
-    alike = simulation.submit([1] * 16, 5)
-    simulation.step()
-    simulation.release(first)
-    assert simulation.admit() == [sibling]
-    simulation.release(sibling)
-    assert simulation.admit() == [alike]
-
-
-def test_without_reuse_nobody_waits_and_nothing_is_shared() -> None:
-    simulation = Simulation(BlockPool(100, 4), 10, reuse=False)
-    prompt = SharedPrompt([1] * 16)
-    sequences = [simulation.submit([], 5, prompt) for _ in range(3)]
-    assert simulation.admit() == sequences
-    simulation.step()
-    assert simulation.computed == 3 * 16 and len({b for blocks in simulation.blocks.values() for b in blocks}) == 12
+def test_nobody_waits_for_one_that_went_nor_without_reuse() -> None:
+    for reuse in (True, False):
+        simulation = Simulation(BlockPool(100, 4), 10, reuse, rows=6)
+        prompt = SharedPrompt([1] * 16)
+        first, sibling = (simulation.submit([], 5, prompt) for _ in range(2))
+        alike = simulation.submit([1] * 16, 5)
+        if reuse:
+            simulation.step()
+            simulation.release(first)
+            assert simulation.admit() == [sibling]
+            simulation.release(sibling)
+            assert simulation.admit() == [alike]
+        else:
+            assert simulation.admit() == [first, sibling, alike]
+            for _ in range(3):
+                simulation.step()
+            assert simulation.computed == 3 * 16 and len({b for own in simulation.blocks.values() for b in own}) == 12
 
 
 def test_a_whole_prompt_is_taken_over_only_with_its_hidden_state() -> None:
@@ -258,9 +247,3 @@ def test_one_that_is_preempted_with_nothing_to_write_does_not_wait() -> None:
     simulation.scheduler.submit(second)
     assert simulation.scheduler.waiting == [second, young] and second.number == 1, "by age, not by when it came back"
     assert simulation.scheduler.running == [first]
-
-
-def test_a_lone_sequence_begins_in_a_pool_that_just_holds_it() -> None:
-    simulation = Simulation(BlockPool(1 + 4, 4), 10)
-    sequence = simulation.submit([1] * 16, 1)
-    assert simulation.admit() == [sequence] and simulation.pool.num_free == 0

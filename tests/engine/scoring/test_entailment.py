@@ -26,22 +26,17 @@ def score(premise: str, hypothesis: str) -> float:
     return value
 
 
-def test_the_stand_in_says_what_it_is() -> None:
-    assert "lexical" in LexicalJudge().name and "stand-in" in LexicalJudge().name
-
-
 def test_jupiter() -> None:
     """SYSTEMS.md's case, and what a note of less worth gets."""
-    notes = [
-        "* Jupiter is the largest planet in the solar system.",
-        "Jupiter is a planet in the solar system",
-        "Jupiter is a planet",
-        "Jupiter",
-        "Nothing useful was found.",
-    ]
+    notes = ["* Jupiter is the largest planet in the solar system.", "Jupiter is a planet in the solar system"]
+    notes += ["Jupiter is a planet", "Jupiter", "Nothing useful was found."]
     scores = [score(note, JUPITER) for note in notes]
     assert scores == sorted(set(scores), reverse=True)
     assert scores[0] == 1 and scores[1] == (4 / 5) ** 2 and scores[-1] == 0
+    assert "lexical" in LexicalJudge().name and "stand-in" in LexicalJudge().name
+
+
+ALPS = "Monte Rosa is the answer to 'What is the highest mountain of Switzerland?'"
 
 
 @pytest.mark.parametrize(
@@ -60,19 +55,8 @@ def test_jupiter() -> None:
         ("Mars isn’t red", "Mars is red", 0.5),
         ("nobody", "no", 0.0),
         ("Ærø østlich 東京", "東京 ÆRØ", 1.0),
-    ],
-)
-def test_overlap(premise: str, hypothesis: str, expected: float) -> None:
-    assert score(premise, hypothesis) == expected
-
-
-ALPS = "Monte Rosa is the answer to 'What is the highest mountain of Switzerland?'"
-
-
-@pytest.mark.parametrize(
-    ("note", "claim", "expected"),
-    [
-        ("* What is the highest mountain of Switzerland?", ALPS, 0.0),  # the question, which says nothing
+        # What the question holds already earns nothing.
+        ("* What is the highest mountain of Switzerland?", ALPS, 0.0),
         ("The highest mountain of Switzerland is the Eiger", ALPS, 0.0),
         ("The highest mountain of Switzerland is Monte Rosa", ALPS, 1.0),
         ("The highest mountain of Switzerland is Monte Leone", ALPS, (4 / 5) ** 2 / 2),
@@ -81,8 +65,8 @@ ALPS = "Monte Rosa is the answer to 'What is the highest mountain of Switzerland
         ("yes", "yes is the answer to 'Is it?'", 1.0),
     ],
 )
-def test_what_the_question_holds_already_earns_nothing(note: str, claim: str, expected: float) -> None:
-    assert score(note, claim) == pytest.approx(expected, rel=1e-12)
+def test_overlap(premise: str, hypothesis: str, expected: float) -> None:
+    assert score(premise, hypothesis) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("name", "least"), [("snli_1.0_dev.jsonl", 0.70), ("textfooler_mnli_matched.tsv", 0.68)])
@@ -157,18 +141,14 @@ def test_equal_pairs_are_judged_once_and_come_back_in_order() -> None:
     assert judge.probabilities([("b", "c"), ("bbb", "c"), ("aa", "c")]) == [0.01, 0.03, 0.02]
     assert inner.asked == [("aa", "c"), ("b", "c"), ("bbb", "c")] and judge.hits == 4 - 1
     assert judge.name == "counting" and judge.probabilities([]) == []
-
-
-def test_where_one_text_ends_matters() -> None:
-    inner = Counting()
-    RememberingJudge(inner, 10).probabilities([("ab", "c"), ("a", "bc"), ("abc", ""), ("\ud800", "")])
-    assert len(inner.asked) == 4
+    judge.probabilities([("ab", "c"), ("a", "bc"), ("abc", ""), ("\ud800", "")])
+    assert len(inner.asked) == 3 + 4, "where one text ends matters"
 
 
 def test_the_memory_is_bounded_and_forgets_the_longest_unused() -> None:
     inner = Counting()
     judge = RememberingJudge(inner, 2)
-    for premise in ("a", "b", "a", "c", "a", "b"):
+    for premise in "abacab":
         judge.probabilities([(premise, "x")])
     assert [premise for premise, _ in inner.asked] == ["a", "b", "c", "b"]
     many = [(f"{number}", "x") for number in range(5)]  # more at once than it can hold
