@@ -95,10 +95,7 @@ class Renderer:
         line = "\n" * (number > 1) + passage_line(number, passage, self.passage_format)
         return len(self.tokenizer.encode(escape_tags(line, self.tags)))
 
-    def retrieved(self, request: Retrieved) -> list[int]:
-        return self.retrieved_and_cut(request)[0]
-
-    def retrieved_and_cut(self, request: Retrieved) -> tuple[list[int], int]:
+    def retrieved(self, request: Retrieved) -> tuple[list[int], int]:
         """Return a search's passages, or the text in their place, between their tags; and how many of their tokens the
         budget cut off."""
         if isinstance(request.hits, str):

@@ -570,7 +570,7 @@ class _Play:
                     sample.forks[name] = (branch, self._context(sample, branch))
                 continue
             if isinstance(request, Retrieved):
-                ids, cut = renderer.retrieved_and_cut(request)
+                ids, cut = renderer.retrieved(request)
                 segment = Segment(Source.RETRIEVED, ids)
                 self.clock.cut_search_tokens += cut
             elif isinstance(request, Feedback):
@@ -630,7 +630,7 @@ def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer
         if isinstance(part, KeptSpan):
             ids += kept_ids(part, written, renderer.tokenizer)
         elif isinstance(part, Retrieved):
-            ids += renderer.retrieved(part)
+            ids += renderer.retrieved(part)[0]
         else:
             ids += renderer.tokenizer.encode_template(part)
     return ids
@@ -642,7 +642,7 @@ def with_truncated_passages(context: BranchPrompt, renderer: Renderer, question_
     asked = context.prompt.passages
     passages = fit(asked, renderer, question_id)
     cut = len(renderer.passages(asked)) - len(renderer.passages(passages))
-    cut += sum(renderer.retrieved_and_cut(part)[1] for part in context.parts if isinstance(part, Retrieved))
+    cut += sum(renderer.retrieved(part)[1] for part in context.parts if isinstance(part, Retrieved))
     return replace(context, prompt=replace(context.prompt, passages=passages)), cut
 
 

@@ -324,7 +324,7 @@ def test_control_tags_are_stored_as_they_are_and_harmless_when_rendered(tmp_path
     renderer = Renderer(
         tokenizer=tiny_tokenizer, tags=tags, k=1, chat=False, max_passage_tokens=1000, passage_format="{title} {text}"
     )
-    ids = renderer.retrieved(Retrieved(hits, "", ""))
+    ids, _ = renderer.retrieved(Retrieved(hits, "", ""))
     text = tiny_tokenizer.decode(ids)
     assert "zebra" in text and "im_end" in text and not [tag for tag in tags if tag in text]
     assert not set(ids) & set(tiny_tokenizer.added_tokens.values())

@@ -59,7 +59,7 @@ def test_a_transcript_holds_what_a_rollout_of_its_pieces_would(
     pieces = [
         (Source.PROMPT, renderer.prompt(Prompt(TEMPLATE, record["question"]))),
         (Source.POLICY, encode(said[0])),
-        (Source.RETRIEVED, renderer.retrieved(Retrieved(hits, BEFORE, AFTER))),
+        (Source.RETRIEVED, renderer.retrieved(Retrieved(hits, BEFORE, AFTER))[0]),
         (Source.POLICY, encode(said[1])),
         (Source.FEEDBACK, renderer.feedback(Feedback(INVALID))),
         (Source.POLICY, encode(said[2])),
