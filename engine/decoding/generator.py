@@ -1,4 +1,4 @@
-"""The decoder for whoever has prompts and wants text: no recipe, no episode.
+"""Generate text from prompts, without a recipe or an episode.
 
     generator = Generator(load_policy(folder), load_tokenizer(folder))
     (results,) = generator.generate([GenerateRequest(prompt_text="2 + 2 =", n=4)])
@@ -9,10 +9,10 @@ that holds to the bit). Keys and values live for one call, so the weights may ch
 
 import codecs
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from thresher.common.errors import LARGEST_INT, UserError, as_whole, is_unicode, shown
 from thresher.engine.config.sampling import BOUNDS, MOST_SAMPLES, checked
@@ -27,6 +27,7 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
 Finish = Literal["stop", "eos", "length", "context"]
+T = TypeVar("T")
 
 BLOCK = 64  # slots
 CPU_SHARE = 0.5  # of the memory that there is, at most, for keys and values
@@ -130,7 +131,7 @@ class Generator:
         self._requests = 0  # that it has been given
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GenerateResult]]:
-        """The samples of every request, in order. UserError, naming the request, before anything runs."""
+        """Return the samples of every request, in order. UserError, naming the request, before anything runs."""
         started = time.perf_counter()
         decoder, asked = self._begin(requests)
         while not decoder.idle:
@@ -140,7 +141,7 @@ class Generator:
         return [[self._result(request, sequence) for sequence in sequences] for request, sequences in asked]
 
     def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[tuple[int, int, list[int], bytes]]:
-        """(request, sample, new ids, their bytes), as they are drawn; the end of text has no bytes."""
+        """Yield (request, sample, new ids, their bytes) as they are drawn; the end of text has no bytes."""
         decoder, asked = self._begin(requests)
         names = {
             sequence: (number, sample)
@@ -160,40 +161,35 @@ class Generator:
     def _begin(
         self, requests: Sequence[GenerateRequest]
     ) -> tuple[Decoder, list[tuple[GenerateRequest, list[TokenSequence]]]]:
-        """A decoder in which every request's samples wait, and who they are."""
+        """Return a decoder in which every request's samples wait, and the samples of each request."""
         requests = _checked_requests(requests)
         prompts = [self._prompt(number, request) for number, request in enumerate(requests)]
-        lengths = [
-            min(len(ids) + request.max_new_tokens, self.context)
-            for ids, request in zip(prompts, requests, strict=True)
-            for _ in range(request.n)
-        ]
-        decoder = self._decoder_for(lengths)
-        for number, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
-            longest, held = min(len(ids) + request.max_new_tokens, self.context), (decoder.num_blocks - 1) * BLOCK
-            if longest > held:
+        asked = list(zip(requests, prompts, strict=True))
+        most = [min(len(ids) + request.max_new_tokens, self.context) for request, ids in asked]
+        decoder = self._decoder_for([most[number] for number, request in enumerate(requests) for _ in range(request.n)])
+        held = (decoder.num_blocks - 1) * BLOCK
+        for number, (request, ids) in enumerate(asked):
+            if most[number] > held:
                 raise UserError(
                     f"request {number}: its prompt of {len(ids)} tokens and up to {request.max_new_tokens} new ones do "
                     f"not fit into the {held} tokens of the KV cache; raise kv_tokens or lower max_new_tokens"
                 )
         self.clock = DecodeClock()
-        decoder.begin(max(lengths, default=1), self.clock)
-        asked = []
-        for number, (ids, request) in enumerate(zip(prompts, requests, strict=True), self._requests):
+        decoder.begin(max(most, default=1), self.clock)
+        begun = []
+        for number, (request, ids) in enumerate(asked):
             draw = SamplingParams(request.temperature, request.top_k, request.top_p, request.min_p)
             prompt = SharedPrompt(ids)
-            most = min(len(ids) + request.max_new_tokens, self.context)
-            noise = f"request {number}" if request.seed is None else str(request.seed)
-            samples = [TokenSequence(prompt, _seed(noise, j), draw, most=most) for j in range(request.n)]
-            asked.append((request, samples))
+            noise = f"request {self._requests + number}" if request.seed is None else str(request.seed)
+            samples = [TokenSequence(prompt, _seed(noise, j), draw, most=most[number]) for j in range(request.n)]
             for sequence in samples:
-                room = min(request.max_new_tokens, self.context - len(ids))
-                decoder.begin_turn(sequence, request.stop, room)
+                decoder.begin_turn(sequence, request.stop, most[number] - len(ids))
+            begun.append((request, samples))
         self._requests += len(requests)
-        return decoder, asked
+        return decoder, begun
 
     def _decoder_for(self, lengths: Sequence[int]) -> Decoder:
-        """The one of the last call, if its cache is large enough."""
+        """Return a decoder for sequences of these lengths: the last call's, if its cache is large enough."""
         if self.kv_tokens is not None:
             blocks = self.kv_tokens // BLOCK
             if self.policy.device.type == "cpu" and blocks > (held := int(self._affordable() / CPU_SHARE)):
@@ -221,13 +217,12 @@ class Generator:
         return int(CPU_SHARE * memory) // PagedKV.bytes_needed(self.policy.config, 1, BLOCK, self.policy.dtype.itemsize)
 
     def _prompt(self, number: int, request: GenerateRequest) -> list[int]:
-        """The ids of a request's prompt."""
         where = f"request {number}"
         given = [x for x in (request.prompt_ids, request.prompt_text, request.prompt_messages) if x is not None]
         if len(given) != 1:
             raise UserError(f"{where}: expected one of prompt_ids, prompt_text and prompt_messages, got {len(given)}")
         if request.prompt_ids is not None:
-            ids = _checked_ids(where, request.prompt_ids)
+            ids = _checked_list(where, "prompt_ids", request.prompt_ids, "a list of whole numbers", as_whole)
         elif request.prompt_text is not None:
             if not isinstance(request.prompt_text, str) or not is_unicode(request.prompt_text):
                 raise UserError(
@@ -235,7 +230,10 @@ class Generator:
                 )
             ids = [*self.tokenizer.begin_ids, *self.tokenizer.encode(request.prompt_text)]
         else:
-            messages = _checked_messages(where, request.prompt_messages)
+            expected = 'a list of messages such as {"role": "user", "content": "text"}'
+            messages = _checked_list(where, "prompt_messages", request.prompt_messages, expected, _message)
+            if not messages:
+                raise UserError(f"{where}: prompt_messages is empty; give at least one message")
             ids = self.tokenizer.encode_template(self.tokenizer.render_chat(messages))
         wrong = [token for token in ids if not 0 <= token < self.tokenizer.vocab_size]
         if not ids or wrong:
@@ -269,66 +267,50 @@ class Generator:
 
 
 def _checked_requests(requests: Iterable[GenerateRequest]) -> list[GenerateRequest]:
+    """Return the requests, their numbers and stops converted; prompts are checked by `Generator._prompt`."""
     if isinstance(requests, str | bytes) or not isinstance(requests, Iterable):
         raise UserError(f"requests is {shown(requests)}; expected a list of GenerateRequest")
-    return [_checked_request(f"request {number}", request) for number, request in enumerate(requests)]
-
-
-def _checked_request(where: str, request: GenerateRequest) -> GenerateRequest:
-    """The request with its numbers and stops converted; its prompt is `_prompt`'s."""
-    if not isinstance(request, GenerateRequest):
-        raise UserError(f"{where} is {shown(request)}; expected a GenerateRequest")
-    names = [name for name in BOUNDS if name != "seed" or request.seed is not None]
-    values: dict[str, Any] = {name: checked(where, name, getattr(request, name)) for name in names}
-    return replace(request, stop=_checked_stop(where, request.stop), **values)
-
-
-def _checked_ids(where: str, ids: object) -> list[int]:
-    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
-        raise UserError(f"{where}: prompt_ids is {shown(ids)}; expected a list of whole numbers")
     found = []
-    for token in ids:
-        number = as_whole(token)
-        if number is None:
-            raise UserError(f"{where}: prompt_ids holds {shown(token)}; expected a list of whole numbers")
-        found.append(number)
+    for number, request in enumerate(requests):
+        where = f"request {number}"
+        if not isinstance(request, GenerateRequest):
+            raise UserError(f"{where} is {shown(request)}; expected a GenerateRequest")
+        names = [name for name in BOUNDS if name != "seed" or request.seed is not None]
+        values: dict[str, Any] = {name: checked(where, name, getattr(request, name)) for name in names}
+        stop = _checked_list(where, "stop", request.stop, "a tuple of strings, none empty, that UTF-8 encodes", _stop)
+        if len(set(stop)) < len(stop):
+            raise UserError(f"{where}: stop holds a string twice; give each once")
+        found.append(replace(request, stop=tuple(stop), **values))
     return found
 
 
-def _checked_messages(where: str, messages: object) -> list[dict[str, Any]]:
-    expected = 'expected a list of messages such as {"role": "user", "content": "text"}'
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-        raise UserError(f"{where}: prompt_messages is {shown(messages)}; {expected}")
-    found = list(messages)
-    for message in found:
-        if not isinstance(message, Mapping):
-            raise UserError(f"{where}: prompt_messages holds {shown(message)}; {expected}")
-    if not found:
-        raise UserError(f"{where}: prompt_messages is empty; give at least one message")
-    return [dict(message) for message in found]
+def _checked_list(where: str, name: str, values: object, expected: str, convert: Callable[[Any], T | None]) -> list[T]:
+    """Return the converted entries of a list; UserError where it is none, or where `convert` returns None."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise UserError(f"{where}: {name} is {shown(values)}; expected {expected}")
+    found = []
+    for value in values:
+        entry = convert(value)
+        if entry is None:
+            raise UserError(f"{where}: {name} holds {shown(value)}; expected {expected}")
+        found.append(entry)
+    return found
 
 
-def _checked_stop(where: str, stop: object) -> tuple[str, ...]:
-    if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
-        raise UserError(f"{where}: stop is {shown(stop)}; expected a tuple of strings")
-    stops = tuple(stop)
-    for one in stops:
-        if not isinstance(one, str) or not one or not is_unicode(one):
-            raise UserError(
-                f"{where}: stop holds {shown(one)}; expected strings that are not empty and that UTF-8 encodes"
-            )
-    if len(set(stops)) < len(stops):
-        raise UserError(f"{where}: stop holds a string twice; give each once")
-    return stops
+def _message(value: object) -> dict[str, Any] | None:
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def _stop(value: object) -> str | None:
+    return value if isinstance(value, str) and value and is_unicode(value) else None
 
 
 def _seed(noise: str, sample: int) -> int:
-    """63 bits that depend on both."""
     return int.from_bytes(blake2b(f"{noise} {sample}".encode(), digest_size=8).digest()) >> 1
 
 
 def stream_text(generator: Generator, request: GenerateRequest) -> Iterator[str]:
-    """The text of the request's first sample, piece by piece, none of them empty. UserError as `Generator.generate`."""
+    """Yield the text of the request's first sample, in pieces that are not empty. UserError as `Generator.generate`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     matcher = TagMatcher(generator.tokenizer, request.stop) if request.stop else None
     state = 0 if matcher is None else matcher.start()

@@ -1,25 +1,18 @@
-"""Drafts: guesses at what a sequence writes next, looked up in what was written before, for all slots at once.
+"""Drafts: guesses at a sequence's next tokens, looked up in earlier text, for all slots at once.
 
-A token is argmax(z / T + noise(seed, position, token)) and the noise is a function, so a draft is verified by equality:
-one forward feeds the last token and k drafts behind it, a token is drawn at each of these rows, and those stand that
-the sequence would have drawn one by one. Where the BLAS is batch-invariant (docs/design.md), nothing
-here can change a token or a log-prob; a wrong guess costs its row.
+A token is argmax(z / T + noise(seed, position, token)), and the noise is a function. So a draft is verified by
+equality: one forward feeds the last token and k drafts, a token is drawn at each row, and drafts are accepted up to the
+first that differs. Where the BLAS is batch-invariant (docs/design.md) no draft changes a token or a log-prob. A draft
+continues a place where the sequence's last tokens occurred, in an earlier text for the same question or in its own.
 
-A guess continues a place where the sequence's last tokens occurred before: in what was written earlier for the
-same question, or in its own context, since extracts copy passages. It ends where a turn of the earlier text ended
-(TURN_END): what came then was not drawn.
-
-With "auto" a row is spent only where it is likely to be used. A forward of n sequences with drafts takes
+With "auto", a forward of n sequences with drafts takes, in forwards without drafts,
 
     1 + drafting + c(n) x drafts / n        c(n) = row + row_each n         (Costs)
 
-times as long as one without, and with p the share of guesses of a kind that came true so far, the i-th draft of a slot
-is used with chance p^i. So a slot gets as many drafts as have p^i > c(n), and all go unused where together they would
-not make up for the first term. Where that has been so for a while, guesses are looked up only now and then. All from
-counts and stored costs, never from the clock.
-
-On a GPU every slot of a step has as many rows as the one with the most drafts (decoder_cuda.py), so these rows are what
-is paid for, and slots get at most the number, of STACKED, with which the step writes the most tokens in its time.
+p is the share of drafts of a kind that came true so far; the i-th draft of a slot is used with chance p^i. A slot gets
+as many drafts as have p^i > c(n); none are used where all of them save less than `drafting`. Where that has been so for
+PATIENCE steps, drafts are looked up every PAUSE steps. The clock decides nothing. A GPU computes as many rows for each
+slot as for the slot with the most drafts, so slots get at most the number in STACKED that writes the most in its time.
 
 Axes: B slots, L tokens of a sequence, N slots that decode, K drafts of a slot.
 """
@@ -58,15 +51,14 @@ class Costs:
 
 ON_CPU = Costs(0.25, 0.1, 0.0014)  # as measured (docs/internals/log.md)
 BYTES_PER_S = 2.0e12  # a GPU's memory: an A100 of 80 GB, the slowest that is meant
-ROWS_FREE = (
-    150  # an A100's bfloat16 operations a byte: with fewer rows, reading the weights takes longer than using them
-)
+# An A100's bfloat16 operations a byte: with fewer rows, reading the weights takes longer than using them.
+ROWS_FREE = 150
 HOST_S = 1e-3  # of a step: bookkeeping and look-up, which wait for the tokens and the GPU for them
 
 
 def gpu_costs(weight_bytes: int) -> Costs:
-    """A forward takes at least as long as reading its weights takes, and a row more at most 1 / ROWS_FREE of that. A
-    step that drafts is not launched ahead, so the host's part of it is added. By arithmetic; not measured yet."""
+    """Return the costs on a GPU, by arithmetic; they are not measured yet. A forward takes as long as reading its
+    weights, a row more 1 / ROWS_FREE of that. A step that drafts is not launched ahead, so the host's time is added."""
     return Costs(HOST_S * BYTES_PER_S / weight_bytes, 0.0, 1 / ROWS_FREE, stacked=True)
 
 
@@ -91,7 +83,7 @@ class Drafter:
         self.counts = np.array(BEGIN)
 
     def open(self, slot: int, earlier: "Int32s | None") -> None:
-        """A new sequence in the slot; earlier: ids that it may repeat, TURN_END behind each turn."""
+        """Begin a sequence in the slot; earlier: ids that it may repeat, with TURN_END behind each turn."""
         self.earlier_B[slot] = 0
         if earlier is not None:
             ids = earlier[: self.earlier_BL.shape[1]]
@@ -106,7 +98,7 @@ class Drafter:
         return wanted and (self.refused <= PATIENCE or self.steps % PAUSE == 0)
 
     def draft(self, tokens_BL: Ints, known_B: Ints, slot_N: Ints, most_N: Ints) -> Drafts | None:
-        """Guesses for slots that decode, at most `most_N` each; None where nobody has one that pays."""
+        """Return drafts for slots that decode, at most `most_N` each; None where none pays."""
         wanted = [self._drafts_wanted(kind, len(slot_N)) for kind in range(len(BEGIN))]
         known_N = known_B[slot_N]
         found_N, kind_N = np.full(len(slot_N), -1), np.zeros(len(slot_N), np.int64)
@@ -121,7 +113,19 @@ class Drafter:
             place = _nearest(source, slots, length, tokens_BL, known_N[left], tokens)
             found_N[left], kind_N[left] = place, kind
             from_earlier_N[left] = not own
-        return self._read(tokens_BL, known_N, slot_N, most_N, wanted, found_N, kind_N, from_earlier_N)
+        length_N = np.where(from_earlier_N, self.earlier_B[slot_N], known_N)
+        count_N = np.minimum(np.array(wanted)[kind_N], np.minimum(length_N - 1 - found_N, most_N))
+        count_N = np.where(found_N < 0, 0, np.maximum(count_N, 0))
+        at_NK = np.minimum(found_N[:, None] + 1 + np.arange(int(count_N.max())), tokens_BL.shape[1] - 1)
+        own_NK, earlier_NK = tokens_BL[slot_N[:, None], at_NK], self.earlier_BL[slot_N[:, None], at_NK]
+        ids_NK = np.where(from_earlier_N[:, None], earlier_NK, own_NK)
+        left_NK = np.where(ids_NK == TURN_END, np.arange(ids_NK.shape[1]), MOST)
+        count_N = np.minimum(count_N, left_NK.min(1, initial=MOST))
+        count_N = np.minimum(count_N, self._most_that_pay(count_N, kind_N))
+        if not count_N.any():
+            return None
+        self.kind_B[slot_N] = kind_N
+        return Drafts(ids_NK[:, : int(count_N.max())], count_N)
 
     def note(self, slot_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
         """Count how many of the slots' drafts came true."""
@@ -157,36 +161,10 @@ class Drafter:
         self.refused = 0 if most else self.refused + 1
         return most
 
-    def _read(
-        self,
-        tokens_BL: Ints,
-        known_N: Ints,
-        slot_N: Ints,
-        most_N: Ints,
-        wanted: list[int],
-        found_N: Ints,
-        kind_N: Ints,
-        from_earlier_N: npt.NDArray[np.bool_],
-    ) -> Drafts | None:
-        """Return the tokens behind the places that were found, as drafts; None where there are none."""
-        length_N = np.where(from_earlier_N, self.earlier_B[slot_N], known_N)
-        count_N = np.minimum(np.array(wanted)[kind_N], np.minimum(length_N - 1 - found_N, most_N))
-        count_N = np.where(found_N < 0, 0, np.maximum(count_N, 0))
-        at_NK = np.minimum(found_N[:, None] + 1 + np.arange(int(count_N.max())), tokens_BL.shape[1] - 1)
-        own_NK, earlier_NK = tokens_BL[slot_N[:, None], at_NK], self.earlier_BL[slot_N[:, None], at_NK]
-        ids_NK = np.where(from_earlier_N[:, None], earlier_NK, own_NK)
-        left_NK = np.where(ids_NK == TURN_END, np.arange(ids_NK.shape[1]), MOST)
-        count_N = np.minimum(count_N, left_NK.min(1, initial=MOST))
-        count_N = np.minimum(count_N, self._most_that_pay(count_N, kind_N))
-        if not count_N.any():
-            return None
-        self.kind_B[slot_N] = kind_N
-        return Drafts(ids_NK[:, : int(count_N.max())], count_N)
-
 
 def _nearest(source_BL: Ints, slot_N: Ints, length_N: Ints, tokens_BL: Ints, known_N: Ints, tokens: int) -> Ints:
-    """The place in each slot's source, one token before its end at most, at which the slot's last `tokens` tokens end:
-    of several the nearest to the slot's own length, which in its own context is the latest; -1 where there is none."""
+    """Return where in each slot's source its last `tokens` tokens end, before the source's last token; -1: nowhere. Of
+    several places it is the nearest to the slot's own length, in its own context the latest."""
     longest = int(length_N.max(initial=0))
     first = max(longest - WINDOW, 0)
     if longest - first < tokens + 1 or int(known_N.min()) < tokens:
