@@ -1,18 +1,12 @@
 """Blocks of the KV cache: who owns which, and which tokens' keys and values lie in them. No tensors.
 
-A sequence owns a list of blocks, each of `page_size` slots; several may own the same one. What lies in a block is
-decided by the tokens from the sequence's start to the block's last slot, and it is remembered in a tree of token pages,
-so that a sequence that begins as another did takes that one's blocks instead of computing them: the samples of one
-prompt, a branch that starts as its trajectory did, the same template before another question, a sequence that had to
-give its blocks up and comes back. (SGLang's RadixAttention, Zheng et al. 2024, keeps such a tree.)
+A sequence owns a list of blocks of `page_size` slots; several may own the same block. A tree of nodes, one a block,
+remembers which tokens, from the sequence's start on, a block holds, so that a sequence that begins as another did takes
+its blocks (as SGLang's RadixAttention, Zheng et al. 2024). Shared blocks are full; of one that agrees in its first
+slots only, the newcomer gets a copy. Blocks without an owner keep their content until they are needed, the one that was
+given up first goes first. Block 0 belongs to nobody: rows that pad a batch are written there.
 
-A block is written only by the sequence that took it, and only behind what is remembered of it. A shared block is full;
-of one that agrees in its first slots alone the newcomer gets a copy, into a block of its own.
-
-Blocks without an owner keep their content until somebody needs the room: the one that was given up first goes first.
-
-Invariant, after every operation: free + idle + owned = num_blocks - 1, and no count of owners is negative. Block 0
-belongs to nobody: rows that pad a batch are written there.
+Invariant: free + idle + owned = num_blocks - 1.
 """
 
 from collections import OrderedDict
@@ -27,9 +21,9 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """A node of the tree: the tokens of one block, which follow those of its parents. Only a full page has children.
+    """A node of the tree: the tokens of one block, which follow those of its parents. Only a full node has children.
 
-    ready: whether keys and values of all its tokens lie in the block, or are yet to be computed by who took it.
+    ready: keys and values of all its tokens lie in the block; else its owner is about to compute them.
     """
 
     block: int
@@ -68,7 +62,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that `allocate` could return."""
+        """Return the number of blocks that `allocate` could return."""
         return len(self._free) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
@@ -110,7 +104,6 @@ class BlockPool:
             best, agreed = None, 0
             for page in found.last.children.get(want[0], ()):
                 same = _agreement(page.tokens, want)
-                # Of two that agree equally long the one that is ready.
                 if same > agreed or (same == agreed and best is not None and page.ready and not best.ready):
                     best, agreed = page, same
             if best is None:
@@ -130,10 +123,8 @@ class BlockPool:
     def insert(
         self, ids: Sequence[int], blocks: Sequence[int], after: RadixNode, start: int, ready: bool
     ) -> list[RadixNode]:
-        """Put ids[start:] into the tree, behind `after`, the page of all before; blocks: the sequence's, all of them.
-
-        Returns the pages that the rest now lies on, in order. A page that is known from another block stays that one's.
-        """
+        """Put ids[start:] into the tree, behind the node `after`; return their nodes, in order. blocks: all of the
+        sequence's. A node that is known from another block keeps that block."""
         path = []
         for at in range(start, len(ids), self.page_size):
             tokens, block = list(ids[at : at + self.page_size]), blocks[at // self.page_size]
@@ -167,7 +158,7 @@ class BlockPool:
         return next(same, None)
 
     def _forget(self, page: RadixNode) -> None:
-        """Take a page and all behind it out of the tree; their blocks are free unless they are owned."""
+        """Remove a node and all behind it from the tree; their blocks are free unless they are owned."""
         siblings = page.parent.children[page.tokens[0]] if page.parent is not None else []
         siblings.remove(page)
         if not siblings and page.parent is not None:
@@ -190,7 +181,5 @@ def _subtree(page: RadixNode) -> Iterator[RadixNode]:
 
 def _agreement(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the number of leading tokens that `a` and `b` have in common."""
-    for at, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return at
-    return min(len(a), len(b))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))

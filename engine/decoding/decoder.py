@@ -1,20 +1,16 @@
-"""Decoding: many sequences at once, one forward at a time (continuous batching). It knows tokens, no episodes.
+"""Decoding of many sequences, one forward at a time (continuous batching).
 
-A step feeds every running sequence what it has not yet seen, the token that it drew a moment ago, or as much of a
-prompt or of appended text as the step has rows for, all in one forward. Then every sequence that is writing and has
-been fed whole draws a token. Who asked for a turn hears of it when it has ended.
+A step feeds every running sequence the token that it drew, or as much of a prompt or of appended text as the step has
+rows for, in one forward. Then every sequence that is writing and has been fed whole draws a token. The state lies in
+arrays (batch_state.py); between the ends of turns there is no loop over sequences and one small tensor is read back.
 
     begin_turn(sequence, stop, room)    a new sequence, or one between two turns
     step() -> the sequences whose turn has ended
     append(sequence, ids)               text that it did not write, between two turns
-    release(sequence)                   it is over
+    release(sequence)                   the sequence is over
 
-All that a step reads and writes lies in arrays (batch_state.py); between the ends of turns there is no loop over
-sequences, and one small tensor is read back: who has ended.
-
-What makes a sequence independent of the others: its noise is a function of its own seed and position; a row of the
-forward is batch-invariant, whether it was decoded or prefilled (CPU, float32; kernels/attention/paged_cpu.py); so
-neither chunks of prefill, nor shared or recomputed keys, nor who else runs can be told from its tokens and log-probs.
+A sequence's tokens and log-probs do not depend on the others: its noise is a function of its seed and position, and a
+row of the forward is batch-invariant, decoded or prefilled (CPU, float32; kernels/attention/paged_cpu.py).
 
 Axes: T rows of a step, N sequences that draw, L tokens of a sequence, H hidden, V vocabulary.
 """
@@ -39,19 +35,19 @@ from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
-FORWARD_ROWS = 2048  # of one forward: those that decode, and as many of prompts as fit beside them
+FORWARD_ROWS = 2048  # of one forward: decoding rows, and as many rows of prompts as fit beside them
 
 
 class NotFiniteDraw(UserError):
-    """A token was drawn from logits that hold NaN or infinity."""
+    """Error for a token that was drawn from logits with NaN or infinity."""
 
 
 class Decoder:
-    """Reusable: the cache's memory is kept on a CPU, its contents are not (`begin`).
+    """Decodes sequences. It is reusable: `begin` drops the cache's contents, not a CPU's memory.
 
-    max_running: sequences at once. num_blocks: of the cache, block 0 included. reuse: whether what one sequence
-    computed may serve another (off: the oracle, everything is computed afresh). share_prefix: whether rows of several
-    sequences share the products of keys that they share. Neither changes a result.
+    max_running: sequences at once. num_blocks: of the cache, block 0 included. reuse: sequences use what others
+    computed; off, everything is computed afresh. share_prefix: sequences share the products of keys that they share.
+    Neither changes a result.
     """
 
     mirrors = False  # whether the host keeps ids and log-probs of its own (batch_state.py)
@@ -80,15 +76,15 @@ class Decoder:
         self._start_over(self.page_size, DecodeClock())
 
     def held(self) -> list[torch.Tensor]:
-        """The cache's tensors, as far as there are any now."""
-        return [self.cache.k_LPKDS, self.cache.v_LPKSD] if isinstance(self.cache, PagedKV) else []
+        """Return the cache's tensors, as far as there are any now."""
+        return [] if self.cache is None else self.cache.tensors
 
     def end(self) -> None:
-        """Nothing is running. A GPU's memory is given back, for the update; a CPU's is kept: filling it takes time."""
+        """Free a GPU's memory, for the update, once nothing runs; a CPU's is kept, since filling it takes time."""
         self.cache = self.cache if self.policy.device.type == "cpu" else None
 
     def begin(self, longest: int, clock: DecodeClock) -> None:
-        """Start over, with nothing cached, for sequences of at most `longest` tokens. UserError if one does not fit."""
+        """Start over with an empty cache, for sequences of at most `longest` tokens. UserError if one does not fit."""
         self._open_cache()
         self._start_over(longest, clock)
 
@@ -99,9 +95,7 @@ class Decoder:
         self.batch = BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
-        self._timers: list[
-            tuple[CudaTimer, float]
-        ] = []  # not yet read: of forwards, and the share of each that was prefill
+        self._timers: list[tuple[CudaTimer, float]] = []  # of forwards, not yet read; the share that was prefill
         self._sequence_in: dict[int, TokenSequence] = {}
         self._slots_N: Ints | None = None  # of the running sequences, by age; None: they changed
         self._prefilling: list[TokenSequence] = []
@@ -125,8 +119,8 @@ class Decoder:
     # --- What the caller asks
 
     def begin_turn(self, sequence: TokenSequence, stop: tuple[str, ...], room: int, lead: bytes = b"") -> None:
-        """Let it write up to a stop, the end of text, or `room` tokens (at least one), as soon as it may run. lead:
-        bytes of its last token that belong to this turn's text, in which a stop may begin."""
+        """Begin a turn, up to a stop, the end of text, or `room` tokens (at least one). lead: bytes of the last token
+        that belong to this turn's text, in which a stop may begin."""
         sequence.stop, sequence.room, sequence.writing = stop, room, True
         sequence.turn_start, sequence.logprobs = len(sequence.ids), []
         sequence.stop_state = self.stops.start(stop, lead)
@@ -136,7 +130,7 @@ class Decoder:
             self.scheduler.submit(sequence)
 
     def append(self, sequence: TokenSequence, ids: Sequence[int]) -> None:
-        """Text that it did not write, between two turns."""
+        """Append text that the sequence did not write, between two turns."""
         sequence.ids.extend(ids)
         if sequence.slot >= 0:
             if sequence not in self._prefilling:
@@ -146,7 +140,7 @@ class Decoder:
             self.batch.append(sequence.slot, ids)
 
     def release(self, sequence: TokenSequence, keep: bool = False) -> None:
-        """It is over, and its blocks go back; keep: others will soon begin as it did, and shall find them."""
+        """Remove a sequence and free its blocks. keep: others will soon begin as it did, and are to find them."""
         if sequence.slot >= 0:
             self.scheduler.running.remove(sequence)
             self._leave(sequence, keep)
@@ -164,7 +158,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[TokenSequence]:
-        """One forward and one draw; the sequences whose turn has ended, the oldest first."""
+        """Run one forward and one draw; return the sequences whose turn has ended, the oldest first."""
         started, self._busy = time.perf_counter(), 0.0
         self._admit()
         self._look_up_drafts()
@@ -182,7 +176,7 @@ class Decoder:
             sequence, cached = admitted.sequence, admitted.cached
             if admitted.copy is not None:
                 assert self.cache is not None
-                self.cache.copy([admitted.copy])
+                self.cache.copy(*admitted.copy)
             slot = self.batch.open(sequence, cached, admitted.blocks)
             if self.drafter is not None:
                 self.drafter.open(slot, sequence.earlier)
@@ -229,8 +223,8 @@ class Decoder:
         return guesses
 
     def _runs(self) -> QueryRuns:
-        """New rows: first the token of everyone who has one, then prompts and appended text, the oldest first, as far
-        as the forward's rows go."""
+        """Return the new rows: first decoding sequences' tokens, then prompts and appended text, the oldest first, up
+        to the forward's rows."""
         slot_N = self._slot_order()
         start_N = self.batch.cached_B[slot_N]
         count_N = self._wanted_rows(slot_N)
@@ -252,7 +246,7 @@ class Decoder:
         return batch.known_B[slot_N] - batch.cached_B[slot_N] - (batch.room_B[slot_N] == 0)  # type: ignore[no-any-return]
 
     def _slot_order(self) -> Ints:
-        """The slots of the running sequences, by age."""
+        """Return the slots of the running sequences, by age."""
         if self._slots_N is None:
             self._slots_N = np.array([sequence.slot for sequence in self.scheduler.running], np.int64)
         return self._slots_N
@@ -260,7 +254,7 @@ class Decoder:
     # --- The forward and the draw
 
     def _forward(self, runs: QueryRuns) -> torch.Tensor | None:
-        """Hidden states [T, H] of the rows; their keys and values are in the cache then."""
+        """Return hidden states [T, H] of the rows, and put their keys and values into the cache."""
         rows = int(runs.count_N.sum())
         if not rows:
             return None
@@ -289,8 +283,8 @@ class Decoder:
         return sum(count_of.get(sequence.slot, 0) for sequence in self._prefilling)
 
     def _finish_prefills(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> None:
-        """Pages that others waited for; and a prompt that is complete gives its last hidden state to all that share it,
-        who begin in this very step."""
+        """Mark nodes of the prefix tree as ready. A complete prompt gives its last hidden state to all that share it,
+        and they begin in this step."""
         complete = False
         for sequence in self._prefilling:
             cached = self._mark_ready(sequence)
@@ -309,14 +303,13 @@ class Decoder:
             self._admit()
 
     def _mark_ready(self, sequence: TokenSequence) -> int:
-        """Return how many of the sequence's tokens are cached. Sequences that wait for its pages may use them from now
-        on."""
+        """Let others use the sequence's cached blocks; return how many of its tokens are cached."""
         cached = int(self.batch.cached_B[sequence.slot])
         self.scheduler.computed(sequence, cached)
         return cached
 
     def _look_up_drafts(self) -> None:
-        """Guesses at what the slots that decode write next, where they pay."""
+        """Look up drafts for the slots that decode, where drafts pay."""
         batch = self.batch
         batch.drafted_B[:] = 0
         if self.drafter is None:
@@ -341,8 +334,8 @@ class Decoder:
         return slot_N
 
     def _sample_and_end_turns(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[TokenSequence]:
-        """A token for everyone who is writing and has been fed whole, and one more for every draft that comes true; the
-        sequences whose turn that ended."""
+        """Draw a token for every sequence that is writing and has been fed whole, and one more for each accepted draft;
+        return the sequences whose turn that ended."""
         batch = self.batch
         fed_N = runs.table_N
         due_N = batch.cached_B[fed_N] == batch.known_B[fed_N] + batch.drafted_B[fed_N]
@@ -375,8 +368,8 @@ class Decoder:
         return sorted(ended, key=attrgetter("number"))
 
     def _sample_rows(self, hidden_FH: torch.Tensor, slot_N: Ints, drafted_N: Ints) -> tuple[Ints, Ints]:
-        """Draw at every row, and put what stands into the slots: per sequence 0 or the code that says why its turn
-        ends, and how many tokens it got. F: rows, 1 + drafts of each sequence, one sequence after the other."""
+        """Draw at every row and store the accepted tokens. Return for each sequence the code of its turn's end (0: it
+        goes on) and the number of accepted tokens. F: rows, 1 + drafts of each sequence."""
         batch = self.batch
         slot_F, position_F = rows_of(batch, slot_N, drafted_N)
         head_VH, rules = self.policy.head_VH[: self.vocab_size], batch.rules.take(slot_F)
@@ -384,8 +377,7 @@ class Decoder:
         return accept_tokens(batch, self.stops, slot_N, drafted_N, ids_F, logprobs_F)
 
     def _check_finite(self, code_N: Ints) -> None:
-        """NotFiniteDraw, before anything of the step is handed out, where a token was drawn from logits that are not
-        finite."""
+        """Raise NotFiniteDraw where a token was drawn from logits that are not finite."""
         if not (code_N == NOT_FINITE).any():
             return
         self.end()
@@ -450,7 +442,7 @@ class CudaTimer:
             event.record()
 
     def seconds(self) -> float:
-        """On a CPU what is launched has been computed: the host's."""
+        """Return the seconds of the work; on a CPU the host's."""
         if not self._events:
             return self.host
         begun, ended = self._events
@@ -492,7 +484,7 @@ class DecodeClock:
         return max(self.total - self.decode - self.prefill, 0.0)
 
     def add(self, laps: Iterable[tuple[CudaTimer, float]]) -> None:
-        """Of forwards and draws that are known to be done, each with the share of it that was prefill."""
+        """Add the time of forwards and draws that are done, each with the share of it that was prefill."""
         for lap, prefilled in laps:
             seconds = lap.seconds()
             self.prefill += seconds * prefilled

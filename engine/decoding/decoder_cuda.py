@@ -1,27 +1,19 @@
-"""Decoding on a GPU: the same loop, arranged so that the GPU need not wait for the host.
+"""Decoding on a GPU: the loop of decoder.py, with steps launched ahead so that the GPU need not wait for the host.
 
-    draft      where guesses pay: read what is under way, and look up what may come next (speculative.py)
-    prefill    new rows of prompts and of appended text, all but a sequence's last token: one forward, nothing is drawn
-    launch     a row for every sequence that writes, and one for each draft: feed its last token and the drafts, draw
-               behind each, keep what stands. One function of buffers that stay where they are (`BucketStep`), so on
-               CUDA one graph
-    receive    what the step before drew: a row of ids, log-probs and a code a sequence, copied to the host meanwhile
+    draft      where drafts pay: read the pending step, and look up drafts (speculative.py)
+    prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw
+    launch     feed each writing sequence's last token and its drafts, draw behind each, accept: a function of fixed
+               buffers (`BucketStep`), on CUDA one graph
+    receive    read the step before: a row of ids, log-probs and a code for each sequence
 
-Without drafts a step is launched before the one before it has been read: it takes its tokens from the device's own
-arrays. So where a turn turns out to have ended, one token too many has been drawn; it is discarded and counted. Its key
-was never written, and the ended turn's last token, which was fed with it, is where it belongs.
+Without drafts a step is launched before the previous one has been read. It takes its tokens from the device's arrays.
+So a turn that has ended gets one token too many, which is discarded and counted; its key was never written.
 
-    launch n     known += 1, room -= 1: a token is there, though the host has not seen it
-    receive n    ids and log-probs to the host's mirror; turns end; of those that ended launch n + 1 is taken back
+    launch n     known += 1, room -= 1: the token exists, though the host has not seen it
+    receive n    ids and log-probs to the host's mirror; turns end; for those, launch n + 1 is taken back
 
-Guesses follow from the last token, and how many stand is known only from the step that verified them. So a step is
-read before the next is launched where it has drafts, or where the next is to have some; whether it is follows from
-counts alone (Drafter.looks). The GPU waits for the host then, which the costs of a draft account for.
-
-    receive n    with drafts: known += those that came true, room -= as many
-
-The rest, who runs, blocks, prefixes, preemption, is decoder.py's. Sequences whose prompts share blocks read them once
-where that pays (kernels/attention/paged_cuda.py).
+With drafts a step is read before the next is launched, since drafts follow from the last token; `Drafter.looks` decides
+from counts alone. Then `receive n` also adds the accepted drafts to `known`.
 
 Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of a sequence, L tokens of a slot.
 """
@@ -64,12 +56,12 @@ KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward n
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes: what is free of a CUDA device, or all that this process may have of the machine's."""
+    """Return the free bytes of a CUDA device, or all that this process may have of the machine's memory."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else cpu_memory()[0]
 
 
 def make_decoder(policy: Policy, tokenizer: Tokenizer, attention: Backend = "torch", **options: Any) -> Decoder:
-    """The decoder for an attention backend (kernels/attention/backends/choice.py); options: as `Decoder` has them."""
+    """Return the decoder of an attention backend (kernels/attention/backends/choice.py); options: as `Decoder`."""
     if attention == "torch":
         return Decoder(policy, tokenizer, **options)
     return DeviceDecoder(policy, tokenizer, prefill=attention, **options)
@@ -82,18 +74,15 @@ class DeviceDecoder(Decoder):
     mirrors = True
 
     def __init__(self, *arguments: Any, prefill: Backend = "triton", **options: Any) -> None:
-        """prefill: who computes attention within fresh prompts; new rows over a history are Triton's."""
+        """prefill: the backend of attention within fresh prompts; new rows over a history are computed by Triton."""
         self.fresh = None if prefill == "triton" else load_attention(prefill)
         self.wanted_blocks = 0  # known once it is made; memory is taken by `begin`
         super().__init__(*arguments, **options)
         check_page_size(self.page_size)
         self.wanted_blocks = self.num_blocks
 
-    def held(self) -> list[torch.Tensor]:
-        return [self.cache.k_LPKSD, self.cache.v_LPKSD] if isinstance(self.cache, DeviceKV) else []
-
     def end(self) -> None:
-        """Give the cache's memory back, and what was captured with it; `begin` takes as much as there is then."""
+        """Free the cache's memory and the captured graphs; `begin` allocates anew."""
         self._steps.clear()
         self.cache = None
 
@@ -132,8 +121,7 @@ class DeviceDecoder(Decoder):
 
     @torch.inference_mode()
     def step(self) -> list[TokenSequence]:
-        """Launch what is to be computed, then read what the step before has drawn; the sequences whose turn has ended,
-        the oldest first."""
+        """Launch a step, then read the previous one; return the sequences whose turn has ended, the oldest first."""
         started, self._busy = time.perf_counter(), 0.0
         self._new_ids, self._ended = [], []
         self._admit()
@@ -153,16 +141,16 @@ class DeviceDecoder(Decoder):
     # --- Who runs
 
     def _wanted_rows(self, slot_N: Ints) -> Ints:
-        """A prompt and appended text but for the last token, which is fed by the step that draws."""
+        """Return the rows of prompts and appended text without the last token, which is fed by the step that draws."""
         missing_N = self.batch.known_B[slot_N] - self.batch.cached_B[slot_N]
         return np.where(missing_N == 1, self.batch.room_B[slot_N] > 0, missing_N - 1).astype(np.int64)
 
     def _give_way(self) -> bool:
-        """Guesses go first; and nobody goes while a token of its own is under way."""
+        """Drop drafts first, then read the pending step: no sequence is preempted while its token is pending."""
         return super()._give_way() or self._receive_pending()
 
     def _receive_pending(self) -> bool:
-        """Read what is under way, if anything is, before more is launched."""
+        """Read the pending step; return whether there was one."""
         pending, self._pending = self._pending, None
         self._receive(pending)
         return pending is not None
@@ -188,7 +176,7 @@ class DeviceDecoder(Decoder):
     # --- Prefill
 
     def _prefill(self, runs: QueryRuns) -> None:
-        """Keys and values of new rows; nothing is drawn."""
+        """Compute keys and values of new rows; nothing is drawn."""
         if len(runs.table_N):
             step = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
             with CudaTimer(self.policy.device) as lap:
@@ -208,14 +196,14 @@ class DeviceDecoder(Decoder):
     # --- Decode
 
     def _launch(self, slot_N: Ints) -> PendingStep | None:
-        """Feed these slots' last tokens and drafts, and draw; as far as the host is concerned a token each at once."""
+        """Feed these slots' last tokens and drafts, and draw; the host counts one token for each at once."""
         if not len(slot_N):
             return None
         batch, drafted_N = self.batch, self.batch.drafted_B[slot_N]
         drafts = drafts_bucket(int(drafted_N.max()))
         table_NP, prefix = batch.table_BP[slot_N], None
         if self.share_prefix:
-            # In no longer a prefix than lies before the first new row, whose block is its own.
+            # The prefix ends before the first new row, whose block belongs to its sequence.
             blocks_N = np.minimum(batch.prompt_B[slot_N], batch.cached_B[slot_N]) // self.page_size
             prefix = shared_prefixes(table_NP, blocks_N, self.page_size)
         step = self._step_for(bucket_of(len(slot_N)), drafts, prefix is not None)
@@ -235,7 +223,7 @@ class DeviceDecoder(Decoder):
         return PendingStep(slot_N, position_N, drafted_N, np.ones(len(slot_N), bool), batch.room_B[slot_N], rows, laps)
 
     def _end_prefills(self, slot_N: Ints) -> None:
-        """The last token of a prompt, or of appended text, is prefilled by the step that draws behind it."""
+        """Count the last token of a prompt, or of appended text, which the step that draws behind it prefills."""
         launched = set(slot_N.tolist())
         for sequence in (one for one in self._prefilling if one.slot in launched):
             self._mark_ready(sequence)
@@ -249,14 +237,7 @@ class DeviceDecoder(Decoder):
             self._steps, self._made_for = {}, made_for
         if (size, drafts, shares) not in self._steps:
             step = BucketStep(
-                size,
-                drafts,
-                shares,
-                policy=self.policy,
-                columns=self.vocab_size,
-                cache=self._cache(),
-                batch=self.batch,
-                stops=self.stops,
+                size, drafts, shares, self.policy, self.vocab_size, self._cache(), batch=self.batch, stops=self.stops
             )
             if self._pool is not None and not self.batch.rules.filtered:
                 step.capture(self._pool)
@@ -297,7 +278,7 @@ class DeviceDecoder(Decoder):
         ]
 
     def _take_back(self, ended_N: Ints) -> None:
-        """The token too many, of slots whose turn has turned out to be over."""
+        """Discard the pending token of slots whose turn is over."""
         if self._pending is None or not len(ended_N):
             return
         again_N = np.isin(self._pending.slot_N, ended_N) & self._pending.alive_N
@@ -308,14 +289,14 @@ class DeviceDecoder(Decoder):
 
 
 MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
-IN_THE_AIR = 2  # steps that may be under way: buffers that the host fills or reads alternate
+IN_FLIGHT = 2  # steps that may be pending: buffers that the host fills or reads alternate
 
 
 @dataclass(slots=True)
 class PendingStep:
     """A decode step that was launched and not yet read. position_N: of the first token that each sequence draws;
-    drafted_N: how many drafts follow it. alive_N: sequences that still want theirs; room_N: tokens that the turn may
-    have after the first. laps: of the forwards since the pending before, and of this one (DecodeClock.add)."""
+    drafted_N: drafts behind it. alive_N: sequences that still want their token; room_N: tokens that the turn may have
+    after the first. laps: of the forwards since the previous step, and of this one (DecodeClock.add)."""
 
     slot_N: Ints
     position_N: Ints
@@ -344,10 +325,10 @@ class BucketStep:
         size: int,
         drafts: int,
         shares: bool,
-        *,
         policy: Policy,
         columns: int,
         cache: DeviceKV,
+        *,
         batch: BatchState,
         stops: StopTables,
     ) -> None:
@@ -368,12 +349,13 @@ class BucketStep:
         }
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
         self.sent = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        self.staging = [torch.zeros(self.sent.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_THE_AIR)]
+
+        def buffers(like: torch.Tensor) -> list[torch.Tensor]:
+            pinned = device.type == "cuda"
+            return [torch.zeros(like.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+
         self.packed_BX = torch.zeros(size, drawn_width(1 + drafts), dtype=torch.int32, device=device)
-        self.received = [
-            torch.zeros(self.packed_BX.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_THE_AIR)
-        ]
+        self.staging, self.received = buffers(self.sent), buffers(self.packed_BX)
         self.turn = 0
         self.row_Q = torch.arange(1 + drafts, device=device)
         self.shapes, self.sizes = shapes, list(sizes.values())
@@ -394,10 +376,10 @@ class BucketStep:
     def load(
         self, slot_N: Ints, start_N: Ints, table_NP: Ints, prefix: Prefixes | None, drafts_NK: Ints, drafted_N: Ints
     ) -> None:
-        """Copy the inputs of a step's sequences to the device, in one copy. start_N: the positions of their last
-        tokens, which are fed. drafts_NK: drafts, of which a sequence has drafted_N; K is the step's."""
+        """Copy the inputs of a step to the device, in one copy. start_N: positions of the sequences' last tokens, which
+        are fed. drafts_NK: drafts, of which a sequence has drafted_N."""
         count = len(slot_N)
-        self.turn = (self.turn + 1) % IN_THE_AIR
+        self.turn = (self.turn + 1) % IN_FLIGHT
         staging = self.staging[self.turn]
         slot, start, rows, first, table, prefix_GP, length, members, drafts = (x.numpy() for x in self._views(staging))
         staging.zero_()
@@ -412,11 +394,11 @@ class BucketStep:
         self.sent.copy_(staging, non_blocking=True)
 
     def run(self) -> None:
-        """Feed, draw, put away what stands. Reads and writes buffers, nothing else."""
+        """Feed, draw and store the accepted tokens. It reads and writes buffers only."""
         batch, row_Q = self.batch, self.row_Q
         slot_B1, start_B1, count_B1 = (self.inputs[name].long()[:, None] for name in ("slot", "start", "count"))
         drafts_BK = self.inputs["drafts"].long()
-        # Rows that a sequence does not have stand at the place of its last.
+        # Rows beyond a sequence's own repeat the position of its last.
         position_BQ = start_B1 + torch.minimum(row_Q, (count_B1 - 1).clamp_(min=0))
         block_BQ = self.inputs["table"].gather(1, position_BQ // self.cache.block_size)
         self.block_T = torch.where(row_Q < count_B1, block_BQ, -1).view(-1)
@@ -457,7 +439,7 @@ class BucketStep:
         return DrawnRows(received, done)
 
     def capture(self, pool: Any) -> None:
-        """Make `run` a CUDA graph. Whatever the buffers hold is fed to the spare slot meanwhile."""
+        """Capture `run` as a CUDA graph; meanwhile all rows belong to the spare slot."""
         self.staging[self.turn].zero_()
         self.staging[self.turn][: self.size] = self.batch.spare
         self.sent.copy_(self.staging[self.turn])
@@ -483,19 +465,18 @@ class Prefixes:
 
 
 def bucket_of(count: int) -> int:
-    """The size of the bucket for so many sequences: powers of two up to 16, then multiples of 16."""
+    """Return the bucket's size for so many sequences: powers of two up to 16, then multiples of 16."""
     return 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16
 
 
 def drafts_bucket(most: int) -> int:
-    """The number of drafts for which there is a step, for so many."""
+    """Return the smallest number of drafts that has a step and is at least `most`."""
     return next(size for size in (0, *STACKED) if size >= most)
 
 
 def shared_prefixes(table_NP: Ints, blocks_N: Ints, slots: int) -> Prefixes | None:
-    """Return which of a step's sequences share the first blocks_N of their blocks, where a single read of those pays.
-    table_NP: the sequences' blocks. A block that several sequences hold implies that they share all blocks before
-    it."""
+    """Group a step's sequences that share the first blocks_N of their blocks, where reading those once pays; None: no
+    group. table_NP: the sequences' blocks. Sequences with a block in common share all blocks before it."""
     index_N = np.flatnonzero(blocks_N > 0)
     if not len(index_N):
         return None

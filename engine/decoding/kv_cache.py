@@ -1,13 +1,10 @@
-"""The tensors of the KV cache, and one forward's view of them, in two forms. Everything in a cache was computed from
-one version of the weights (blocks.py has who owns what).
+"""The tensors of the KV cache, and one forward's view of them, for a CPU (Paged) and for a GPU (Device).
 
-A `PagedKV` holds, for each layer, keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head dimension,
-slots of a block; each lies as a BLAS's product wants it (kernels/attention/paged_cpu.py). A `DeviceKV` holds both
-as [P, K, S, D], as a GPU's kernels read them (kernels/attention/paged_cuda.py). `PagedStep` and `DeviceStep` are
-the `attend` argument of one forward: they rotate, write the new rows' keys and values to their slots and attend.
+A `PagedKV` has for each layer keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head dimension, slots
+of a block; a BLAS multiplies them as they are (kernels/attention/paged_cpu.py). A `DeviceKV` has both as [P, K, S, D],
+as the kernels read them (paged_cuda.py). `PagedStep` and `DeviceStep` are the `attend` argument of a forward: they
+rotate, write the new rows' keys and values to their slots, and attend.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +28,28 @@ from thresher.kernels.operands import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
 
 
-class PagedKV:
-    """Keys and values of all layers, in blocks."""
+def check_page_size(page_size: int) -> None:
+    """Raise UserError for a number of slots that softmax would treat differently (paged_cpu.py, SLOT_STEP)."""
+    if page_size < 1 or page_size % SLOT_STEP:
+        raise UserError(f"rollout.kv_block_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
+
+
+class _KVCache:
+    """Keys and values of all layers, in blocks of `block_size` slots."""
+
+    def __init__(self, page_size: int) -> None:
+        check_page_size(page_size)
+        self.block_size = page_size
+        self.tensors: list[torch.Tensor] = []  # keys and values, [layers, blocks, ..]
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a whole block."""
+        for x in self.tensors:
+            x[:, target] = x[:, source]
+
+
+class PagedKV(_KVCache):
+    """The cache that `PagedStep` reads."""
 
     def __init__(
         self,
@@ -42,34 +59,26 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_page_size(page_size)
+        super().__init__(page_size)
         layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         tile = row_tile(dim, page_size, dtype, torch.device(device))
         self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size, tile)
         # Zeros, not empty: masked slots are multiplied by an exact 0, which NaN would survive.
         self.k_LPKDS = torch.zeros(layers, num_blocks, kv_heads, dim, page_size, dtype=dtype, device=device)
         self.v_LPKSD = torch.zeros(layers, num_blocks, kv_heads, page_size, dim, dtype=dtype, device=device)
+        self.tensors = [self.k_LPKDS, self.v_LPKSD]
 
     @staticmethod
     def bytes_needed(config: ModelConfig, num_blocks: int, page_size: int, item_size: int) -> int:
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return per_token * num_blocks * page_size * item_size
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to) each."""
-        if not copies:
-            return
-        source, target = (torch.tensor(side, device=self.k_LPKDS.device) for side in zip(*copies, strict=True))
-        self.k_LPKDS[:, target] = self.k_LPKDS[:, source]
-        self.v_LPKSD[:, target] = self.v_LPKSD[:, source]
-
 
 class PagedStep:
-    """One forward's new rows, laid out: where their ids lie, `positions_T`, and, as a callable, `attend`.
+    """The new rows of one forward: slot_T (rows of `table_BP`), positions_T, and, as a callable, `attend`.
 
-    Rows lie sequence after sequence and are filled up to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
-    batch-invariant (kernels/operands.py), with rows that write to block 0, which nobody owns.
-    rows: how many are no filling. slot_T: the row of `table_BP` that each belongs to.
+    Rows lie sequence after sequence. They are padded to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
+    batch-invariant (kernels/operands.py), with rows that write to block 0. rows: the number without padding.
     """
 
     def __init__(
@@ -97,36 +106,24 @@ class PagedStep:
         return paged_attention(q_TND, k_PKDS, v_PKSD, self.buckets)
 
 
-def check_page_size(page_size: int) -> None:
-    """UserError for a number of slots that softmax would treat otherwise (paged_cpu.py, SLOT_STEP)."""
-    if page_size < 1 or page_size % SLOT_STEP:
-        raise UserError(f"rollout.kv_block_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
-
-
-class DeviceKV:
-    """Keys and values of all layers, in blocks, for `DeviceStep` and the decode steps of decoder_cuda.py."""
+class DeviceKV(_KVCache):
+    """The cache that `DeviceStep` and the decode steps of decoder_cuda.py read."""
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        check_page_size(page_size)
-        self.block_size = page_size
+        super().__init__(page_size)
         shape = (config.num_hidden_layers, num_blocks, config.num_key_value_heads, page_size, config.head_dim)
         # Not filled: the kernels read no slot that was not written.
         self.k_LPKSD, self.v_LPKSD = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to) each."""
-        for source, target in copies:
-            self.k_LPKSD[:, target] = self.k_LPKSD[:, source]
-            self.v_LPKSD[:, target] = self.v_LPKSD[:, source]
+        self.tensors = [self.k_LPKSD, self.v_LPKSD]
 
 
 class DeviceStep:
-    """New rows of prompts and of appended text, laid out for a GPU: positions_T and, as a callable, `attend`.
+    """New rows of prompts and of appended text, on a GPU: slot_T, positions_T, and, as a callable, `attend`.
 
-    All that the host has to say goes over in one copy of int32. fresh: computes attention where every run begins at
-    position 0, so that its keys are its own rows'.
+    The host sends everything in one copy of int32. fresh: computes attention where every run begins at position 0, so
+    that its keys are its own rows'.
     """
 
     def __init__(
@@ -162,6 +159,6 @@ class DeviceStep:
 
 
 def to_device(values: Ints, device: torch.device) -> torch.Tensor:
-    """int32 [..] on the device, by one copy that nobody waits for."""
+    """Copy to the device as int32, without waiting."""
     tensor = torch.from_numpy(values.astype(np.int32))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,13 +1,9 @@
 """Admission and preemption of sequences. Pure bookkeeping, no tensors.
 
-Sequences wait in the order in which they were handed in. One is admitted when a slot is free and the pool has room for
-what it holds so far; then it grows. When the pool is full, the youngest running sequence waits again: its tokens are
-kept, its blocks are released (their content may still be found when it comes back), and its result does not change. The
-oldest running sequence can always go on, for the pool holds the longest that was accepted. So there is no deadlock, and
-every sequence comes to its end.
-
-A sequence is passed over while another is about to compute its beginning. To this end the pool's tree is told what a
-sequence's blocks are about to hold when it begins, what has been computed of it, and what they hold when it leaves.
+A sequence is admitted, the oldest first, when a slot is free and the pool has room for its tokens. When the pool is
+full, the youngest running sequence waits again: its tokens are kept and its blocks are freed, which changes no result.
+The pool holds the longest sequence, so the oldest can always go on and there is no deadlock. A sequence is passed over
+while another is about to compute its beginning; the pool's tree knows what blocks are about to hold.
 """
 
 import bisect
@@ -36,9 +32,8 @@ class SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class SharedPrompt:
-    """Ids with which several sequences begin. `hidden_H` is the last one's hidden state, once somebody computed it,
-    from which all of them draw their first token; `waiting` counts those that have yet to begin; `filling`: one of them
-    is about to compute it, and the others wait."""
+    """Ids with which several sequences begin. hidden_H: the last token's hidden state, once it is computed; all draw
+    their first token from it. waiting: sequences that have not begun. filling: one of them computes it, others wait."""
 
     ids: list[int]
     waiting: int = 0
@@ -47,18 +42,17 @@ class SharedPrompt:
 
     @property
     def last_hidden_H(self) -> "torch.Tensor":
-        assert self.hidden_H is not None, "who has nothing to feed draws from it"
+        assert self.hidden_H is not None
         return self.hidden_H
 
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """One stream of tokens. Its ids are complete here whenever no turn is being written; within one, the newest are in
-    its slot's arrays.
+    """One stream of tokens. `ids` is complete between turns; within one, the newest ids are in its slot's arrays.
 
-    stop, room: the turn's stop strings, and how many tokens it may have. finish: why the last turn ended, "stop", "eos"
-    or "length"; hit: the stop that ended it. prefilled: tokens that were computed for it without being drawn, those
-    again that it had to give up.
+    stop, room: the turn's stop strings, and its largest number of tokens. finish: why the last turn ended, "stop",
+    "eos" or "length"; hit: the stop that ended it. prefilled: tokens computed for it without being drawn, recomputed
+    ones included. earlier: what was written before for the same question, in which drafts are looked up.
     """
 
     prompt: SharedPrompt
@@ -80,13 +74,9 @@ class TokenSequence:
     hit: Hit | None = None
     page: RadixNode | None = None  # the last full page of it that is in the pool's tree
     noted: int = 0  # tokens up to that page's end
-    unready: list[tuple[RadixNode, int]] = field(
-        default_factory=list
-    )  # pages that it is about to fill, up to which token
+    unready: list[tuple[RadixNode, int]] = field(default_factory=list)  # nodes that it is about to fill; their ends
     prefilled: int = 0
-    earlier: npt.NDArray[np.int32] | None = (
-        None  # what was written before for the same question, in which drafts are looked up
-    )
+    earlier: npt.NDArray[np.int32] | None = None
     drafted: int = 0
     accepted: int = 0
 
@@ -95,7 +85,7 @@ class TokenSequence:
 
     @property
     def turn_ids(self) -> list[int]:
-        """The ids of the turn that has just ended."""
+        """Return the ids of the turn that has just ended."""
         return self.ids[self.turn_start :]
 
 
@@ -136,7 +126,7 @@ class Scheduler:
         self._number = 0
 
     def submit(self, sequence: TokenSequence) -> None:
-        """A new sequence, or one that has something to do again after it was preempted while it had nothing."""
+        """Queue a new sequence, or one that was preempted between two turns and now has a turn."""
         if sequence.number < 0:
             sequence.number = self._number
             sequence.prompt.waiting += 1
@@ -144,7 +134,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=attrgetter("number"))
 
     def admit(self) -> Iterator[Admission]:
-        """Let in the sequences that may begin now, one after the other; each has its blocks."""
+        """Admit the sequences that may begin now, one after the other, each with its blocks."""
         passed: list[TokenSequence] = []
         while self.waiting and len(self.running) < self.max_running and len(passed) < self.max_running:
             sequence = self.waiting[0]
@@ -156,7 +146,7 @@ class Scheduler:
             if prefix.wait:
                 passed.append(self.waiting.pop(0))
                 continue
-            # A block for each that may need one soon, or the next step would have to send one of them back.
+            # One more block for each that may need one soon, or the next step would have to preempt.
             growing = sum(one.grows for one in self.running)
             idle = int((self.pool.ref_count_P[prefix.blocks] == 0).sum())
             if self.running and self.pool.num_free - idle < blocks + growing:
@@ -169,7 +159,7 @@ class Scheduler:
         self.waiting[:0] = passed
 
     def _begin(self, sequence: TokenSequence, prefix: Prefix, count: int) -> Admission:
-        """Give it `count` blocks beside those of its prefix, and note that it is about to compute the rest."""
+        """Allocate `count` blocks beside those of its prefix, and note that the sequence will compute the rest."""
         shared = prefix.blocks
         self.pool.add_ref(shared)
         blocks = [*shared, *self.pool.allocate(count).tolist()]
@@ -182,23 +172,23 @@ class Scheduler:
         return Admission(sequence, cached, blocks, None if prefix.tail is None else (prefix.tail, blocks[len(shared)]))
 
     def allocate(self, count: int) -> Ints | None:
-        """Return so many new blocks; None while the pool has too few, and somebody has to give way."""
+        """Return so many new blocks; None while the pool has too few."""
         return self.pool.allocate(count) if count <= self.pool.num_free else None
 
     def _prefix(self, sequence: TokenSequence) -> Prefix:
         if not self.reuse:
             return Prefix([], self.pool.root)
-        # All of it is of use only where the last token's hidden state is known as well.
+        # The whole of it is of use only where the last token's hidden state is known.
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
         return self.pool.match_prefix(sequence.ids, len(sequence.ids) - (0 if whole else 1))
 
     def computed(self, sequence: TokenSequence, cached: int) -> None:
-        """Others that wait for its pages may have those of its first `cached` tokens."""
+        """Mark the nodes of the sequence's first `cached` tokens as ready for others."""
         while sequence.unready and sequence.unready[0][1] <= cached:
             sequence.unready.pop(0)[0].ready = True
 
     def leave(self, sequence: TokenSequence, cached: int, blocks: Sequence[int], keep: bool) -> None:
-        """It gives its blocks up, in which `cached` tokens of it are; keep: others shall find them."""
+        """Free a sequence's blocks, which hold `cached` of its tokens; keep: others are to find them."""
         if self.reuse:
             if cached < len(sequence.prompt.ids):
                 sequence.prompt.filling = False
@@ -224,7 +214,7 @@ class Scheduler:
             sequence.noted = full
 
     def preempt(self) -> TokenSequence:
-        """The youngest, which gives its blocks up; it waits again if it has something to write."""
+        """Remove and return the youngest running sequence; it waits again if it has a turn."""
         sequence = self.running.pop()
         self.preemptions += 1
         if sequence.writing:

@@ -6,7 +6,7 @@ import torch
 from model_cases import make_config
 
 from thresher.common.errors import UserError
-from thresher.engine.decoding.kv_cache import PagedKV, PagedStep
+from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
 from thresher.kernels.attention.paged_cpu import QueryRuns
 from thresher.kernels.layers import rope_table
 from thresher.kernels.operands import ROW_MULTIPLE
@@ -58,14 +58,13 @@ def test_rows_know_their_slot_and_position() -> None:
 
 
 def test_a_copied_block_is_the_same_in_every_layer() -> None:
-    cache = PagedKV(make_config(), 5, 16)
-    cache.k_LPKDS.normal_(generator=torch.Generator().manual_seed(0))
-    cache.v_LPKSD.normal_(generator=torch.Generator().manual_seed(1))
-    before = cache.k_LPKDS.clone(), cache.v_LPKSD.clone()
-    cache.copy([])
-    cache.copy([(1, 3), (4, 2)])
-    for now, old in zip((cache.k_LPKDS, cache.v_LPKSD), before, strict=True):
-        assert torch.equal(now, old[:, [0, 1, 4, 1, 4]])
+    for cache in (PagedKV(make_config(), 5, 16), DeviceKV(make_config(), 5, 16, torch.float32, torch.device("cpu"))):
+        for seed, x in enumerate(cache.tensors):
+            x.normal_(generator=torch.Generator().manual_seed(seed))
+        before = [x.clone() for x in cache.tensors]
+        cache.copy(1, 3)
+        cache.copy(4, 2)
+        assert all(torch.equal(x, old[:, [0, 1, 4, 1, 4]]) for x, old in zip(cache.tensors, before, strict=True))
 
 
 def test_the_memory_is_what_was_said_and_a_page_size_that_breaks_the_sums_is_refused() -> None:
