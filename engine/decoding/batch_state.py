@@ -1,22 +1,22 @@
-"""The step as data: all that a forward and a draw need of each running sequence, in arrays made once.
+"""The state of the running sequences, in arrays made once.
 
 A running sequence has a slot, a row of every array. A step reads the arrays and writes what changed into them; nothing
 is made from a list of sequences. The host changes a slot when its sequence begins, ends, or gets text that it did not
 write.
 
-    on the host (numpy), for they follow from what the host has done        on the policy's device
-    known_B    tokens of the sequence                                       tokens_BL    its ids
-    cached_B   those whose keys and values are in the cache                 logprobs_BL  of those that it sampled
-    table_BP   its blocks, blocks_B of them, 0 behind them                  seeds_B      its noise
-    room_B     tokens that the turn may still have; 0: no turn              state_B      of the stop automaton
-                                                                            temperature, top_k, top_p, min_p _B
+    on the host (numpy), from what the host has done         on the policy's device
+    known_B    tokens of the sequence                        tokens_BL    its ids
+    cached_B   those whose keys and values are cached        logprobs_BL  of those that it sampled
+    table_BP   its blocks, blocks_B of them, then 0          seeds_B      its noise
+    room_B     tokens left to the turn; 0: no turn           state_B      of the stop automaton
+    prompt_B   tokens of its prompt                          temperature, top_k, top_p, min_p _B
 
     known = cached        the last token's hidden state is there: a token can be drawn
     known = cached + 1    the last token was drawn, or appended, and is fed next
-    known > cached + 1    a prompt, or text that was appended, to be prefilled
+    known > cached + 1    a prompt, or appended text, to be prefilled
 
-prompt_B counts the tokens of its prompt; drafted_B the guesses that lie behind its known tokens in this step
-(speculative.py); tried_B and taken_B all of them since the slot was opened, and those that came true.
+drafted_B counts the drafts behind the known tokens in this step (speculative.py), tried_B and taken_B the drafts since
+the slot was opened, and the accepted ones.
 
 Axes: B slots, L tokens of a sequence, P blocks of a sequence, N the slots that draw in this step, C columns of the stop
 tables, V vocabulary.
@@ -40,14 +40,14 @@ AnyInts = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
-NOT_FINITE = -1  # in the place of a code of `StopTables.advance`: the token's log-prob is NaN or infinite
+NOT_FINITE = -1  # a code beside those of `StopTables.advance`: the token's log-prob is NaN or infinite
 
 
 class BatchState:
-    """Arrays for `slots` sequences of at most `length` tokens in at most `blocks` blocks, and one slot more, which is
-    nobody's: rows that fill a batch up read and write there.
+    """Arrays for `slots` sequences of at most `length` tokens in at most `blocks` blocks, and one spare slot that rows
+    which pad a batch read and write.
 
-    mirror: the host keeps ids and log-probs of its own, which whoever reads the device back puts there (`note_drawn`).
+    mirror: the host has ids and log-probs of its own, which `note_drawn` fills.
     """
 
     def __init__(self, slots: int, length: int, blocks: int, device: torch.device, mirror: bool = False) -> None:
@@ -73,7 +73,7 @@ class BatchState:
         self._free = list(range(slots - 2, -1, -1))
 
     def open(self, sequence: TokenSequence, cached: int, blocks: Sequence[int]) -> int:
-        """A slot for a sequence of which `cached` tokens lie in the first of `blocks`."""
+        """Assign a slot to `sequence`; its first `cached` tokens are already in `blocks`."""
         slot = sequence.slot = self._free.pop()
         self.known_B[slot] = self.cached_B[slot] = 0
         self.append(slot, sequence.ids)
@@ -81,7 +81,7 @@ class BatchState:
         self.table_BP[slot, : len(blocks)] = blocks
         self._seeds[slot], self.prompt_B[slot] = sequence.seed, len(sequence.prompt.ids)
         if self.draws[slot] != sequence.draw:
-            # Slots that are free take it over: rows that are all drawn alike cost less.
+            # Free slots take the same settings: rows that are all sampled alike cost less.
             free = {*self._free, self.spare}
             self.draws = [sequence.draw if x in free or x == slot else draw for x, draw in enumerate(self.draws)]
             self.rules = self._rules()
@@ -107,19 +107,22 @@ class BatchState:
         self.host_tokens()[slot_N[row], self.known_B[slot_N[row]] + column] = ids_NK[row, column]
 
     def drafts_of(self, slot_N: Ints, most: int) -> Ints:
-        """The guesses behind what is known, [N, most]; anything behind the last of a slot."""
+        """Return the drafts behind the known tokens, [N, most]; beyond a slot's last one, any ids."""
         place_NK = self.known_B[slot_N, None] + np.arange(most)
         drafts_NK: Ints = self.host_tokens()[slot_N[:, None], np.minimum(place_NK, self.length - 1)]
         return drafts_NK
 
     def host_tokens(self) -> Ints:
-        """tokens_BL as the host's own array: the mirror, or the very one where the device is the CPU."""
-        tokens = self._tokens if self._mirror is None else self._mirror[0]
+        """Return tokens_BL as an array of the host: the mirror, or on a CPU the tensor's own memory."""
+        tokens, _ = self._on_host()
         assert isinstance(tokens, np.ndarray)
         return tokens
 
+    def _on_host(self) -> tuple[Any, Any]:
+        return (self._tokens, self._logprobs) if self._mirror is None else self._mirror
+
     def close(self, sequence: TokenSequence) -> None:
-        """Take the slot back; what was written of a turn goes to the sequence first, which may come again."""
+        """Free the slot; a turn's tokens so far go to the sequence, which may be admitted again."""
         slot = sequence.slot
         if sequence.writing:
             self.read_turn(sequence)
@@ -140,27 +143,26 @@ class BatchState:
         self.known_B[slot] = known + len(ids)
 
     def note_drawn(self, slot_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
-        """Write the tokens drawn at these positions, once read back, into the host's copy."""
+        """Write the tokens drawn at these positions into the mirror, once they are read back."""
         assert self._mirror is not None
         self._mirror[0][slot_N, position_N] = ids_N
         self._mirror[1][slot_N, position_N] = logprobs_N
 
     def newest(self, slot: int, count: int) -> list[int]:
-        """The slot's last ids."""
+        """Return the slot's last ids."""
         known = int(self.known_B[slot])
-        tokens = self._tokens if self._mirror is None else self._mirror[0]
-        ids: list[int] = tokens[slot, known - count : known].tolist()
+        ids: list[int] = self._on_host()[0][slot, known - count : known].tolist()
         return ids
 
     def read_turn(self, sequence: TokenSequence) -> None:
-        """The turn's ids and log-probs so far, to the host."""
+        """Copy the turn's ids and log-probs so far into the sequence."""
         turn = slice(sequence.turn_start, int(self.known_B[sequence.slot]))
-        tokens, logprobs = (self._tokens, self._logprobs) if self._mirror is None else self._mirror
+        tokens, logprobs = self._on_host()
         sequence.ids[sequence.turn_start :] = tokens[sequence.slot, turn].tolist()
         sequence.logprobs = logprobs[sequence.slot, turn].tolist()
 
     def extend(self, slots_N: Ints, blocks_N: Ints, pool_take: Ints) -> None:
-        """Give each of the slots so many more blocks, out of those that were taken."""
+        """Append `blocks_N` new blocks to each slot's table, out of `pool_take`."""
         slot_X = np.repeat(slots_N, blocks_N)
         place_X = np.arange(len(pool_take)) - np.repeat(np.cumsum(blocks_N) - blocks_N, blocks_N)
         self.table_BP[slot_X, self.blocks_B[slot_X] + place_X] = pool_take
@@ -177,18 +179,15 @@ class BatchState:
     def _rules(self) -> SamplingTensors:
         columns = zip(*((one.temperature, one.top_k, one.top_p, one.min_p) for one in self.draws), strict=True)
         kinds = (np.float32, np.int64, np.float32, np.float32)
-        temperature, top_k, top_p, min_p = (np.array(column, kind) for column, kind in zip(columns, kinds, strict=True))
-        host = (temperature, top_k, top_p, min_p)
-        temperature_B, top_k_B, top_p_B, min_p_B = (torch.from_numpy(x).to(self.device) for x in host)
-        return SamplingTensors.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
+        host = tuple(map(np.array, columns, kinds))
+        return SamplingTensors.of(*(torch.from_numpy(x).to(self.device) for x in host), host=host)
 
 
 class StopTables:
-    """The tables of several TagMatchers, side by side, so that sequences with different stops advance in one look-up.
+    """The tables of several TagMatchers in one, so that sequences with different stops advance in one look-up.
 
-    A state names its automaton too: states of one follow those of the one before. State 0 has no stops and never ends.
-    `advance` gives a code for every token: 0 goes on, 1 is the end of text, c + 1 a hit of the automaton's code c; a
-    token that is both is a hit.
+    The states of all matchers are numbered one after the other. State 0 has no stops. `advance` gives a code for every
+    token: 0 goes on, 1 is the end of text, c + 1 a hit of the matcher's code c; a token that is both is a hit.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], device: torch.device) -> None:
@@ -204,24 +203,24 @@ class StopTables:
         self._lay()
 
     def start(self, stop: tuple[str, ...], lead: bytes = b"") -> int:
-        """The state before a turn's first token; lead: bytes that open its text."""
+        """Return the state before a turn's first token; lead: bytes that open its text."""
         if stop not in self._starts:
             matcher = self._matchers[stop] = TagMatcher(self.tokenizer, stop)
             first = self._starts[stop] = sum(len(next_AC) for _, next_AC, _ in self._parts)
             columns_V, next_AC, code_AC = matcher.tables()
-            # A matcher's tables are as narrow as its own states; the bank's states are numbered over all of them.
+            # A matcher's integer type is as narrow as its own states need; here states count over all matchers.
             self._parts.append((columns_V[None], next_AC.astype(np.int64) + first, code_AC))
             self._lay()
         return self._starts[stop] + (self._matchers[stop].start(lead) if stop else 0)
 
     def advance(self, state_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States and codes after one more token each; int64 [N]."""
+        """Return states and codes after one more token each, int64 [N]."""
         at_N = self._base_A[state_N] + self._columns_XV[self._matcher_A[state_N], ids_N]
         code_N = self._code[at_N]
         return self._next[at_N], torch.where(code_N > 0, code_N + 1, self._eos_V[ids_N])
 
     def hit(self, stop: tuple[str, ...], code: int, token: int) -> Hit | None:
-        """Return the hit that a code of `advance` stands for; None for the end of text."""
+        """Return the hit that a code of `advance` means; None for the end of text."""
         return self._matchers[stop].hit(code - 1, token) if code > 1 else None
 
     def _lay(self) -> None:
@@ -232,16 +231,13 @@ class StopTables:
         sizes = [table.shape for table in nexts]
         self._columns_XV = torch.from_numpy(np.concatenate(columns).astype(np.int32)).to(self.device)
         self.version += 1
-        self._next, self._code = (
-            put([table.reshape(-1) for table in nexts]),
-            put([table.reshape(-1) for table in codes]),
-        )
+        self._next, self._code = (put([table.reshape(-1) for table in tables]) for tables in (nexts, codes))
         self._matcher_A = put([np.full(states, number) for number, (states, _) in enumerate(sizes)])
         width_A = np.repeat([width for _, width in sizes], [states for states, _ in sizes])
         self._base_A = put([np.cumsum(width_A) - width_A])
 
 
-# --- What a step sampled, with its drafts held to it
+# --- The tokens that a step sampled, and which of them are accepted
 
 
 class Drawn(NamedTuple):
@@ -254,23 +250,23 @@ class Drawn(NamedTuple):
     taken_N: Ints
 
     def of(self, some_N: Bools) -> "Drawn":
-        """These sequences'."""
-        return Drawn(self.ids_NQ[some_N], self.logprobs_NQ[some_N], self.code_N[some_N], self.taken_N[some_N])
+        """Return the draws of these sequences."""
+        return Drawn(*(x[some_N] for x in self))
 
     @property
     def accepted_NQ(self) -> Bools:
-        stands: Bools = np.arange(self.ids_NQ.shape[1]) < self.taken_N[:, None]
-        return stands
+        accepted: Bools = np.arange(self.ids_NQ.shape[1]) < self.taken_N[:, None]
+        return accepted
 
 
 class DrawnRows(NamedTuple):
-    """`Drawn` on its way: a row of `pack_drawn` a sequence, and more behind them. done: None where they are there."""
+    """`Drawn` on its way to the host: a row of `pack_drawn` for each sequence, and padding. done: None on a CPU."""
 
     rows_BX: torch.Tensor
     done: "torch.cuda.Event | None"
 
     def read(self, count: int) -> Drawn:
-        """The first `count` sequences', once they are there."""
+        """Return the draws of the first `count` sequences, once they have arrived."""
         if self.done is not None:
             self.done.synchronize()
         columns_XN = np.ascontiguousarray(self.rows_BX.numpy()[:count].T)
@@ -280,14 +276,14 @@ class DrawnRows(NamedTuple):
 
 
 def drawn_width(rows: int) -> int:
-    """int32 of a row of `pack_drawn`, for so many rows of a sequence."""
+    """Return the length of a row of `pack_drawn`, for so many rows of a sequence."""
     return 2 + 2 * rows
 
 
 def pack_drawn(
     ids_NQ: torch.Tensor, logprobs_NQ: torch.Tensor, code_N: torch.Tensor, taken_N: torch.Tensor, out_NX: torch.Tensor
 ) -> None:
-    """A row a sequence, int32: code, taken, ids (below 2^31), and the bits of the log-probs."""
+    """Write a row for each sequence, int32: code, taken, ids (below 2^31), and the bits of the log-probs."""
     columns = (code_N.int()[:, None], taken_N.int()[:, None], ids_NQ.int(), logprobs_NQ.float().view(torch.int32))
     torch.cat(columns, 1, out=out_NX)
 
@@ -295,11 +291,10 @@ def pack_drawn(
 def advance(
     stops: StopTables, state_N: torch.Tensor, ids_N: torch.Tensor, logprobs_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`StopTables.advance`, with the code NOT_FINITE where the drawn token's log-prob is no finite number.
+    """Advance as `StopTables.advance`, with the code NOT_FINITE where the drawn token's log-prob is not finite.
 
-    A logit of NaN or +inf anywhere in a row makes the log-prob NaN, and so does a row of -inf alone. A column of -inf
-    beside finite ones is a masked column, and legitimate. The code is read back in any case, so the check costs no
-    transfer of its own.
+    A logit of NaN or +inf in a row makes the log-prob NaN, and so does a row of -inf alone. -inf beside finite logits
+    is a masked column. The code is read back in any case, so the check costs no transfer.
     """
     state_N, code_N = stops.advance(state_N, ids_N)
     return state_N, torch.where(logprobs_N > -torch.inf, code_N, NOT_FINITE)  # of NaN, too, this is False
@@ -313,9 +308,9 @@ def count_accepted(
     drafts_NK: torch.Tensor,
     drafted_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the automaton's states behind the last token that stands, its codes, how many stand), int64 [N].
+    """Return the states after the last accepted token, its codes, and the numbers of accepted tokens, int64 [N].
 
-    ids_NQ: drawn, the first behind what is known, the others behind the drafts, of which a sequence has drafted_N."""
+    ids_NQ: drawn, first behind the known tokens, then behind the drafts, of which a sequence has drafted_N."""
     state_N, code_N = advance(stops, state_N, ids_NQ[:, 0], logprobs_NQ[:, 0])
     taken_N = torch.ones_like(code_N)
     if not drafts_NK.shape[1]:
@@ -335,9 +330,9 @@ def count_accepted(
 def accept_tokens(
     batch: BatchState, stops: StopTables, slot_N: Ints, drafted_N: Ints, ids_F: torch.Tensor, logprobs_F: torch.Tensor
 ) -> tuple[Ints, Ints]:
-    """Per sequence the code of `advance` for its last token, and how many tokens stand.
+    """Store the accepted tokens; return for each sequence the code of `advance` for its last one, and their number.
 
-    Between the ends of turns this is the one place where a step reads back from the device, in one copy.
+    Between the ends of turns a step reads back from the device here alone, in one copy.
     """
     first_N, known_N, left_N, slot = (
         torch.from_numpy(x).to(batch.device)
@@ -348,7 +343,7 @@ def accept_tokens(
         batch.logprobs_BL[slot, known_N] = logprobs_F.float()
         batch.state_B[slot], code_N = advance(stops, batch.state_B[slot], ids_F, logprobs_F)
         return code_N.cpu().numpy(), np.ones_like(slot_N)
-    # A sequence with fewer drafts has its last row again, where no draft is compared.
+    # A sequence with fewer drafts repeats its last row, where no draft is compared.
     column_NQ = torch.arange(int(drafted_N.max()) + 1, device=batch.device).minimum(left_N[:, None])
     row_NQ, place_NQ, slot_N1 = first_N[:, None] + column_NQ, known_N[:, None] + column_NQ, slot[:, None]
     ids_NQ, logprobs_NQ = ids_F[row_NQ], logprobs_F[row_NQ].float()
@@ -356,7 +351,7 @@ def accept_tokens(
     batch.state_B[slot], code_N, taken_N = count_accepted(
         stops, batch.state_B[slot], ids_NQ, logprobs_NQ, drafts_NK, left_N
     )
-    # Behind what stands they are written, too, and written anew before they are read.
+    # Tokens that are not accepted are written, too, and overwritten before they are read.
     batch.tokens_BL[slot_N1, place_NQ] = ids_NQ
     batch.logprobs_BL[slot_N1, place_NQ] = logprobs_NQ
     codes, taken = torch.stack([code_N, taken_N]).cpu().numpy()

@@ -1,17 +1,9 @@
-"""Stop tags found in token ids, exactly, however the tokenizer splits or glues them.
+"""Find stop tags in token ids, exactly, however the tokenizer splits or glues them.
 
-Looking for a tag's id sequence fails: in Qwen's vocabulary 266 tokens can complete `</search>`, 265 of them
-with bytes behind it (`>\\n`, `></`). So the tags become one automaton over bytes (Aho and Corasick, 1975),
-whose states are the heads of tags, and the automaton is tabulated over whole tokens: (state, token) ->
-(state, hit). A step is two look-ups.
-
-Almost every token leads back to the root from everywhere and hits nothing. Those share column 0, so the
-tables are [A, C] with a column number per token instead of [A, V]: with Qwen2.5's 151,665 tokens and 12 tags
-C is 561, .4 MiB where [A, V] takes 29. The build runs a token only from the root and from the states that
-its first byte leads elsewhere, which takes about .05 s.
-
-Deliberately absent: text, and torch. In a rollout the first hit ends a turn; the bytes behind it open the next
-one's text (engine/episode.py, Turn).
+In Qwen's vocabulary 266 tokens can complete `</search>`, 265 of them with bytes behind it (`>\\n`, `></`), so a search
+for a tag's ids fails. The tags become one automaton over bytes (Aho and Corasick, 1975), tabulated over whole tokens:
+(state, token) -> (state, hit). Almost every token leads from every state to the root and hits nothing; those share
+column 0. With Qwen2.5's 151,665 tokens and 12 tags the tables [A, C] have 561 columns and .4 MiB; [A, V] takes 29.
 
 Axes: A states, V token ids, C columns, Y byte values, Z (state, token) pairs, B sequences (docs/notation.md).
 """
@@ -70,7 +62,7 @@ class TagMatcher:
         self._tabulate(tokens, delta_AY, ends_A)
 
     def start(self, lead: bytes = b"") -> int:
-        """The state before the first token of a stream, or of one that `lead` opens."""
+        """Return the state before the first token of a stream, or of one that `lead` opens."""
         if not isinstance(lead, bytes):
             raise UserError(f"lead is {shown(lead)}: give the bytes that open the stream")
         state = ROOT
@@ -79,7 +71,7 @@ class TagMatcher:
         return state
 
     def step(self, state: int, token_id: int) -> tuple[int, Hit | None]:
-        """Reads one token. Raises ValueError for an id or a state that is no whole number or out of range."""
+        """Read one token. ValueError for an id or a state that is no whole number or out of range."""
         if as_whole(state) is None or as_whole(token_id) is None:
             raise ValueError(f"state {shown(state)} and token id {shown(token_id)} are not both whole numbers")
         self._check(state, state, token_id, token_id)
@@ -87,10 +79,8 @@ class TagMatcher:
         return int(self._next_AC[state, column]), self.hit(int(self._code_AC[state, column]), token_id)
 
     def step_many(self, states_B: Ints, ids_B: Ints) -> tuple[Ints, Ints]:
-        """`step` for B sequences at once: (states [B], hit codes [B]); 0 is no hit, `hit` reads other codes.
-
-        Raises ValueError as `step` does.
-        """
+        """Read one token of each of B sequences: (states [B], hit codes [B]); 0 is no hit, `hit` reads other codes.
+        ValueError as `step`."""
         states_B, ids_B = np.asarray(states_B), np.asarray(ids_B)
         if states_B.shape != ids_B.shape:
             raise ValueError(f"{states_B.shape} states for {ids_B.shape} token ids: give one state per id")
@@ -102,34 +92,33 @@ class TagMatcher:
         return self._next_AC[states_B, columns_B], self._code_AC[states_B, columns_B]
 
     def hit(self, code: int, token_id: int) -> Hit | None:
-        """The hit that a code of `step_many` stands for, given the token it came with."""
+        """Return the hit that a code of `step_many` means, with the token that it came with."""
         if code == 0:
             return None
         tag, end = self._hits[code - 1]
         return Hit(self.tags[tag], self._tokenizer.token_bytes(int(token_id))[end:])
 
     def tables(self) -> tuple[Ints, Ints, Ints]:
-        """(column of each token [V], next state [A, C], hit code [A, C]), for a caller that looks up many at once."""
+        """Return the column of each token [V], next states [A, C] and hit codes [A, C]."""
         return self._column_V, self._next_AC, self._code_AC
 
     @property
     def nbytes(self) -> int:
-        """Memory of the tables, in bytes."""
+        """Return the memory of the tables, in bytes."""
         return self._column_V.nbytes + self._next_AC.nbytes + self._code_AC.nbytes + self._delta_AY.nbytes
 
     def _check(self, lowest_state: int, highest_state: int, lowest_id: int, highest_id: int) -> None:
-        if lowest_id < 0 or highest_id >= self.vocab_size:
-            wrong = lowest_id if lowest_id < 0 else highest_id
-            raise ValueError(
-                f"token id {wrong} is outside the tokenizer's 0..{self.vocab_size - 1}: "
-                "exclude the model's padded vocabulary columns from sampling"
-            )
-        if lowest_state < 0 or highest_state >= self.states:
-            wrong = lowest_state if lowest_state < 0 else highest_state
-            raise ValueError(f"state {wrong} is outside this matcher's 0..{self.states - 1}")
+        padded = ": exclude the model's padded vocabulary columns from sampling"
+        for what, lowest, highest, whose, most, remedy in (
+            ("token id", lowest_id, highest_id, "the tokenizer", self.vocab_size, padded),
+            ("state", lowest_state, highest_state, "this matcher", self.states, ""),
+        ):
+            if lowest < 0 or highest >= most:
+                wrong = lowest if lowest < 0 else highest
+                raise ValueError(f"{what} {wrong} is outside {whose}'s 0..{most - 1}{remedy}")
 
     def _tabulate(self, tokens: "_Tokens", delta_AY: Ints, ends_A: Ints) -> None:
-        """Fills the tables: all tokens from the root, then each state's exceptions to that."""
+        """Fill the tables: all tokens from the root, then each state's exceptions to that."""
         all_V = np.arange(self.vocab_size)
         root_next_V, root_tag_V, root_end_V = tokens.run(np.full(self.vocab_size, ROOT), all_V, delta_AY, ends_A)
         states_Z, tokens_Z = tokens.unlike_root(delta_AY)
@@ -171,7 +160,7 @@ class _Tokens:
         self.begins_V = np.cumsum(self.lengths_V) - self.lengths_V
 
     def run(self, states_Z: Ints, tokens_Z: Ints, delta_AY: Ints, ends_A: Ints) -> tuple[Ints, Ints, Ints]:
-        """Reads each token from the state beside it: (state after it, first tag or -1, that tag's end)."""
+        """Read each token from the state beside it: (state after it, first tag or -1, that tag's end)."""
         # Longest first, so that the tokens which still have a byte number j are always a prefix.
         order_Z = np.argsort(-self.lengths_V[tokens_Z], kind="stable")
         lengths_Z = self.lengths_V[tokens_Z][order_Z]
@@ -188,10 +177,8 @@ class _Tokens:
         return now_Z[back_Z], tag_Z[back_Z], end_Z[back_Z]
 
     def unlike_root(self, delta_AY: Ints) -> tuple[Ints, Ints]:
-        """All (state, token) where the token's first byte leads elsewhere than it does from the root.
-
-        Only there can results differ. An empty token stays where it is, which differs in every state.
-        """
+        """Return all (state, token) where the token's first byte leads elsewhere than from the root. Only there can
+        results differ. An empty token stays in its state, which differs in every state."""
         filled = np.flatnonzero(self.lengths_V)
         first = self.bytes[self.begins_V[filled]]
         by_byte = [filled[first == byte] for byte in range(256)]
@@ -206,7 +193,8 @@ class _Tokens:
 
 
 def _automaton(tags: list[bytes]) -> tuple[Ints, Ints]:
-    """Aho-Corasick over bytes: next state [A, Y] and the longest tag that ends in a state, or -1 [A]."""
+    """Build the Aho-Corasick automaton over bytes: next state [A, Y], and the longest tag that ends in a state, or -1
+    [A]."""
     children: list[dict[int, int]] = [{}]
     ends = [-1]
     for number, tag in enumerate(tags):
@@ -255,5 +243,5 @@ def _checked(tags: Sequence[str]) -> tuple[str, ...]:
 
 
 def _narrow(count: int) -> type[np.integer]:
-    """The narrowest signed integer type that holds 0 .. count."""
+    """Return the narrowest signed integer type that holds 0 .. count."""
     return next(kind for kind in (np.int8, np.int16, np.int32) if count <= np.iinfo(kind).max)

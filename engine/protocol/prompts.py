@@ -1,12 +1,10 @@
-"""Prompts: questions, passages and text of the engine into token ids.
+"""Prompts: encode questions, passages and text of the engine into token ids, here and nowhere else.
 
-The engine encodes text here and nowhere else, and never what the policy wrote. Templates may emit control tokens and
-tags. Questions, passages and feedback may emit neither: they are encoded as plain text, and every tag of the system's
-grammar that they hold is escaped after rendering, so that no two pieces can join into one.
-
-Passages of a prompt that exceed `rollout.max_passage_tokens` are cut here, before the rollout: what is stored, rewarded
-and measured is what was shown. The longest are cut first, until all that are cut have the same share. A search's
-passages are cut to the same budget, the tags around them never.
+Templates may emit control tokens and tags. Questions, passages and feedback may not: they are encoded as plain text,
+and every tag of the system's grammar in them is escaped after rendering, so that no two pieces can join into one.
+Passages of a prompt beyond `rollout.max_passage_tokens` are cut before the rollout, so that what is stored, rewarded
+and measured is what was shown: the longest first, until all that are cut have the same share. A search's passages are
+cut to the same budget, the tags around them never.
 """
 
 import re
@@ -23,7 +21,7 @@ from thresher.retrieval.retriever import Retriever
 from thresher.rewards.tags import escape_tags
 from thresher.rewards.text import contains_answer
 
-# What stands for the question and the passages while a chat template is rendered.
+# Placeholders of the question and the passages while a chat template is rendered.
 _QUESTION = "\ue000question\ue000"
 _PASSAGES = "\ue000passages\ue000"
 

@@ -1,10 +1,7 @@
 """A trajectory: one sample of a question, as segments of token ids with their sources.
 
-A trajectory is a list of segments, each a run of token ids with one source. Text is decoded from tokens and never
-encoded back, so what was sampled is exactly what is trained on. Everything else that the engine needs to know (the loss
-mask, the stops, the actions, the answer) follows from the segments; there is no second record to keep in step.
-
-`check_trajectory` states what must hold of every one of them.
+Text is decoded from tokens and never encoded back, so what was sampled is exactly what is trained on. The loss mask,
+the stops, the actions and the answer follow from the segments. `check_trajectory` states the invariants.
 """
 
 from collections.abc import Iterator

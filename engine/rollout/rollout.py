@@ -1,15 +1,12 @@
 """Play many episodes at once into trajectories; `Rollout` has their turns written by the decoder.
 
-An episode asks for turns, searches and text of the engine's (engine/episode.py). `EpisodeRunner` answers: it renders,
-searches, keeps the limits, and begins branches and calls. A `TurnWriter` writes the turns: here the decoder
-(engine/decoding/decoder.py), in engine/evaluation/api_rollout.py a server. Searches that are asked at one step are one
-call of the retriever.
+An episode asks for turns, searches and text of the engine's (engine/episode.py). `EpisodeRunner` renders, searches,
+keeps the limits, and begins branches and calls; a `TurnWriter` writes the turns, here the decoder, in
+engine/evaluation/api_rollout.py a server. Searches of one step are one call of the retriever. A sample does not depend
+on the others: its noise is a function of its seed and position, and sequences of the decoder are independent.
 
-A sample does not depend on the others: its noise is a function of its own seed and position, and sequences of the
-decoder are independent. When a server answers decides only which sequences share a forward.
-
-One sample from here: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
-writer, and `_take` puts what was written on the trajectory.
+The way of a sample: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
+writer, and `_take` puts the written turn on the trajectory.
 """
 
 import time
@@ -98,8 +95,8 @@ def seed_of(*parts: object) -> int:
 
 @dataclass(slots=True)
 class RolloutClock(DecodeClock):
-    """The time of a rollout by what took it, in seconds, and how much was done. cut_search_tokens: of retrieved
-    passages, beyond the budget of a search."""
+    """Time of a rollout by its parts, in seconds, and counts of the work. cut_search_tokens: tokens of retrieved
+    passages beyond the budget of a search."""
 
     search: float = 0.0
     search_queries: int = 0
@@ -110,7 +107,7 @@ class RolloutClock(DecodeClock):
 
     @property
     def rest(self) -> float:
-        """As of a decoder, and not spent in searches; 0 where a search passed while the GPU was decoding."""
+        """Return the decoder's `rest` without searches; 0 where a search passed while the GPU was decoding."""
         return max(self.total - self.decode - self.prefill - self.search, 0.0)
 
 
@@ -118,10 +115,10 @@ class RolloutClock(DecodeClock):
 class Sample:
     """A sample that is under way.
 
-    length, policy_tokens: tokens of its trajectory so far, and of its turns. room: tokens that the turn which is due
-    may have. limit: the reason that ends the trajectory once they are used up; None: the episode goes on. forks:
-    branches, each with the ids of its context. reported: counted as one of the run's jobs; a branch is not. caller: the
-    sample that waits for this call, and the call's name there.
+    length, policy_tokens: tokens of its trajectory and of its turns. room: tokens that the turn may have. limit: the
+    reason that ends the trajectory once they are used up; None: the episode goes on. forks: branches, with the ids of
+    their contexts. reported: one of the run's jobs, not a branch. caller: the sample that waits for this call, and the
+    call's name.
     """
 
     job: Job
@@ -139,7 +136,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A turn that has ended. full: it used up its room. stop, trailing: as in `Segment`."""
+    """A turn that has ended. full: it used up its room. stop, trailing: those of `Segment`."""
 
     ids: list[int]
     logprobs: Sequence[float] = ()
@@ -160,7 +157,7 @@ class TurnWriter(Protocol):
     def idle(self) -> bool: ...
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        """Take a new sample, which begins with `prompt`; branch: what that prompt was made of, if it is a branch's."""
+        """Take a new sample that begins with `prompt`; branch: the source of that prompt, if the sample is a branch."""
 
     def append(self, sample: Sample, ids: list[int]) -> None:
         """Append text of the engine's."""
@@ -172,11 +169,11 @@ class TurnWriter(Protocol):
         """Write on; return the turns that have ended."""
 
     def release(self, sample: Sample, keep: bool) -> None:
-        """Give up what a sample holds. keep: its branches, or the sample itself, will begin with the same tokens."""
+        """Free a sample's resources. keep: its branches, or the sample itself, will begin with the same tokens."""
 
 
 class EpisodeRunner:
-    """Plays the episodes of one system. Reusable. clock: of the last run."""
+    """Plays the episodes of one system; reusable. clock: of the last run."""
 
     def __init__(
         self,
@@ -227,8 +224,8 @@ class EpisodeRunner:
                 self.prompt(shown, room=0 if question.passages else budget)
 
     def retrieve_and_truncate(self, questions: Sequence[Question]) -> PromptBatch:
-        """Return the questions with what their prompts show: where the system is given passages, those that came with
-        a question or that one search for it finds, as far as they fit."""
+        """Return the questions with the passages that their prompts show: their own, or those that one search finds,
+        truncated to their budget; as they are where the system is not given passages."""
         if self.system.given_passages:
             questions = with_passages(questions, self.retriever, self.renderer.k)
         return truncate_passages(questions, self.system, self.tools, self.renderer)
@@ -240,17 +237,17 @@ class EpisodeRunner:
         on_progress: Callable[[int], None] | None = None,
         recall: bool = False,
     ) -> list[Trajectory]:
-        """Draw every job's trajectory; returned in the order of the jobs. Temperature 0 is greedy.
+        """Return every job's trajectory, in the order of the jobs. Temperature 0 is greedy.
 
-        on_progress: is called with the number of trajectories that have ended since the last call. recall: look drafts
+        on_progress: is called with the number of trajectories that have ended since its last call. recall: look drafts
         up in what earlier calls wrote for the same questions, as where a dev set is evaluated again. Not in training:
-        with a BLAS that is not batch-invariant a run that was resumed would have other last bits without them.
+        without a batch-invariant BLAS, a resumed run would have other last bits.
         """
         raise NotImplementedError
 
     def play(self, jobs: Sequence[Job], writer: TurnWriter) -> Generator[list[Sample], None, None]:
-        """Yield, step after step, the samples of `jobs` that have ended in it. Branches are in their trajectories
-        only when the last step is over."""
+        """Yield at each step the samples of `jobs` that have ended in it. Branches are in their trajectories after the
+        last step."""
         groups: dict[int, list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.group, []).append(job)
@@ -287,8 +284,7 @@ class EpisodeRunner:
 
 
 class Rollout(EpisodeRunner):
-    """Makes trajectories with one policy. The cache's contents are not kept from run to run, on CUDA its memory
-    neither."""
+    """Makes trajectories with one policy. A run begins with an empty cache, on CUDA also with new memory."""
 
     def __init__(
         self,
@@ -314,7 +310,7 @@ class Rollout(EpisodeRunner):
             share_prefix=limits.share_prefix,
             speculate=limits.num_draft_tokens,
         )
-        # By question: the last trajectory, which may come again.
+        # By question: the ids of its last trajectory.
         self._earlier_ids: OrderedDict[str, Int32s] = OrderedDict()
 
     @staticmethod
@@ -399,7 +395,7 @@ class _Play:
         self.searcher: Background[list[list[Hit]]] | None = None  # once a server searches
 
     def begin(self, job: Job, prompt: SharedPrompt, episode: Episode, branch: BranchPrompt | None = None) -> Sample:
-        """Return a sample at its episode's start. branch: what the prompt was made of, if it is a branch's."""
+        """Return a sample at its episode's start. branch: the source of the prompt, if the sample is a branch."""
         next(episode)  # its Prompt, which has been rendered already
         trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
         sample = Sample(job, episode, trajectory, len(prompt.ids))
@@ -443,7 +439,7 @@ class _Play:
         sample.trajectory.reason = reason
         sample.episode.close()
         self.writer.release(sample, keep=bool(sample.forks))
-        # What the branches share with their trajectory is still in the cache, mostly.
+        # The beginning that a branch shares with its trajectory is mostly still in the cache.
         for name, (branch, ids) in sample.forks.items():
             if len(ids) + 1 > self.runner.limits.max_context:
                 self.clock.branches_without_room += 1
@@ -463,7 +459,7 @@ class _Play:
     def _begin_branch(
         self, owner: Sample, name: str, group: int, number: int, branch: BranchPrompt, ids: list[int]
     ) -> Sample:
-        """Begin a context of its own, with a seed of its own; it is not reported."""
+        """Begin a branch: a context and a seed of its own. It is not reported."""
         job = Job(owner.job.question, group, number, branch_seed(owner.job.seed, name))
         begun = self.begin(job, SharedPrompt(ids), branch_episode(branch), branch)
         begun.reported = False
@@ -475,7 +471,7 @@ class _Play:
         return context_ids(branch, written, self.runner.renderer)
 
     def _call(self, sample: Sample, context: BranchPrompt) -> None:
-        """Begin a call; the sample goes on when it has ended, and gives its place in the writer up meanwhile."""
+        """Begin a call; the sample leaves the writer until the call has ended."""
         context, cut = with_truncated_passages(context, self.runner.renderer, sample.job.question.id)
         self.clock.cut_search_tokens += cut
         ids = self._context(sample, context)
@@ -617,10 +613,10 @@ def ids_by_turns(trajectory: Trajectory) -> Int32s:
 
 # --- Branches: contexts of their own, in which the policy writes once more; and calls, which their caller waits for
 #
-# A masked part is absent from a branch's input, and nothing that was computed from it is used: a branch may share the
-# trajectory's cached blocks up to the first token in which the two differ, and computes all that follows. So a branch
-# is an ordinary sample with its own prompt: the prompt's template, the kept part of the policy's text, and text of the
-# engine's. All of it is PROMPT there; only what the policy then writes is POLICY.
+# A masked span is absent from a branch's input, and nothing that was computed from it is used: a branch shares the
+# trajectory's cached blocks up to the first token in which the two differ. So a branch is an ordinary sample whose
+# prompt is the prompt's template, the kept spans of the policy's text, and text of the engine's; all of it has the
+# source PROMPT.
 
 
 def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer) -> list[int]:
@@ -637,8 +633,8 @@ def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer
 
 
 def with_truncated_passages(context: BranchPrompt, renderer: Renderer, question_id: str) -> tuple[BranchPrompt, int]:
-    """Return a call's context, the passages of its prompt cut to the budget of a search; and how many tokens of all its
-    passages that budget costs."""
+    """Return a call's context with the passages of its prompt truncated to the budget of a search; and how many tokens
+    of passages were cut."""
     asked = context.prompt.passages
     passages = fit(asked, renderer, question_id)
     cut = len(renderer.passages(asked)) - len(renderer.passages(passages))

@@ -3,17 +3,12 @@
     endpoint = Endpoint("http://127.0.0.1:8000", "qwen", replies=folder / "replies.jsonl")
     texts = endpoint.complete([[{"role": "user", "content": "Who wrote Emma?"}]])
 
-What is paid for once is kept: each reply is appended to a file as soon as it is there, under the digest of all that
-decided it (model, messages, temperature, max_tokens; not the address, for servers move). A run that died asks only for
-the rest. The file may end in half a line, as a kill leaves it.
+Each reply is appended to a file as soon as it has arrived, under the digest of all that decides it (model, messages,
+temperature, max_tokens; not the address), so that a run that died asks only for the rest.
 
-Three kinds of failure, three answers. A server that is away, overloaded or slow (no connection, 408, 425, 429, 5xx) is
-asked again after pauses that double, or as long as its Retry-After says, until patience ends. A reply that cannot be
-used (no chat completion, or nothing of what was asked for) is asked for once more. Anything else the server refuses for
-good, and its reason is reported at once. Each ends in a UserError; no failure ever turns into a reply.
-
-Deliberately absent: streaming, tools, several samples of one request (equal requests share one reply), jitter (pauses
-are the same every time), and proxies.
+A server that is away, overloaded or slow (no connection, 408, 425, 429, 5xx) is asked again after pauses that double,
+or as long as its Retry-After says, until patience ends. A reply that cannot be used is asked for once more. Any other
+refusal is final. Each ends in a UserError. Not supported: streaming, tools, several samples of one request, proxies.
 """
 
 import hashlib
@@ -51,7 +46,7 @@ FINAL_CODES = frozenset({"insufficient_quota"})
 
 
 class _Passing(Exception):
-    """The server may do better later; `after`: seconds that it asks to be left alone."""
+    """Error for a failure that may pass; after: seconds that the server asks to wait."""
 
     def __init__(self, words: str, after: float = 0.0) -> None:
         super().__init__(words)
@@ -59,20 +54,17 @@ class _Passing(Exception):
 
 
 class Unusable(Exception):
-    """A reply that the server gave in earnest and that is of no use."""
+    """Error for a reply that is complete and cannot be used."""
 
 
 class _Called(Exception):
-    """Another request has failed, so this one is not to begin or go on."""
+    """Error for a request that is given up because another has failed."""
 
 
 class Replies:
-    """Replies by the digest of their request, in memory and, where there is a path, as stored records on disk: made,
-    with the folders around it, when there is a first reply to keep.
-
-    UserError for a file that cannot be read or written, is not as it was written, or holds a line of another kind.
-    Thread-safe; not for two processes at once.
-    """
+    """Replies by the digest of their request, in memory and, where there is a path, as stored records on disk. The file
+    and its folders are made with the first reply. UserError for a file that cannot be read or written, is not as it was
+    written, or holds a line of another kind. Thread-safe; not for two processes at once."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._lock = threading.Lock()
@@ -170,7 +162,7 @@ class Endpoint:
         """Return what `_read` makes of the answer to each request, given as its JSON object; as `complete`."""
         keys = [hashlib.sha256(json.dumps(body, sort_keys=True).encode("ascii")).hexdigest() for body in bodies]
         requests = dict(zip(keys, bodies, strict=True))
-        # What another caller found unusable here may have been of use to the one who kept it.
+        # A stored reply may be usable to one caller and not to another.
         known = {key: reply for key in requests if (reply := self._replies.get(key)) is not None and usable(reply)}
         missing = {key: request for key, request in requests.items() if key not in known}
         known |= self._ask_all(missing, usable)
@@ -193,7 +185,7 @@ class Endpoint:
                         line.to(done, "")
                 called_off.set()
                 wait(asked.values())
-            finally:  # who is interrupted waits for none of them
+            finally:  # an interrupt waits for none of them
                 called_off.set()
         failures = [future.exception() for future in asked.values()]
         for failure in failures:
@@ -204,8 +196,7 @@ class Endpoint:
     def _ask(
         self, key: str, request: dict[str, Any], usable: Callable[[str], bool], called_off: threading.Event
     ) -> str:
-        """Return one reply, and keep it. When it cannot be had, a UserError is raised, and the others are called off
-        before any can begin."""
+        """Return one reply, and store it. UserError where there is none; then no other request begins."""
         try:
             reply = self._usable_reply(request, usable, called_off)
             self._replies.put(key, request, reply)
@@ -229,7 +220,7 @@ class Endpoint:
         raise UserError(f"{self.url}: {self.model} gave, twice, {failure}; name another model or server ({self._kept})")
 
     def _send(self, body: bytes, called_off: threading.Event) -> HttpAnswer:
-        """Return the server's answer with status 200, however many attempts it takes. UserError when it refuses, or
+        """Return the server's answer with status 200, after any number of attempts. UserError where it refuses, or
         patience ends."""
         deadline, pause = None, FIRST_PAUSE
         while True:
@@ -296,12 +287,11 @@ class Endpoint:
 def load_endpoint(
     section: JudgeSection, allow_keys: Collection[str] = (), say: Callable[[str], None] = lambda _: None
 ) -> Endpoint:
-    """Return the endpoint of a recipe's [judge], whose address is said before anything goes there.
+    """Return the endpoint of a recipe's [judge], and say its address.
 
-    A recipe may be anyone's, and names both a variable of this environment and an address: so its key goes to a host
-    that the person who runs it allows for this variable, and to no other. allow_keys: "VARIABLE@HOST", with the port
-    where the address has one. UserError where that is missing, where the recipe has no [judge] to ask, and where the
-    variable is not set.
+    A recipe names both a variable of this environment and an address, and may come from anyone. So a key is sent only
+    to a host that allow_keys allows for its variable: "VARIABLE@HOST", with the port where the address has one.
+    UserError where that is missing, where the recipe names no chat model, and where the variable is not set.
     """
     if section.url is None or section.model is None:
         raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")

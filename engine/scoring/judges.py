@@ -1,16 +1,10 @@
 """Judges of rewards and measures: entailment by a local model, verdicts by a chat model.
 
-Entailment is the probability that a text (the premise) makes a claim (the hypothesis) true.
-
-A reward that needs one (EviNote-RAG's) is handed the number, so judges live in the engine and rewards stay pure. A
-judge is a trained classifier, from a folder of weights, or, where none is given, the overlap of words: a stand-in that
-lets a run and its tests work without weights. It is no measure of entailment, can be beaten by a list of names that
-holds the answer, and says what it is by its name, which belongs in every output that holds its numbers.
-
-What was judged is remembered by the two texts' digest: samples of one question write the same note often enough, and a
-probability does not depend on the pairs beside it (on CUDA but for rounding, see retrieval/encoders/heads.py).
-
-The claims themselves are the system's business (`System.claims`). Verdicts of a chat model stand at the end.
+Entailment is the probability that a text (the premise) makes a claim (the hypothesis) true; `System.claims` gives the
+pairs. The judge is a trained classifier or, where no folder is given, the overlap of words: a stand-in that lets a run
+and its tests work without weights. It is no measure of entailment (a list of names that holds the answer beats it), and
+its name says so in every output. Probabilities are cached by the two texts' digest; they do not depend on the pairs
+beside them (on CUDA up to rounding).
 """
 
 import json
@@ -62,15 +56,13 @@ class EntailmentJudge(Protocol):
 
 
 class LexicalJudge:
-    """The stand-in: the share of the hypothesis's words that the premise holds, squared, and halved where one of the
-    two denies and the other does not.
+    """The stand-in: the squared share of the hypothesis's words that the premise holds, halved where only one of the
+    two holds a negation.
 
-    Of a claim "X is the answer to 'Q'" that is times the share of X's own words, those that are not in Q: a note that
-    repeats the question has said nothing, and gets 0. So does every note where X has no word of its own, as in "Which
-    is larger, X or Y?".
-
-    Words of grammar and negations do not count, unless the hypothesis has no others. The square tells "nearly all" from
-    "most", which the share alone puts side by side. An empty premise or hypothesis gives 0.
+    For a claim "X is the answer to 'Q'" it is multiplied by the share of X's words that are not in Q: a note that
+    repeats the question gets 0, and so does every note where X has no word of its own, as in "Which is larger, X or
+    Y?". Words of grammar and negations do not count, unless the hypothesis has no others. The square separates "nearly
+    all" from "most". An empty premise or hypothesis gives 0.
     """
 
     name = "lexical overlap (stand-in for an entailment classifier)"
@@ -134,10 +126,7 @@ class ModelJudge:
 
 
 class RememberingJudge:
-    """Another judge behind a memory of the last `size` pairs; equal pairs of one call are judged once.
-
-    hits: pairs answered without the judge, since the beginning.
-    """
+    """Another judge with a cache of the last `size` pairs. hits: pairs answered without the judge."""
 
     def __init__(self, judge: EntailmentJudge, size: int) -> None:
         self.judge = judge
@@ -165,8 +154,7 @@ class RememberingJudge:
 
 
 def _digest(pair: Pair) -> bytes:
-    """Return 16 bytes for a pair, so that memory is bounded whatever the texts' length; half a UTF-16 pair is let
-    pass."""
+    """Return 16 bytes for a pair, whatever the texts' length; lone surrogates are let pass."""
     premise, hypothesis = (text.encode("utf-8", "surrogatepass") for text in pair)
     return blake2b(len(premise).to_bytes(8, "little") + premise + hypothesis, digest_size=16).digest()
 
@@ -207,7 +195,7 @@ PROMPTS = {
 }
 # Room for a model that thinks before it replies; one that does not ends by itself.
 MAX_TOKENS = 1024
-# What should have been a few words is cut, so that no response outgrows the chat model's context.
+# So that no response exceeds the chat model's context.
 RESPONSE_CHARACTERS = 4000
 _PLACES = re.compile(r"\{(golds|response)\}")
 _THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
@@ -215,16 +203,15 @@ _YES_NO = re.compile(r"\W*(?:(?:answer|verdict)\W+)?(yes|no)\b", re.IGNORECASE)
 
 
 class Verdicts:
-    """Yes or no from a chat model on whether a response is right by the accepted answers (ARENA's LLM-as-judge). name:
-    what to call it in outputs.
+    """A chat model's yes or no on whether a response is right by the accepted answers (ARENA's LLM-as-judge).
 
-    The prompt shows the accepted answers and the response, not the question, at temperature 0. By default whatever
-    gives one of the accepted answers is right, as in ARENA's own prompt; "strict" refuses several answers between
-    which one would have to choose; a file takes the place of both. A reply that is neither yes nor no is asked for once
-    more and then ends the run: there is no fallback to exact match, and there are no degrees of being right.
+    The prompt shows the accepted answers and the response, not the question, at temperature 0. By default a response
+    that gives one of the accepted answers is right, as in ARENA's own prompt; "strict" refuses several answers between
+    which one would have to choose; a file replaces both. A reply that is neither yes nor no is asked for once more and
+    then ends the run.
 
-    Golds and response stand in the prompt as JSON strings, so that neither can end its own quotation. A blank response
-    is wrong without asking, and one of more than RESPONSE_CHARACTERS is cut there.
+    Golds and response are JSON strings in the prompt, so that neither can end its own quotation. A blank response is
+    wrong without asking, and one of more than RESPONSE_CHARACTERS is cut there. name: for outputs.
     """
 
     def __init__(self, endpoint: Endpoint, prompt: str = PROMPTS["lenient"], called: str = "lenient") -> None:

@@ -16,7 +16,7 @@ from thresher.rewards.reward import RewardInput, RewardResult, hash_uniform
 
 
 class VerdictJudge(Protocol):
-    """Says whether a response gives one of the gold answers."""
+    """Interface of a judge that says whether a response gives one of the gold answers."""
 
     @property
     def name(self) -> str: ...
@@ -26,7 +26,7 @@ class VerdictJudge(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judges:
-    """The models that are asked: entailment, an NLI classifier or its stand-in; verdict, a chat model. None: nobody."""
+    """The judges of a run: entailment, an NLI classifier or its stand-in; verdict, a chat model. None: no judge."""
 
     entailment: EntailmentJudge | None = None
     verdict: VerdictJudge | None = None
@@ -100,7 +100,7 @@ def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tok
 
 
 def ask_judges(attempts: Sequence[RewardInput], system: System, judges: Judges) -> list[RewardInput]:
-    """Return the inputs with the judges' words in them, each judge asked once for all."""
+    """Return the inputs with the judges' results, each judge asked once for all inputs."""
     if system.claims is not None and judges.entailment is not None:
         claims = [system.claims(attempt) for attempt in attempts]
         found = iter(judges.entailment.probabilities([pair for pairs in claims for pair in pairs]))
@@ -126,7 +126,7 @@ def check_all(scored: Sequence[Scored], tokenizer: Tokenizer, tags: tuple[str, .
 
 
 def check_whole(trajectory: Trajectory, tokenizer: Tokenizer, tags: tuple[str, ...], max_context: int) -> None:
-    """Hold a trajectory and its branches to their invariants: a violation is our fault, and going on would hide it."""
+    """Raise RuntimeError where a trajectory or a branch breaks an invariant, which is a fault of the program."""
     for name, one in (("", trajectory), *trajectory.branches.items()):
         if wrong := check_trajectory(one, tokenizer, tags, max_context):
             what = f"branch {name} of the trajectory" if name else "trajectory"

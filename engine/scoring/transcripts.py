@@ -8,9 +8,8 @@ in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|p
     "entailment": .87, "verdict": true                             what a judge said; no judge is asked here
 out {"id", "reward", "parts": {..}, "answer"}
 
-The reward reads text alone, by its source. Lengths are in words, or in tokens where a tokenizer is given. With the
-run's own tokenizer a stored trajectory has, to the bit, the reward that it had in the run: segments are then read from
-their ids, in which a character cut in two is not lost.
+Lengths are in words, or in tokens where a tokenizer is given. With the run's own tokenizer segments are read from their
+ids, and a stored trajectory has, to the bit, the reward that it had in the run.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,8 +35,8 @@ def score_file(
     tokenizer: str | Path | None = None,
     unverified: bool = False,
 ) -> dict[str, Any]:
-    """Rate every line of `transcripts` into `out`, in order; returns the count and the mean reward. `tokenizer` is a
-    folder that holds one. UserError, unless `unverified`, for a file of ours that is not as it was written."""
+    """Rate every line of `transcripts` into `out`, in order; return the count and the mean reward. tokenizer: its
+    folder. UserError, unless `unverified`, for a file of ours that is not as it was written."""
     system = load_system(system_name, options)
     encoder = None if tokenizer is None else load_tokenizer(tokenizer)
     rewards: list[float] = []
