@@ -178,10 +178,9 @@ def merged_weights(policy: AdaptedPolicy, views: Mapping[str, torch.Tensor]) -> 
 
 
 def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, as PEFT has them, into `folder` (made if absent)."""
-    settings = policy.lora
-    assert settings is not None
-    folder = Path(folder)
+    """Write adapter_config.json and adapter_model.safetensors, as PEFT has them, into `folder` (made if absent).
+    ValueError for a policy without adapters."""
+    settings, folder = _settings_of(policy), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -202,9 +201,9 @@ def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
-    """Load what `save_adapters` wrote into the adapters of `policy`. UserError for absent or other adapters."""
-    settings, folder = policy.lora, Path(folder)
-    assert settings is not None
+    """Load what `save_adapters` wrote into the adapters of `policy`. UserError for absent or other adapters, ValueError
+    for a policy without any."""
+    settings, folder = _settings_of(policy), Path(folder)
     config = read_json_object(folder / CONFIG)
     for key, expected in (("r", settings.rank), ("lora_alpha", settings.alpha)):
         if config.get(key) != expected:
@@ -227,6 +226,12 @@ def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
             )
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
+
+
+def _settings_of(policy: AdaptedPolicy) -> LoraSettings:
+    if policy.lora is None:
+        raise ValueError("the policy has no adapters; put them on it with add_lora(policy, rank=.., alpha=..)")
+    return policy.lora
 
 
 def _tensors(policy: AdaptedPolicy) -> dict[str, torch.Tensor]:

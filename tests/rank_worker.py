@@ -5,7 +5,8 @@
 
 SCENARIOS: JSON, a list of {"ranks", "port", "recipe", "out", "resume", "mine": {rank: overrides}, "from": a run to copy
 to `out` without its checkpoint of step 2, "interrupted": the rank that gets SIGTERM in its third rollout}.
-A process whose rank is not below "ranks" sits a scenario out. What one raises is written to OUT.RANK.error.
+A process whose rank is not below "ranks" sits a scenario out. What one raises is written to OUT.RANK.error, and the
+paths in OUT that it has changed to OUT.RANK.changed.
 """
 
 import json
@@ -30,6 +31,15 @@ from thresher.engine.store.run_folder import saved_so_far
 from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
 
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
+changed: list[str] = []
+
+
+def note_change(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note paths that this process makes, opens to write, renames or removes: an audit hook."""
+    if event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE):
+        changed.extend(os.fspath(path) for path in arguments if isinstance(path, str | Path))
+
 
 def play(scenario: dict[str, Any], rank: int) -> None:
     """One scenario."""
@@ -42,6 +52,7 @@ def play(scenario: dict[str, Any], rank: int) -> None:
         "MASTER_PORT": str(scenario["port"]),
     }
     out = Path(scenario["out"])
+    changed.clear()
     if rank == 0 and "from" in scenario:  # the others wait for rank 0 to join them
         copy_until_step_1(Path(scenario["from"]), out)
     recipe = load_recipe(scenario["recipe"], scenario.get("mine", {}).get(str(rank), []))
@@ -57,6 +68,8 @@ def play(scenario: dict[str, Any], rank: int) -> None:
             Path(f"{out}.kept").write_text(str(saved_so_far(out)))
         Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
         torch.distributed.destroy_process_group()
+    here = sorted({path for path in changed if path == str(out) or path.startswith(f"{out}/")})
+    Path(f"{out}.{rank}.changed").write_text("\n".join(here))
 
 
 def copy_until_step_1(source: Path, out: Path) -> None:
@@ -80,6 +93,7 @@ def interrupt_rollout(number: int) -> None:
 
 def play_all(file: str, rank: int) -> None:
     ranks_module._LAST_WORDS = 0.0  # type: ignore[attr-defined]
+    sys.addaudithook(note_change)
     for scenario in json.loads(Path(file).read_text()):
         if rank < scenario["ranks"]:
             play(scenario, rank)

@@ -28,6 +28,7 @@ from thresher.policy.lora import (
     add_lora,
     load_adapters,
     merged_weights,
+    save_adapters,
 )
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 
@@ -238,3 +239,13 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
 def test_a_policy_has_one_set_of_adapters() -> None:
     with pytest.raises(ValueError, match="has adapters already"):
         add_lora(fresh(), rank=2, alpha=2)
+
+
+@pytest.mark.parametrize("call", [save_adapters, load_adapters])
+def test_a_policy_without_adapters_is_refused_before_a_file_is_touched(
+    call: Callable[..., None], tmp_path: Path
+) -> None:
+    policy = init_policy(make_config(), 0)
+    with pytest.raises(ValueError, match=r"the policy has no adapters; put them on it with add_lora"):
+        call(policy, tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []

@@ -144,6 +144,15 @@ def test_two_ranks_take_the_step_of_one(pair: Runs) -> None:
     assert_same_token_statistics(pair.folder / "one", pair.folder / "two")
 
 
+def test_rank_0_alone_changes_the_run_folder(pair: Runs) -> None:
+    """Also where a signal ends the run: both save, and rank 0 writes."""
+    for name, step in (("two", 1), ("interrupted", 1)):
+        first, second = ((pair.folder / f"{name}.{rank}.changed").read_text() for rank in range(2))
+        assert second == ""
+        written = {str(path) for path in (pair.folder / name).rglob("*.jsonl")}
+        assert written and written <= set(first.splitlines()) and f"/checkpoints/step_{step:06d}" in first
+
+
 def test_a_signal_to_one_of_two_ranks_ends_both_with_the_step_that_was_learned(pair: Runs) -> None:
     """Rank 1 leaves its rollout of step 2, and rank 0 ends its own; no save was due yet."""
     assert [pair.error("interrupted", rank) for rank in range(2)] == ["Interrupted: SIGTERM", "SystemExit: 143"]
