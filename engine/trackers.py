@@ -2,15 +2,15 @@
 
     python -P trackers.py NAME RUN STEP      STEP: that of the checkpoint from which the run goes on; -1: it begins
 
-The process reads records from the file, so the run hands over nothing and waits for nothing but, at its end, up to
-LINGER seconds. A tracker's own words go to RUN/sinks/NAME.log; what went wrong is printed once. The process ends when
-its standard input does, which is also what a killed run leaves; the word "done" on it says that the run is complete.
+The process reads records from the file, so the run sends it nothing, and waits for it only at its end, for up to LINGER
+seconds. A tracker's output goes to RUN/sinks/NAME.log; a failure is printed once. The process ends when its standard
+input is closed, as it also is when the run is killed; the word "done" on it means that the run is complete.
 
-RUN/sinks/NAME.json holds what was sent, and the identity that the tracker knows the run by: a run that goes on
-continues the same curves, and a tracker that joins late gets them from the beginning. Weights & Biases and trackio
-cannot take points back: they keep what they have, and steps that they have are not sent again.
+RUN/sinks/NAME.json holds the last position that was sent and the run's identity in the tracker: a resumed run continues
+the same curves, and a tracker that is added later gets them from the beginning. Weights & Biases and trackio cannot
+delete points: steps that they have are not sent again.
 
-A record's numbers become train/NAME, of an evaluation eval/NAME, those of an inner object train/OUTER/NAME.
+A record's numbers are named train/NAME, an evaluation's eval/NAME, those of an inner object train/OUTER/NAME.
 """
 
 import json
@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-LINGER = 30.0  # seconds that all trackers together get at the end for what is left to send
+LINGER = 30.0  # seconds that all trackers together have at the end to send the rest
 POLL = 1.0  # seconds between two looks at the file
 Position = tuple[int, int]  # of a record: its step, and 1 for an evaluation, which stands behind the step's own
 
@@ -52,8 +52,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 @contextmanager
 def tracking(run: Path, names: Sequence[str], step: int) -> Iterator[None]:
-    """Send the metrics that the run writes inside to these trackers too. run: its folder. step: that of the checkpoint
-    from which the run goes on, -1 without one."""
+    """Send the metrics that a run writes within the block to these trackers. run: its folder. step: that of the
+    checkpoint from which it is resumed, -1 without one."""
     trackers = []
     for name in names:
         try:
@@ -73,7 +73,7 @@ def tracking(run: Path, names: Sequence[str], step: int) -> Iterator[None]:
 
 
 class _TrackerProcess:
-    """A tracker's process, and a thread that prints its failure."""
+    """A tracker's process, with a thread that prints its failure."""
 
     def __init__(self, run: Path, name: str, step: int) -> None:
         self.run, self.name = run, name
@@ -93,7 +93,7 @@ class _TrackerProcess:
         self._watcher.start()
 
     def end(self, done: bool) -> None:
-        """Tell the process that nothing more comes."""
+        """Close the process's standard input: no more records will come. done: the run is complete."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(b"done" if done else b"")
@@ -102,7 +102,7 @@ class _TrackerProcess:
             pass
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of the process, and kill it if it does not end by itself."""
+        """Wait for the process to end, and kill it after `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -131,7 +131,7 @@ def _say(text: str, run: Path) -> None:
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard. Where a run goes on, points behind its checkpoint are hidden."""
+    """Event files in RUN/tensorboard. In a resumed run, points after its checkpoint are hidden."""
 
     def __init__(self, run: Path, identity: str, config: dict[str, Any], begin: int, goes_on: bool) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -195,11 +195,11 @@ class Trackio(WeightsAndBiases):
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
-TAKES_BACK = ("tensorboard",)  # trackers in which what was sent can be hidden again
+TAKES_BACK = ("tensorboard",)  # trackers in which points that were sent can be hidden
 
 
 def follow(name: str, run: Path, step: int) -> None:
-    """Send what the tracker lacks, and then what comes, until standard input ends."""
+    """Send the records that the tracker lacks, and then new ones, until standard input is closed."""
     run = run.resolve()
     state_file = run / "sinks" / f"{name}.json"
     state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.exists() else {}
@@ -232,7 +232,7 @@ def follow(name: str, run: Path, step: int) -> None:
 
 
 def _new_records(path: Path, read: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the records in the whole lines behind byte `read` of a file that grows, and where these lines end."""
+    """Return the records in the whole lines after byte `read` of a growing file, and the end of these lines."""
     if not path.exists():
         return [], read
     with path.open("rb") as file:
@@ -243,7 +243,7 @@ def _new_records(path: Path, read: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record, by the names that trackers show."""
+    """Return the numbers of a record by their names in a tracker."""
     inner = record.get("eval")
     return dict(_numbers(inner or {}, "eval/") if "eval" in record else _numbers(record, "train/"))
 

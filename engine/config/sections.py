@@ -1,9 +1,8 @@
 """The sections of a recipe: one frozen dataclass each, one line a field.
 
-A field's type carries its bounds, and the reader, the writer, the digest and the errors follow from it (tables.py). The
-comment behind a field, or above it, is its meaning, which `thresher recipe --explain` and docs/recipe.md show
-(reference.py).
-recipe.py puts the sections together and says what a resumed run may change.
+A field's type has its bounds; tables.py derives the reader, the writer, the digest and the errors from it. The comment
+behind a field, or above it, is its description in `thresher recipe --explain` and docs/recipe.md (reference.py).
+recipe.py puts the sections together and defines what a resumed run may change.
 """
 
 import math
@@ -38,8 +37,8 @@ class ModelSection(Section):
 
     path: str  # the model's folder: config.json, safetensors, tokenizer.json
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; trained weights stay float32
-    device: Literal["cpu", "cuda"] = "cpu"  # where it is computed
-    prompt: Literal["raw", "chat"] = "raw"  # how prompts go in; chat: through the model's own chat template
+    device: Literal["cpu", "cuda"] = "cpu"  # the device that computes
+    prompt: Literal["raw", "chat"] = "raw"  # chat: prompts are put into the model's own chat template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +96,8 @@ class RolloutSection(Section):
     kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
     kv_block_size: Count = 64  # positions in a block of the KV cache (what others call a page)
     num_draft_tokens: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
-    attention: Attention = "auto"  # what computes attention
-    share_prefix: bool = True  # attention to what several samples share: computed once, not for each; same results
+    attention: Attention = "auto"  # backend of attention
+    share_prefix: bool = True  # compute attention to a shared prefix once, not for each sample; same results
 
     FORMER: ClassVar[Mapping[tuple[str, str], str]] = {
         ("attention", "shared"): "leave it out, for what it meant is rollout.share_prefix = true, the default",
@@ -125,10 +124,10 @@ class GrpoSection(Section):
     std_eps: NotNegative = 0.0  # see std_floor; TRL's, and so ARENA's code's, is 1e-4
     sample_std: bool = False  # divide by n - 1 instead of n
     drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
-    reference: Literal["auto", "device", "cpu"] = "auto"  # where the reference lies; cpu: layers come one by one
+    reference: Literal["auto", "device", "cpu"] = "auto"  # where its weights lie; cpu: copied layer by layer
     updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch, whole groups split among them
     epochs_per_batch: Count = 1  # passes over a rollout batch, all in one order (PPO's epochs)
-    old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or by a forward of the update's
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or computed by the update
     tis_level: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or trajectory
     tis_rule: Literal["truncate", "mask"] = "truncate"  # beyond the cap: the cap, or 0 (and 0 below the floor)
     tis_cap: Annotated[float, Within(1)] = 2.0  # the largest weight
@@ -166,11 +165,11 @@ class OptimSection(Section):
     weight_decay: NotNegative = 0.0  # of AdamW, decoupled
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr, after the warm-up; 0 after the last step
-    schedule_steps: Count | None = None  # steps that warm-up and schedule are laid out for; None: run.steps
+    schedule_steps: Count | None = None  # steps of warm-up and schedule together; None: run.steps
     max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # of gradients; inf: no clipping
     micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
-    attention: Attention = "auto"  # what computes attention, forward and backward
-    share_prefix: bool = True  # compute once what trajectories begin with alike, where that is worth it
+    attention: Attention = "auto"  # backend of attention, forward and backward
+    share_prefix: bool = True  # compute a prefix that trajectories share once, where that saves time
     loss_workspace_bytes: Count | None = None  # of the loss; None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
     checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: recomputed in backward; auto: by plan
     optimizer_state_dtype: Literal["float32", "8bit"] = (
@@ -181,14 +180,14 @@ class OptimSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection(Section):
-    """[run] how long, how often."""
+    """[run] the number of steps, and how often a run evaluates, saves and stores."""
 
     steps: Natural = 100  # of GRPO, a rollout each
-    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of whatever is drawn at random
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of all random draws
     eval_every: Count | None = None  # steps between evaluations; None: only before and after
     eval_questions: Count | None = None  # the first so many of data.dev; None: all
     save_every: Count = 50  # steps between checkpoints
-    keep_checkpoints: Count = 2  # the newest so many, and beside them that of best dev exact match
+    keep_checkpoints: Count = 2  # number of newest ones, besides the one of best dev exact match
     threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch on a CPU; see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
     token_stats_mib: Natural = 256  # MiB for the log-probs beside stored trajectories, the oldest deleted; 0: none
@@ -222,9 +221,9 @@ class SftSection(Section):
     stop_at_copy_accuracy: Share | None = (
         None  # share of names copied right at which training ends; None: it takes all steps
     )
-    gate_every: Count = 50  # steps between two looks at the gate
-    min_steps: Natural = 0  # the gate is not asked before
-    max_restarts: Natural = 2  # from another seed, where the gate is not reached
+    gate_every: Count = 50  # steps between measurements of copying accuracy
+    min_steps: Natural = 0  # no measurement before this step
+    max_restarts: Natural = 2  # new attempts, each from another seed, where the accuracy is not reached
     save_every: Count = 200  # steps between checkpoints, from which a killed run goes on by --resume
 
     def check(self) -> None:
@@ -243,7 +242,7 @@ class SftSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSection(Section):
-    """[judge] who is asked where a reward or a measure needs entailment (a classifier) or a verdict (a chat model)."""
+    """[judge] the judges of rewards and measures: a classifier for entailment, a chat model for verdicts."""
 
     entailment: str | None = None  # folder of an NLI classifier; None: overlap of words, the stated stand-in
     labels: tuple[str, ...] | None = None  # of the classifier's outputs, in order, where its config.json has none
@@ -268,7 +267,7 @@ class JudgeSection(Section):
         if (self.url is None) != (self.model is None):
             missing, given = ("url", "model") if self.url is None else ("model", "url")
             raise FieldError(missing, f"expected a string, as there is a {given}, got nothing")
-        # Whoever put the key itself here must not see it printed.
+        # A user who put the key itself here must not see it printed.
         if self.key_env is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.key_env):
             raise FieldError("key_env", "expected the name of an environment variable such as API_KEY, not a key")
 

@@ -1,10 +1,10 @@
-"""`thresher eval`, from questions to table: trajectories made in batches and kept as they come, then scored.
+"""`thresher eval`, from questions to table: trajectories are generated and stored in batches, then scored.
 
     questions -> passages, noise, cut to what fits -> batches of 2 x max_num_seqs: rollout, append to the folder
               -> judges (entailment, verdicts) -> rewards -> measures, intervals -> trajectories, table
 
-Trajectories are on the disk before a judge is asked. The same command resumes an evaluation that was ended early; a
-batch that was under way is generated anew, with the same noise. A failure never becomes a score.
+Trajectories are on disk before a judge is asked. The same command resumes an unfinished evaluation; it generates an
+unfinished batch again, with the same noise. A failure never becomes a score.
 """
 
 import json
@@ -69,10 +69,10 @@ from thresher.rewards.papers.evinote import evinote_claims
 from thresher.rewards.reward import Source
 from thresher.rewards.text import contains_answer
 
-NOTES = ("summary", "evidence", "extract", "evaluate", "analysis")  # tags of what may entail an answer
+NOTES = ("summary", "evidence", "extract", "evaluate", "analysis")  # tags of texts that may entail an answer
 ANSWERS = "answers.jsonl"
 REMEDY = "delete this line and those behind it, and they are generated again"
-# Keys of the recipe that decide no trajectory, or that the evaluation sets itself.
+# Keys of the recipe that no trajectory depends on, or that the evaluation sets itself.
 _FREE = {*COMPUTING_KEYS, "retrieval.timeout", "retrieval.patience"} | {
     f"rollout.{key}" for key in ("group_size", "questions_per_step", "temperature")
 }
@@ -162,7 +162,7 @@ def check_prompts(
 
 
 def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequence[Question]) -> dict[str, Any]:
-    """Return what decides the trajectories, by dotted keys. An evaluation is resumed under equal settings only."""
+    """Return all settings that determine the trajectories, by dotted keys. Only equal ones resume an evaluation."""
     tables = recipe.to_dict()
     settings = {
         f"{section}.{key}": value
@@ -190,8 +190,8 @@ def prepare(
     """Return the questions with the passages of their prompts: retrieved where a question has none, and noise, cut to
     what fits.
 
-    Noise is drawn from the corpus where it is local, else from the passages of the other questions. UserError where
-    there are no passages to be had, and for noise where the prompt shows none.
+    Noise is drawn from a local corpus, else from the passages of the other questions. UserError where there are no
+    passages, and for noise where the prompt shows none.
     """
     if not context.system.given_passages:
         if noise:
@@ -231,8 +231,10 @@ def _with_claims(system: System, classifier: str | None) -> System:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A trajectory; for each passage found or given, True if it holds a gold string; and its share of its batch's
-    seconds and of the batch's branches that found no room in the context."""
+    """A trajectory, with its shares of its batch's seconds and of the batch's branches without room in the context.
+
+    relevant: for each passage found or given, True if it contains a gold string.
+    """
 
     trajectory: Trajectory
     seconds: float
@@ -244,13 +246,13 @@ class EvalFolder:
     """The folder of `thresher eval`, locked; use it in a `with`. If it holds nothing when an error ends it, it is
     removed.
 
-        settings.json        what decides the trajectories; a command with other settings is refused
+        settings.json        settings that determine the trajectories; a command with others is refused
         generated.jsonl      the trajectories so far, appended batch by batch; deleted once the evaluation is complete
         answers.jsonl        replies of the endpoint that answers, if any
         replies.jsonl        replies of an LLM judge, if any
         trajectories.jsonl   every question: its trajectory, reward, parts and measures
         table.md             the table, for people
-        metrics.json         the same, and what it was measured under; written last
+        metrics.json         the same, and the settings of the measurement; written last
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -302,7 +304,7 @@ class EvalFolder:
         os.close(self._lock)
 
     def generated(self) -> list[Generated]:
-        """Return the entries so far, without half a line that a kill left."""
+        """Return the entries so far, without an incomplete last line that a kill left."""
         return [read_generated(record, f"{self._log.path}:{number}") for number, record in self._log.recover()]
 
     def append(self, entries: Iterable[Generated]) -> None:
@@ -426,7 +428,7 @@ def _whole(value: object) -> bool:
 
 
 def _score(questions: Sequence[Question], done: Sequence[Generated], context: Answerer, judges: Judges) -> list[Scored]:
-    # A verdict judge that is there rates every system's answers, rewarded by it or not.
+    # A verdict judge, if any, rates the answers of every system, also of one whose reward does not use it.
     system = replace(context.system, wants_verdict=judges.verdict is not None)
     scored = score(questions, [one.trajectory for one in done], system, context.tokenizer, judges)
     check_all(scored, context.tokenizer, context.system.tags, context.limits.max_context)

@@ -1,4 +1,4 @@
-"""Several processes, one run: who takes part, what each does of a step, and weights of which each holds a share.
+"""Several processes, one run: ranks and their collectives, what they do together, and sharded weights.
 
-Another way to divide a model (within a layer, say) may come in; no step of training, which is engine/training's.
+Another way to shard a model (within a layer, say) may be added here; steps of training belong to engine/training.
 """

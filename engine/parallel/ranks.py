@@ -1,18 +1,18 @@
-"""The processes that train one model, as torchrun starts them: each is a rank, and rank 0 alone writes and speaks.
+"""The processes that train one model, as torchrun starts them. Each is a rank; only rank 0 writes files and prints.
 
-    with joined() as ranks:            # of WORLD_SIZE, RANK and LOCAL_RANK; without torchrun it is SINGLE
-        ranks.all_reduce_sum(3, 5)              # a sum over all ranks, of integers
-        ranks.gather(record)           # a list of all ranks' on rank 0, None elsewhere
-        ranks.broadcast(lambda: decide())  # decided on rank 0, known everywhere
-        with ranks.interruptible(): ..      # what a signal to any of them ends on all
+    with joined() as ranks:                # from WORLD_SIZE, RANK and LOCAL_RANK; SINGLE without torchrun
+        ranks.all_reduce_sum(3, 5)         # sums of integers over all ranks
+        ranks.gather(record)               # a list of all ranks' records on rank 0, None elsewhere
+        ranks.broadcast(lambda: decide())  # called on rank 0; returned on every rank
+        with ranks.interruptible(): ..     # a signal to any rank ends this block on all ranks
 
-What goes through here is small and lies on the CPU: counts, records, decisions. sharded_weights.py has weights.
+These values are small and lie on the CPU: counts, records, decisions. sharded_weights.py has the weights.
 
-A rank that fails ends the run. It writes a note before it ends; those that fail because it is gone find the note, and
-print nothing. A rank may compute for long while the others wait, so the timeout is long: torchrun notices that a
-process has died, and ends the others at once.
+A rank that fails ends the run. It writes a note into the store; a rank that fails because that one is gone finds the
+note, and prints nothing. The timeout of collectives is long, since a rank may compute for long while the others wait;
+torchrun ends them at once when a process has died.
 
-Deliberately absent: a rank that joins or is replaced during a run; to go on with another number, resume.
+Deliberately absent: ranks that join or are replaced during a run. Resume it with another number of ranks instead.
 """
 
 import os
@@ -31,16 +31,16 @@ from thresher.common.errors import UserError
 from thresher.common.signals import Interrupted, allow_signals, noted
 
 PATIENCE = timedelta(hours=6)
-_NOTE = "thresher/failed"  # key of the store: the rank that failed first
-_LAST_WORDS = 5.0  # seconds that a rank which failed later waits for the one that failed first
+_NOTE = "thresher/failed"  # key in the store of the rank that failed first
+_LAST_WORDS = 5.0  # seconds that a rank which failed later waits, so that the first one can print its error
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among `count`. local: its place on this machine, which is its GPU's number; on_machine: how many
-    there are."""
+    """One process of `count`. local: its number on this machine, which is also its GPU's; on_machine: the number of
+    processes there."""
 
     rank: int = 0
     count: int = 1
@@ -56,7 +56,7 @@ class Ranks:
         return self.count > 1
 
     def share(self, total: int) -> range:
-        """Return this rank's range of `total` things, shared out as evenly as possible."""
+        """Return this rank's part of range(total), which is divided as evenly as possible."""
         return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
 
     def gather(self, value: T) -> list[T] | None:
@@ -109,11 +109,11 @@ SINGLE = Ranks()
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """This process's place among those that torchrun started, joined to them until the block ends.
+    """Join the processes that torchrun started, and leave them when the block ends. Yields this process's `Ranks`.
 
-    Collectives go over gloo on a CPU, over NCCL between GPUs. Ranks other than 0 print nothing. What a block raises is
-    raised on the rank that failed first; on those that fail after it, SystemExit. UserError for an environment that is
-    not torchrun's.
+    Collectives use gloo on a CPU, NCCL between GPUs. Ranks other than 0 print nothing. An error in the block is raised
+    on the rank that failed first; ranks that fail after it raise SystemExit. UserError for an environment that torchrun
+    does not make.
     """
     ranks = _from_environment()
     if not ranks.is_distributed:
@@ -156,7 +156,7 @@ def _from_environment() -> Ranks:
 
 
 def _fails_first(store: Any, ranks: Ranks) -> bool:
-    """Note that this rank fails; whether no other did before. Where the store is gone, its rank did."""
+    """Note that this rank fails; return False if another did before. A store that is gone counts as one, rank 0's."""
     try:
         return bool(store.compare_set(_NOTE, "", str(ranks.rank)) == str(ranks.rank).encode())
     except RuntimeError:

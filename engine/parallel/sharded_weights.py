@@ -1,5 +1,5 @@
-"""Weights of which every rank holds a share, by torch's fully_shard (FSDP2; Zhao et al. 2023, "PyTorch FSDP",
-arXiv:2304.11277): of each parameter a stretch of its rows.
+"""Weights that are sharded over ranks, by torch's fully_shard (FSDP2; Zhao et al. 2023, "PyTorch FSDP",
+arXiv:2304.11277): each rank holds a range of the rows of each parameter.
 
     forward     layer by layer: gather its parameters in the dtype of the computation, compute, free them again
     backward    the same, last layer first; then its gradients are summed over the ranks, each keeping its own rows
@@ -9,9 +9,9 @@ arXiv:2304.11277): of each parameter a stretch of its rows.
     rollout     a whole copy in the dtype of the computation, gathered when a rollout begins and freed when it ends:
                 decoding reads every weight once a token, and a captured graph holds their addresses
 
-Rows are shared out as torch.chunk does: ceil(rows / N) to each rank until there are none left, so that a vector may
-have nothing on the last ranks. Shards may lie in CPU memory: each is then brought to the device before it is gathered,
-and its gradient goes back once it is summed.
+Rows are divided as torch.chunk does: ceil(rows / N) to each rank until none is left, so a short vector may have no
+rows on the last ranks. Shards may lie in CPU memory: each is then copied to the device before it is gathered, and its
+gradient is copied back after the sum.
 
 Deliberately absent: shards within one machine that are replicated across machines, and sharding within a layer.
 """
@@ -44,8 +44,8 @@ from thresher.policy.weights import read_weights
 
 
 class LocalRows(nn.Module):
-    """The rows of a sharded policy's parameters that lie here, as plain parameters under the policy's names. They share
-    its memory, so that a step of an optimiser on them is a step of the policy."""
+    """This rank's rows of a sharded policy's parameters, as plain parameters under the policy's names. They share its
+    memory, so an optimiser that steps them steps the policy."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -113,15 +113,15 @@ class ShardedWeights(TrainedWeights):
         return float(norm)
 
     def refresh(self) -> None:
-        """Free what a forward has left gathered, which is outside of the layers: the rows that were stepped are the
-        policy's own."""
+        """Free the parameters outside of the layers, which a forward has left gathered. The rows that the optimiser
+        stepped are the policy's own, so nothing is copied."""
         for policy in self.gathers:
             assert isinstance(policy, FSDPModule)
             policy.reshard()
 
     def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
-        """Gather parameter by parameter, into rank 0's CPU memory. Every rank has state of the same parameters, empty
-        shards included, or the collectives in this loop would not meet."""
+        """Gather parameter by parameter, into rank 0's CPU memory. Every rank must have state of the same parameters,
+        empty shards included, since each takes part in every collective of this loop."""
         policy = on_first(self.policy, self.ranks)
         copy = None if policy is None else make_optimizer(policy, self.optim, self.optim.lr)
         into = {} if policy is None else dict(policy.named_parameters())
@@ -133,7 +133,7 @@ class ShardedWeights(TrainedWeights):
         return None if policy is None or copy is None else (policy, copy)
 
     def rows_here(self, name: str, state: Tensor) -> Tensor:
-        """Return this rank's rows; what has another number of rows, as a count has none, is left as it is."""
+        """Return this rank's rows of `state`, or `state` itself where it is a count or has another number of rows."""
         if not state.dim() or len(state) != len(self.sharded[name]):
             return state
         return state[rows_of(len(state), self.ranks)].clone()
@@ -148,7 +148,7 @@ def load_sharded(
     """Load the model in `folder`, sharded, computing on the device and in the dtype of `like`; the shards are of
     `dtype`, on that device or in CPU memory.
 
-    like: a whole policy of the same config. Where it has adapters they are sharded too, and are what is trained. Every
+    like: a whole policy of the same config; its adapters, if any, are sharded too, and only they are trained. Every
     rank reads the files layer by layer and keeps its rows. Errors as `load_policy`.
     """
     lora = like.lora
@@ -179,7 +179,7 @@ def _empty(like: Policy, dtype: torch.dtype, lora: LoraSettings | None) -> Polic
 
 
 def _shard(policy: Policy, compute: torch.dtype, device: torch.device, ranks: Ranks, in_cpu_memory: bool) -> None:
-    """Wrap every layer, and then what lies outside of them: embedding, last norm, head."""
+    """Shard every layer, and then the parameters outside of layers: embedding, last norm, head."""
     mesh = init_device_mesh(device.type, (ranks.count,))
     # Sums of gradients are float32; what a layer is given (rotations among it) stays in the dtype that it has.
     precision = MixedPrecisionPolicy(
@@ -225,7 +225,7 @@ def _put(parameter: Tensor, whole: Tensor, ranks: Ranks) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the rows of a tensor that lie here, sharing its memory; of one that is not sharded, the tensor."""
+    """Return this rank's rows of a tensor, sharing its memory; the tensor itself where it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     part: Tensor = tensor.to_local()
@@ -233,8 +233,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def all_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return these rows and those of the other ranks, on every rank and its device. like: the sharded tensor whose
-    rows, or an optimiser's state of whose rows, they are."""
+    """Gather the rows of all ranks on every rank and its device. like: the sharded tensor that they are rows of, or
+    whose optimiser state they are rows of."""
     assert isinstance(like, DTensor)
     shape = torch.Size((len(like), *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
@@ -247,13 +247,14 @@ def all_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return all rows of a sharded tensor, on every rank; they are cast before they travel."""
+    """Gather all rows of a sharded tensor on every rank, cast to `dtype` before the collective."""
     return all_rows(local(tensor).to(dtype), tensor)
 
 
 @contextmanager
 def whole_weights(copy: Policy, sharded: Policy) -> Iterator[None]:
-    """Give `copy`, a policy of the same shapes, the sharded one's weights within it; outside it holds no memory."""
+    """Fill `copy`, a policy of the same shapes, with the sharded one's weights within the block; free its memory
+    after."""
     storages = [parameter.data.untyped_storage() for parameter in copy.parameters()]
     with torch.no_grad():
         for parameter, part, storage in zip(copy.parameters(), sharded.parameters(), storages, strict=True):

@@ -1,7 +1,7 @@
 """Steps that the ranks of a run take together: check that they do the same run, write one run folder, ask one judge.
 
-Ranks may run on several machines, each with files of its own. A rank that read other questions, or other weights, would
-train on without a sign.
+Ranks may run on several machines, each with its own files. Without these checks, a rank that read other questions or
+other weights would train on unnoticed.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def _digest(path: str | Path) -> str:
 
 
 def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence on the first value in which a rank differs from rank 0."""
+    """Describe the first value in which a rank differs from rank 0; None where there is none."""
     for rank, theirs in enumerate(of_ranks):
         for name in {**of_ranks[0], **theirs}:
             ours, other = of_ranks[0].get(name), theirs.get(name)
@@ -105,8 +105,8 @@ def open_run(out: str | Path, recipe: Recipe, resume: bool, ranks: Ranks, unveri
 
 
 class MainRankJudge:
-    """Rank 0's judge, which rates the cases of all ranks together: there is one file of replies, and no more requests
-    at a time than the recipe allows."""
+    """Rank 0's judge for the cases of all ranks, so that there is one file of replies, and no more requests at a time
+    than the recipe allows."""
 
     def __init__(self, judge: VerdictJudge, ranks: Ranks) -> None:
         self.judge, self.ranks, self.name = judge, ranks, judge.name
@@ -121,7 +121,7 @@ class MainRankJudge:
 
 
 def judges_of(judges: Judges, ranks: Ranks) -> Judges:
-    """Return the judges of a run on these ranks. Entailment is each rank's own."""
+    """Return the judges of a run on these ranks: a verdict judge is rank 0's, an entailment judge each rank's own."""
     if judges.verdict is None or not ranks.is_distributed:
         return judges
     return replace(judges, verdict=MainRankJudge(judges.verdict, ranks))

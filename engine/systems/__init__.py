@@ -1,6 +1,6 @@
-"""Trained systems, one file per paper: its protocol, its switches; prompt and preset lie beside it.
+"""Trained systems, one file per paper with its protocol and switches; prompt and preset lie beside it.
 
-A new paper may come in as a file with `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
+A new paper is a file with `Options` (a frozen dataclass of its switches) and `system(options) -> System`;
 every file here whose name does not begin with an underscore is a system, under that name (and VARIANTS beside).
 docs/add/paper.md has the steps. A user's own system is such a file anywhere else, named by its path (_own_file.py).
 """

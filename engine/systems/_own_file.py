@@ -1,10 +1,10 @@
-"""A user's own system: a Python file at any path, imported anew, tried out, and its errors made into sentences.
+"""A user's own system: a Python file at any path, which is imported anew and tried once.
 
-While it is imported, it can import modules and packages that lie beside it. They are imported anew too, and forgotten
-afterwards, so that files of equal names beside two systems do not meet; imports that run later do not find them.
+While it is imported, it can import modules and packages that lie beside it. They are imported anew too, and removed
+from sys.modules afterwards, so that files of equal names beside two systems do not conflict. Later imports do not find
+them.
 
-Whatever such a file raises, when it is imported or later in its functions, is the user's to fix, and so a UserError
-that names the file and the line.
+Every error that such a file raises, on import or later in its functions, becomes a UserError that names file and line.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegme
 MEASURES = ("em", "f1", "answered")  # among the parts of every reward
 FIRST: tuple[type, ...] = (Prompt,)
 AFTER_PROMPT: tuple[type, ...] = tuple(kind for kind in get_args(Request) if kind is not Prompt)
-# What a file may raise that is the file's fault: all but an interrupt.
+# Errors of a file that become UserError: all but an interrupt.
 FAULTS = (Exception, SystemExit, GeneratorExit)
 LARGEST = 1e9  # of a reward and its parts: their squares are summed over a group, and written as JSON
 
@@ -151,7 +151,7 @@ def _wrong(result: object) -> str | None:
 
 def _nothing_written(system: System) -> RewardInput:
     """Return an input that every reward must be able to score, since a policy may end its text at once: no text, no
-    branch. Judges have had their say, and a passage was shown where any is."""
+    branch. Judges have answered, and a passage was shown where the system shows any."""
     return RewardInput(
         pieces=[TextSegment(Source.PROMPT, b"Who?"), TextSegment(Source.POLICY, b"")],
         golds=("somebody",),
@@ -172,7 +172,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _importing_beside(path.resolve()):
             exec(compile(read_bytes(path, MOST_TEXT), str(path), "exec"), module.__dict__)
-    except FAULTS as error:  # whatever the file does, it is the file that must be fixed
+    except FAULTS as error:
         del sys.modules[name]
         raise UserError(f"{path}: importing it raised {_described(error, path)}; fix the file") from error
     return module
@@ -183,12 +183,12 @@ _beside: dict[Path, list[Path]] = {}  # a system's file -> the files that it imp
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """Yield the folder of `path` is the first that is searched for modules; what was found there is noted and
-    forgotten."""
+    """Search the folder of `path` first for modules within the block; then note the modules found there, and remove
+    them from sys.modules."""
     folder, known, writing = path.parent, set(sys.modules), sys.dont_write_bytecode
     importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
-    sys.dont_write_bytecode = True  # it would leave __pycache__ beside the user's file
+    sys.dont_write_bytecode = True  # no __pycache__ beside the user's file
     try:
         yield
     finally:

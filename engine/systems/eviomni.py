@@ -84,9 +84,8 @@ def episode(question: Question, tools: EpisodeConfig, options: Options) -> Episo
 
 
 def branches(prompt: Prompt, written: bytes, options: Options) -> Mapping[str, BranchPrompt]:
-    """Return the contexts of o_r and o_e, made of what the policy wrote up to </extract>. None for a span that is
-    missing, and none at all where the reason lies inside the extract, for then neither could be hidden from the
-    other."""
+    """Return the contexts of o_r and o_e, from the policy's text up to </extract>. A missing span has none; there are
+    none at all where the reason lies inside the extract, since neither could then be hidden from the other."""
     text = [TextSegment(Source.POLICY, written)]
     reason, extract = next(iter(blocks(text, "reason")), None), next(iter(blocks(text, "extract")), None)
     if reason and extract and extract.start < reason.end:

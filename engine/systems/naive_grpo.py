@@ -28,7 +28,7 @@ from thresher.rewards.papers.arena import naive_reward
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """passages: the prompt shows them. Off, the template has no place for them."""
+    """passages: the prompt shows them; without them the template has no place for passages."""
 
     passages: bool = True
 
@@ -52,7 +52,7 @@ def system(options: Options) -> System:
 
 @dataclass(frozen=True, kw_only=True)
 class R1Options:
-    """It has no switches."""
+    """R1 has no switches."""
 
 
 def r1(options: R1Options) -> System:

@@ -10,7 +10,7 @@ counts as a turn and gets a line of feedback.
 
 Preset: eps .2, G 5, lr 1e-6, k3 with beta 1e-3, 512 questions a step in two updates of 256, lr warm-up over .285 of the
 steps (its script), turns of 500 tokens (its script), 2,048 for all [assumed]. Retrieved tokens are outside the loss
-because of their source; no second mask is kept.
+by their source; there is no second mask.
 """
 
 from dataclasses import dataclass
@@ -54,9 +54,11 @@ def search_loop(
     behind_information: str | None = None,
     around: tuple[str, str] = (BEFORE, AFTER),
 ) -> Episode:
-    """Play Search-R1's episode, and that of systems which only ask the policy for other tags inside its turns.
-    behind_information: after what was found, a turn up to this tag, which is not counted. around: what stands before
-    and behind it."""
+    """Yield the requests of Search-R1's episode, and of systems that differ in the tags inside a turn alone.
+
+    behind_information: a turn up to this tag follows what was found, and is not counted. around: text before and after
+    what was found.
+    """
     yield Prompt(tools.template, question.question)
     for searches_left in reversed(range(tools.max_turns)):
         if searches_left == 0 and not answer_after_searches:

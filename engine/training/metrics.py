@@ -136,7 +136,7 @@ def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 
 def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds of the rank whose rollout took longest, counts of all."""
+    """Return the seconds of the rank whose rollout took longest, and the counts of all."""
     slowest = max(clocks, key=lambda each: each["total"])
     return {
         "rollout_seconds": slowest["total"],

@@ -207,7 +207,7 @@ class SftTrainer:
 
     @property
     def data_digest(self) -> str:
-        """SHA-256, in hex, of the tokens of all transcripts, in their order."""
+        """Return the SHA-256, in hex, of the tokens of all transcripts, in their order."""
         digest = sha256()
         for transcript in (*self.held_out, *self.training):
             for numbers in (transcript.ids, transcript.positions, transcript.copied):

@@ -41,7 +41,8 @@ Write it between <analysis> and </analysis>, and nothing else.
 
 
 def with_answer(question: Question) -> Question:
-    """The question with its gold references and answer in its text: data, like the question itself, and no template."""
+    """Return the question with its gold references and answer in its text, as data like the question, not as
+    template."""
     indices = ", ".join(f"[{index}]" for index in sorted(question.gold_indices or ()))
     text = f"Question: {question.question}\nReferences that matter: {indices}\nAnswer: {question.golds[0]}"
     return replace(question, question=text)
@@ -56,7 +57,7 @@ def explain(question: Question, tools: EpisodeConfig) -> Episode:
 def write_analyses(
     questions: Sequence[Question], model: str | Path, device: str = "cpu", max_tokens: int = 512
 ) -> dict[str, str | None]:
-    """Question id -> analysis, None where there is none; every question has passages, gold indices and an answer.
+    """Return each question's analysis by id, None where there is none. Questions need passages, gold indices and golds.
 
     The model computes in float32 on a CPU, in bfloat16 on CUDA, and is asked through its chat template if it has one.
     """

@@ -84,7 +84,7 @@ def make_records(
     author: str = TEMPLATED,
     evidence: Mapping[str, str] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
-    """A transcript record for each question that can be used, and those that cannot.
+    """Return a transcript record for each question that can be used, and the questions that cannot.
 
     template: in place of the kind's own; a reasoning record has none, and gets the recipe's. analyses: by question id,
     written by `author`; None where it wrote none that closes. Without them a sentence is made up from the references.
@@ -119,7 +119,7 @@ def make_records(
 
 
 def why_unusable(question: Question, kind: str) -> str | None:
-    """Why a question gives no record of this kind; None where it does."""
+    """Return the reason why a question gives no record of this kind; None where it gives one."""
     if not question.golds or not question.golds[0].strip():
         return "its first gold answer is blank"
     if kind != "closed-book" and not question.passages:
@@ -130,7 +130,7 @@ def why_unusable(question: Question, kind: str) -> str | None:
 
 
 def templated_analysis(question: Question) -> str:
-    """A sentence that names the gold references and the answer that follows from them."""
+    """Return a sentence that names the gold references and the answer that follows from them."""
     named = []
     for index in sorted(question.gold_indices or ()):
         title = question.passages[index - 1].title
@@ -140,7 +140,7 @@ def templated_analysis(question: Question) -> str:
 
 
 def _answer(question: Question, kind: str, style: str) -> dict[str, Any]:
-    """The policy's segment of an answer; `copied` is where the answer stands if the question or a passage holds it."""
+    """Return the policy's segment of an answer. copied: its place, if the question or a passage contains the answer."""
     before, after = ("<answer> ", " </answer>") if style == "tagged" else ("", "")  # as TAGGED shows it
     gold = escape_tags(question.golds[0], ARENA_TAGS) if before else question.golds[0]
     segment: dict[str, Any] = {"source": "policy", "text": f"{before}{gold}{after}"}
@@ -161,7 +161,7 @@ def _reasoning(question: Question, analysis: str) -> dict[str, Any]:
 
 
 def _evidence(text: str) -> dict[str, Any]:
-    """The policy's segment of evidence, which is copied from the passages."""
+    """Return the policy's segment of evidence, which is copied from the passages."""
     text, before = escape_tags(text, EVIDENCE_TAGS), "<extract>"
     copied = {"copied": [[len(before), len(before) + len(text)]]} if text else {}
     return {"source": "policy", "text": f"{before}{text}</extract>"} | copied
@@ -170,8 +170,8 @@ def _evidence(text: str) -> dict[str, Any]:
 def taught_records(
     transcripts: str | Path, kind: str, template: str | None = None
 ) -> tuple[list[dict[str, Any]], list[Unused]]:
-    """As `make_records`, of a teacher's transcripts: those whose answer is a gold one, each in the prompt of the system
-    that is to write such spans. UserError names the line of a malformed one."""
+    """Return records, as `make_records`, from a teacher's transcripts whose answer is a gold one, each with the prompt
+    of the system that will write such spans. UserError names the line of a malformed one."""
     from thresher.engine.scoring.transcripts import read_reward_input  # brings tokenizers, which no --help waits for
 
     system = load_system("eviomni", {}) if kind == "reason-extract" else load_baseline("extract_only", {})
@@ -202,7 +202,7 @@ def taught_records(
 
 
 def write_unused(unused: Sequence[Unused], path: Path) -> None:
-    """A line of JSON for each question that was left out; no file where none was."""
+    """Write a line of JSON for each question that was left out; no file where none was."""
     if unused:
         write_jsonl(path, ({"id": question.id, "reason": question.reason} for question in unused))
 
@@ -219,7 +219,7 @@ def say_unused(unused: Sequence[Unused], total: int, path: Path) -> None:
 
 
 def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str | Path, kind: str) -> None:
-    """UserError where no question of the file could be used."""
+    """Raise UserError where no question of the file could be used."""
     if not records:
         raise UserError(
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "

@@ -79,12 +79,12 @@ class FineTuning:
 
     @property
     def trained(self) -> int:
-        """Number of parameters that learn: all, or the adapters'."""
+        """Return the number of trained parameters: all, or the adapters'."""
         return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
 
     @property
     def most_steps(self) -> int:
-        """Largest number of steps of all attempts."""
+        """Return the largest number of steps of all attempts together."""
         return self.sft.steps * (1 + (self.sft.max_restarts if self.sft.stop_at_copy_accuracy is not None else 0))
 
     def _bytes_to_write(self, folder: Path) -> int:

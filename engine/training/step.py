@@ -175,7 +175,7 @@ class GrpoStep:
         return score(asked, trajectories, self.parts.system, self.parts.tokenizer, self.judges)
 
     def _normalizers(self, own: list[LossNormalizer]) -> list[LossNormalizer]:
-        """Return, of each optimiser step, what its tokens' weights are shares of."""
+        """Return the normalizer of each optimiser step, over the trajectories of all ranks."""
         return own
 
     def _recompute_logprobs(

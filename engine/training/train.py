@@ -1,10 +1,10 @@
-"""The training loop: steps (step.py) into a run folder, with evaluations and checkpoints between them.
+"""The training loop: steps (step.py), evaluations and checkpoints, written to a run folder.
 
-Nothing random is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run
-goes on with the same bits on a CPU. The policy that the run started from is its reference.
+No random state is carried from step to step, so a checkpoint is weights, moments and a step number, and a resumed run
+has the same bits on a CPU. The reference is the policy that the run started from.
 
 A signal (common/signals.py) ends a rollout, a judge's work or an evaluation at once; an update that has begun is
-finished first. Either way the last step that was learned is saved, on all ranks the same.
+finished first. In both cases the last learned step is saved, the same on all ranks.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ M_MMAP_THRESHOLD, SMALLEST_MAPPING = -3, 2**20  # of glibc's malloc.h; bytes
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Report of the loop to its watcher: a finished step's metrics, or an evaluation (`record["eval"]`)."""
+    """Report of the loop to `watch`: a finished step's metrics, or an evaluation (`record["eval"]`)."""
 
     step: int
     steps: int
@@ -153,7 +153,7 @@ class Trainer:
         learned = saved = done  # the step whose weights these are, and that of the last checkpoint
         begun = self.updater.begun
         try:
-            # A run may have been cut off in the evaluation that belongs to its checkpoint.
+            # The run may have been killed in the evaluation that belongs to its checkpoint.
             if self.ranks.broadcast(lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done))):
                 self._evaluate(done, watch)
             if self.ranks.broadcast(lambda: checkpoint is not None and checkpoint.interim and self._save_due(done)):
@@ -327,7 +327,7 @@ def _check_unchanged(checkpoint: Checkpoint, index: str | None, context: RunCont
 
 
 def return_freed_memory() -> None:
-    """Have glibc map every block of a MiB or more by itself from now on, so that it goes back once it is freed.
+    """Make glibc map every block of a MiB or more by itself from now on, so that it is returned once it is freed.
 
     `thresher` begins with the reverse (cli/process.py): freed memory is kept, which is faster. But a step's activations
     leave holes that the next step's do not fill, and the process outgrows its plan (docs/scale.md has by how much).
