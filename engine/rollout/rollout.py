@@ -46,7 +46,7 @@ from thresher.engine.episode import (
     Turn,
 )
 from thresher.engine.protocol.prompts import PromptBatch, Renderer, first_prompt, fit, truncate_passages, with_passages
-from thresher.engine.protocol.trajectory import Segment, Trajectory, trailing_bytes, turns
+from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer, UnencodableText
@@ -116,9 +116,10 @@ class Sample:
     """A sample that is under way.
 
     length, policy_tokens: tokens of its trajectory and of its turns. room: tokens that the turn may have. limit: the
-    reason that ends the trajectory once they are used up; None: the episode goes on. forks: branches, with the ids of
-    their contexts. reported: one of the run's jobs, not a branch. caller: the sample that waits for this call, and the
-    call's name.
+    reason that ends the trajectory once they are used up; None: the episode goes on. lead: bytes behind the last stop
+    tag, which open the next turn's text where nothing is appended before it. forks: branches, with the ids of their
+    contexts. reported: one of the run's jobs, not a branch. caller: the sample that waits for this call, and the call's
+    name.
     """
 
     job: Job
@@ -128,6 +129,7 @@ class Sample:
     policy_tokens: int = 0
     room: int = 0
     limit: str | None = None
+    lead: bytes = b""
     forks: dict[str, tuple[BranchPrompt, list[int]]] = field(default_factory=dict)
     reported: bool = True
     calls: int = 0
@@ -136,12 +138,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A turn that has ended. full: it used up its room. stop, trailing: those of `Segment`."""
+    """A turn that has ended. full: it used up its room. trailing: bytes of its last token behind the stop tag."""
 
     ids: list[int]
     logprobs: Sequence[float] = ()
     stop: str | None = None
-    trailing: int = 0
+    trailing: bytes = b""
     full: bool = False
 
 
@@ -376,7 +378,7 @@ class DecoderWriter:
 
     def _ended_turn(self, sequence: TokenSequence) -> Written:
         hit, full = sequence.hit, sequence.finish == "length"
-        stop, trailing = (None, 0) if hit is None else (hit.tag, len(hit.trailing))
+        stop, trailing = (None, b"") if hit is None else (hit.tag, hit.trailing)
         return Written(sequence.turn_ids, sequence.logprobs, stop, trailing, full)
 
     def release(self, sample: Sample, keep: bool) -> None:
@@ -425,14 +427,13 @@ class _Play:
         segment = sample.trajectory.segments[-1]
         segment.ids.extend(written.ids)
         segment.logprobs.extend(written.logprobs)
-        segment.stop, segment.trailing = written.stop, written.trailing
+        segment.stop, segment.trailing = written.stop, len(written.trailing)
+        lead, sample.lead = sample.lead, written.trailing
         sample.length += len(segment.ids)
         sample.policy_tokens += len(segment.ids)
         if written.full and sample.limit is not None:
             self._end(sample, sample.limit)
             return None
-        before = sample.trajectory.segments[-2]  # the prompt at least; `segment` is the last
-        lead = trailing_bytes(before, self.runner.tokenizer)
         return Turn(lead + self.runner.tokenizer.decode_bytes(segment.ids), segment.stop)
 
     def _end(self, sample: Sample, reason: str) -> None:
@@ -580,6 +581,7 @@ class _Play:
                 return []
             sample.trajectory.segments.append(segment)
             sample.length += len(segment.ids)
+            sample.lead = b""
             self.writer.append(sample, segment.ids)
 
     def _open_turn(self, sample: Sample, request: Generate) -> None:
@@ -596,9 +598,8 @@ class _Play:
             return
         most = rooms[limit] + 1 if request.max_tokens is None else request.max_tokens * self.writer.unit
         sample.room, sample.limit = (rooms[limit], limit) if most > rooms[limit] else (most, None)
-        lead = trailing_bytes(sample.trajectory.segments[-1], self.runner.tokenizer)
         sample.trajectory.segments.append(Segment(Source.POLICY, []))
-        self.writer.begin_turn(sample, request.stop, lead)
+        self.writer.begin_turn(sample, request.stop, sample.lead)
 
 
 def ids_by_turns(trajectory: Trajectory) -> Int32s:
