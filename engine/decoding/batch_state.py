@@ -358,13 +358,6 @@ def accept_tokens(
     return codes, taken
 
 
-def rows_of(batch: BatchState, slot_N: Ints, drafted_N: Ints) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (slot, position that is sampled) of every row [F], int64."""
-    slot_F, position_F = np.repeat(slot_N, 1 + drafted_N), with_drafts(batch.known_B[slot_N], drafted_N)
-    slots, positions = (torch.from_numpy(x).to(batch.device) for x in (slot_F, position_F))
-    return slots, positions
-
-
 def with_drafts(first_N: Ints, drafted_N: Ints) -> Ints:
     """Return [F]: first, first + 1, .., first + drafted of each sequence."""
     if not drafted_N.any():

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from thresher.common.errors import UserError
-from thresher.engine.decoding.batch_state import NOT_FINITE, BatchState, StopTables, accept_tokens, rows_of, with_drafts
+from thresher.engine.decoding.batch_state import NOT_FINITE, BatchState, StopTables, accept_tokens, with_drafts
 from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.scheduler import TokenSequence, start_scheduler
 from thresher.engine.decoding.speculative import ON_CPU, Costs, Drafter, Speculate
@@ -371,7 +371,8 @@ class Decoder:
         """Draw at every row and store the accepted tokens. Return for each sequence the code of its turn's end (0: it
         goes on) and the number of accepted tokens. F: rows, 1 + drafts of each sequence."""
         batch = self.batch
-        slot_F, position_F = rows_of(batch, slot_N, drafted_N)
+        rows = (np.repeat(slot_N, 1 + drafted_N), with_drafts(batch.known_B[slot_N], drafted_N))
+        slot_F, position_F = (torch.from_numpy(x).to(batch.device) for x in rows)
         head_VH, rules = self.policy.head_VH[: self.vocab_size], batch.rules.take(slot_F)
         ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, batch.seeds_B[slot_F], position_F, rules)
         return accept_tokens(batch, self.stops, slot_N, drafted_N, ids_F, logprobs_F)

@@ -87,9 +87,6 @@ class Replies:
             self._known[key] = reply
         return log
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def get(self, key: str) -> str | None:
         with self._lock:
             return self._known.get(key)

@@ -6,8 +6,9 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,9 +206,8 @@ def test_more_columns_and_codes_than_fit_a_byte() -> None:
         assert matcher.hit(int(code), int(token_id)) == Hit("<s>", b"," * (token_id % 3))
 
 
-@pytest.mark.parametrize(
-    ("tags", "message"),
-    [
+def test_tags_that_cannot_be_matched_and_what_is_out_of_range_are_refused() -> None:
+    refused: list[tuple[Any, str]] = [
         ([], "no tags"),
         ([""], "tag 0 is empty"),
         (["</a>", ""], "tag 1 is empty"),
@@ -215,23 +215,18 @@ def test_more_columns_and_codes_than_fit_a_byte() -> None:
         ([b"</a>"], "tag 0 is b'</a>'"),
         ([None], "tag 0 is None"),
         ("</a>", r"write \['</a>'\]"),
-    ],
-)
-def test_tags_that_cannot_be_matched_are_refused(tags: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        TagMatcher(Toy([b"a"]), tags)
-
-
-def test_what_is_out_of_range_is_refused() -> None:
+    ]
+    for tags, message in refused:
+        with pytest.raises(UserError, match=message):
+            TagMatcher(Toy([b"a"]), tags)
     matcher = TagMatcher(Toy([b"<", b"s>"]), ["<s>"])
-    for token_id in (-1, 2, 151_936):
-        with pytest.raises(ValueError, match=f"token id {token_id} is outside"):
-            matcher.step(matcher.start(), token_id)
-        with pytest.raises(ValueError, match=f"token id {token_id} is outside"):
-            matcher.step_many(np.zeros(2, int), np.array([0, token_id]))
-    for state in (-1, matcher.states):
-        with pytest.raises(ValueError, match=f"state {state} is outside"):
-            matcher.step(state, 0)
+    outside = [("token id", 0, token) for token in (-1, 2, 151_936)] + [("state", at, 0) for at in (-1, matcher.states)]
+    for what, state, token in outside:
+        message = f"{what} {token if what == 'token id' else state} is outside"
+        with pytest.raises(ValueError, match=message):
+            matcher.step(state, token)
+        with pytest.raises(ValueError, match=message):
+            matcher.step_many(np.array([0, state]), np.array([0, token]))
     with pytest.raises(ValueError, match="one state per id"):
         matcher.step_many(np.zeros(2, int), np.zeros(3, int))
     states, codes = matcher.step_many(np.zeros(0, int), np.zeros(0, int))
@@ -260,52 +255,35 @@ LOOP_TAGS = tag_strings("think", "search", "information", "evaluate", "summary",
 ODD_TAGS = ("</search>", "search>", "h>", "></", "</answer>", "</reason><extract>", "<", "er>\n", " </", "ans")
 
 
-def split_at_random(text: bytes, ids: dict[bytes, int], rng: np.random.Generator) -> list[int]:
-    """One of the many ways in which the vocabulary spells `text`."""
-    out, begin = [], 0
-    while begin < len(text):
-        fitting = [n for n in range(1, 14) if text[begin : begin + n] in ids and begin + n <= len(text)]
-        size = int(rng.choice(fitting))
-        out.append(ids[text[begin : begin + size]])
-        begin += size
-    return out
-
-
 def adversarial_streams(qwen: Toy, tags: tuple[str, ...], count: int, length: int) -> np.ndarray:
-    """[count, length] ids: tags whole, cut off, damaged or doubled, with neighbours that hold pieces of tags,
-    each spelled at random, and single tokens that hold such pieces."""
+    """[count, length] ids: tags whole, cut off, damaged or doubled, with neighbours that hold pieces of tags, each
+    spelled in one of the many ways that the vocabulary has, and single tokens that hold such pieces."""
     rng = np.random.default_rng(len(tags) * 1000 + length)
     ids = {token: i for i, token in enumerate(qwen.tokens)}
     marks = [i for i, token in enumerate(qwen.tokens) if b"<" in token or b">" in token]
-    heads = {tag[:n].encode() for tag in tags for n in range(1, len(tag))}
-    tails = {tag[n:].encode() for tag in tags for n in range(1, len(tag))}
-    inner = [i for i, token in enumerate(qwen.tokens) if token in heads or token in tails]
+    pieces = {piece.encode() for tag in tags for n in range(1, len(tag)) for piece in (tag[:n], tag[n:])}
+    inner = [i for i, token in enumerate(qwen.tokens) if token in pieces]
     singles = np.concatenate([marks, inner * 10, rng.integers(0, qwen.vocab_size, len(marks))])
+
+    def spelled(text: bytes) -> list[int]:
+        out: list[int] = []
+        while text:
+            size = int(rng.choice([n for n in range(1, min(14, len(text) + 1)) if text[:n] in ids]))
+            out.append(ids[text[:size]])
+            text = text[size:]
+        return out
+
     fragments: list[list[int]] = []
     for _ in range(6000):
-        text = tags[rng.integers(len(tags))].encode()
-        kind = rng.integers(6)
-        cut = int(rng.integers(len(text)))
-        if kind == 0:
-            text = text[cut:]
-        elif kind == 1:
-            text = text[:cut]
-        elif kind == 2:
-            text = text[:cut] + text[cut + 1 :]
-        elif kind == 3:
-            text = text[:cut] + text
+        tag = tags[rng.integers(len(tags))].encode()
+        cut = int(rng.integers(len(tag)))
+        text = (tag[cut:], tag[:cut], tag[:cut] + tag[cut + 1 :], tag[:cut] + tag, tag, tag)[rng.integers(6)]
         before, behind = (qwen.tokens[i] for i in rng.choice(marks, 2))
-        fragments.append(split_at_random(before * (cut % 2) + text + behind * (cut % 3 > 0), ids, rng))
+        fragments.append(spelled(before * (cut % 2) + text + behind * (cut % 3 > 0)))
     fragments += [[int(i)] for i in rng.choice(singles, 2000)]
-    streams = np.empty((count, length), np.int64)
-    for row, picks in zip(streams, rng.integers(len(fragments), size=(count, length)), strict=True):
-        stream: list[int] = []
-        for pick in picks:
-            stream += fragments[pick]
-            if len(stream) >= length:
-                break
-        row[:] = (stream + [0] * length)[:length]
-    return streams
+    picks = rng.integers(len(fragments), size=(count, length))
+    # A stream takes its first fragments, as many as it has room for; the last one is cut.
+    return np.array([list(chain.from_iterable(fragments[pick] for pick in row))[:length] for row in picks])
 
 
 @pytest.mark.parametrize(
@@ -362,19 +340,16 @@ def test_the_real_vocabulary_completes_a_tag_in_266_ways(qwen: Toy) -> None:
     assert hits[397] == Hit("</search>", b"\n") and hits[1472] == Hit("</search>", b"</")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_encoded_text_gives_the_tags_in_it(qwen: Toy) -> None:
+    matcher = TagMatcher(qwen, LOOP_TAGS)
+    for text in (
         "<think>So.</think>\n\n<search>who wrote it</search>\n",
         "<think></think><search></search><answer></answer>",
         "\t<evaluate>x</evaluate>\n\n\n</answer></answer>.",
         "<search >no</ search></SEARCH>",
         "«<answer>Köln</answer>»東京</search>",
-    ],
-)
-def test_encoded_text_gives_the_tags_in_it(qwen: Toy, text: str) -> None:
-    ids = qwen.encode(text)  # type: ignore[attr-defined]
-    matcher = TagMatcher(qwen, LOOP_TAGS)
-    hits = stepped(matcher, ids)
-    assert hits == searched([qwen.tokens[i] for i in ids], [tag.encode() for tag in LOOP_TAGS])
-    assert len(hits) == sum(text.count(tag) for tag in LOOP_TAGS)
+    ):
+        ids = qwen.encode(text)  # type: ignore[attr-defined]
+        hits = stepped(matcher, ids)
+        assert hits == searched([qwen.tokens[i] for i in ids], [tag.encode() for tag in LOOP_TAGS])
+        assert len(hits) == sum(text.count(tag) for tag in LOOP_TAGS)
