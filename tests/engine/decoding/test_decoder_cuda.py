@@ -21,7 +21,6 @@ from decoding_cases import (
     whole,
 )
 from decoding_cases import Plan as SequencePlan
-from rollout_cases import make_jobs
 
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding import decoder_cuda, speculative
@@ -36,11 +35,9 @@ from thresher.engine.decoding.decoder_cuda import (
 )
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import MOST, PATIENCE, PAUSE
-from thresher.engine.rollout.rollout import Rollout
 from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
-from thresher.retrieval.questions import Question
 
 
 def make_device_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> DeviceDecoder:
@@ -55,6 +52,13 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def endless(tiny_policy: Policy) -> Policy:
+    """The tiny policy without an end of text."""
+    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+    return tiny_policy
+
+
+@pytest.fixture
 def guessing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Random, list[list[int]]], None]:
     """Every decoder that drafts has an adversary for a drafter, which knows what will be written."""
 
@@ -66,129 +70,102 @@ def guessing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Random, list[list[int
     return set_up
 
 
+@pytest.fixture
+def agreeing(
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+) -> Callable[..., DeviceDecoder]:
+    """agreeing(prompts, plans, rng=.., **options) -> a decoder whose results are those of one sequence at a time."""
+
+    def make(prompts: Any, plans: Any, rng: Random | None = None, **options: Any) -> DeviceDecoder:
+        wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
+        guessing(rng or Random(0), [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
+        decoder = make_device_decoder(tiny_policy, tiny_tokenizer, **options)
+        agree(play(decoder, prompts, plans), wanted)
+        assert nobody_owns_a_block(decoder)
+        assert decoder.clock.sampled_tokens == sum(len(turn[0]) for record in wanted for turn in record)
+        return decoder
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("speculate", "seed"), [*((0, seed) for seed in range(3)), *((4, 100 + seed) for seed in range(6))]
 )
 @pytest.mark.fast_cases(3)
 def test_whatever_is_asked_and_guessed_the_results_are_those_of_one_sequence_at_a_time(
-    speculate: int, seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+    speculate: int, seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer, agreeing: Callable[..., DeviceDecoder]
 ) -> None:
     """Turns that end, by a stop, the end of text or their room, within guesses; sequences that have to go; filters."""
-    rng = Random(seed)
-    prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, 8)
+    rng, vocab = Random(seed), tiny_tokenizer.vocab_size
+    prompts, plans = random_world(rng, vocab, 8)
     if seed % 2:
-        object.__setattr__(tiny_policy.config, "eos_token_ids", tuple(range(0, tiny_tokenizer.vocab_size, 12)))
-    wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
-    guessing(rng, [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
+        object.__setattr__(tiny_policy.config, "eos_token_ids", tuple(range(0, vocab, 12)))
     full = {"num_blocks": blocks(prompts, plans, rng.randrange(4)), "max_running": 5}
     for changes in ({}, full, {"reuse": False, "share_prefix": bool(seed % 2)}):
-        decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate, **changes)
-        agree(play(decoder, prompts, plans), wanted)
-        assert nobody_owns_a_block(decoder)
-        assert decoder.clock.sampled_tokens == sum(len(turn[0]) for record in wanted for turn in record)
-        assert speculate == 0 or 0 < decoder.clock.accepted_tokens < decoder.clock.drafted_tokens
+        clock = agreeing(prompts, plans, rng, speculate=speculate, **changes).clock
+        assert speculate == 0 or 0 < clock.accepted_tokens < clock.drafted_tokens
 
 
-def test_guesses_go_before_anybody_has_to(
-    tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
-) -> None:
+def test_guesses_go_before_anybody_has_to(endless: Policy, agreeing: Callable[..., DeviceDecoder]) -> None:
     """Two sequences in as many blocks as they fill: a guess beyond them sends nobody away."""
-    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
     prompts, plans = [[1] * 15, [2] * 15], [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=17),)) for n in (0, 1)]
-    wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
-    rng = Random(3)
     for spare, sent in ((2, False), (1, True)):
-        guessing(rng, [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
-        decoder = make_device_decoder(
-            tiny_policy, tiny_tokenizer, speculate=8, num_blocks=blocks(prompts, plans, spare), max_running=2
-        )
-        agree(play(decoder, prompts, plans), wanted)
-        assert bool(decoder.clock.preemptions) == sent and decoder.clock.accepted_tokens > 0
+        size = blocks(prompts, plans, spare)
+        clock = agreeing(prompts, plans, Random(3), speculate=8, num_blocks=size, max_running=2).clock
+        assert bool(clock.preemptions) == sent and clock.accepted_tokens > 0
 
 
-def test_who_has_to_go_takes_along_what_was_under_way(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
-    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+def test_who_has_to_go_takes_along_what_was_under_way(endless: Policy, agreeing: Callable[..., DeviceDecoder]) -> None:
     prompts = [[n + 1] * 30 for n in range(6)]
     plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=40),)) for n in range(6)]
-    decoder = make_device_decoder(tiny_policy, tiny_tokenizer, num_blocks=blocks(prompts, plans, 6))
-    agree(play(decoder, prompts, plans), alone(tiny_policy, tiny_tokenizer, prompts, plans))
-    assert decoder.clock.preemptions > 0
+    assert agreeing(prompts, plans, num_blocks=blocks(prompts, plans, 6)).clock.preemptions > 0
 
 
 def test_a_token_too_many_is_discarded_and_counted(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
     """A turn that its stop ends is found out one step late; one that its room ends is not."""
-    plans = [SequencePlan(prompt=0, seed=n, turns=(TurnPlan(room=40, stop=("e", "a", "i")),)) for n in range(8)]
-    decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
-    records = play(decoder, [[5] * 20], plans)
-    late = sum(record[0][2] != "length" for record in records)
-    assert late and decoder.clock.discarded_tokens == late
-    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
-    plans = [SequencePlan(prompt=0, seed=n, turns=(TurnPlan(room=5),)) for n in range(8)]
-    decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
-    assert all(len(record[0][0]) == 5 for record in play(decoder, [[5] * 20], plans))
-    assert decoder.clock.discarded_tokens == 0
-
-
-def test_a_step_is_launched_before_the_last_is_read(
-    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
-    events: list[str] = []
-    launch, read = BucketStep.launch, decoder_cuda.PendingStep.read
-    monkeypatch.setattr(BucketStep, "launch", lambda self: events.append("launch") or launch(self))
-    monkeypatch.setattr(decoder_cuda.PendingStep, "read", lambda self: events.append("read") or read(self))
-    play(
-        make_device_decoder(tiny_policy, tiny_tokenizer),
-        [[5] * 20],
-        [SequencePlan(prompt=0, seed=0, turns=(TurnPlan(room=6),))],
-    )
-    assert events == ["launch", *["launch", "read"] * 5, "read"]
+    for turn in (TurnPlan(room=40, stop=("e", "a", "i")), TurnPlan(room=5)):
+        plans = [SequencePlan(prompt=0, seed=n, turns=(turn,)) for n in range(8)]
+        decoder = make_device_decoder(tiny_policy, tiny_tokenizer)
+        late = sum(record[0][2] != "length" for record in play(decoder, [[5] * 20], plans))
+        assert bool(late) == bool(turn.stop) and decoder.clock.discarded_tokens == late
+        object.__setattr__(tiny_policy.config, "eos_token_ids", ())
 
 
 @pytest.mark.parametrize(("speculate", "waiting"), [(0, [1]), ("auto", [1, 2, 3, 4, 5, 16, 32]), (2, range(1, 99))])
 def test_only_where_guesses_are_looked_up_is_a_step_read_before_the_next_is_launched(
     speculate: Any,
     waiting: Sequence[int],
-    tiny_policy: Policy,
+    endless: Policy,
     tiny_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On "auto", where none pays, a few times and then every PAUSE steps; where they are wanted, always. Whatever is
     written, a guess is found where they are wanted alone."""
     assert PATIENCE == 4 and PAUSE == 16
-    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
-    air, found = 0, []
+    events: list[str] = []
     launch, read = BucketStep.launch, decoder_cuda.PendingStep.read
-
-    def launched(step: BucketStep) -> Any:
-        nonlocal air
-        found.append(air)
-        air += 1
-        return launch(step)
-
-    def was_read(pending: decoder_cuda.PendingStep) -> Any:
-        nonlocal air
-        air -= 1
-        return read(pending)
 
     def nearest(source: Any, slot_N: Any, length_N: Any, tokens_BL: Any, known_N: Any, tokens: int) -> Any:
         return np.full(len(slot_N), 0 if speculate == 2 and tokens == 3 else -1)  # 3: in the own context
 
     monkeypatch.setattr(speculative, "_nearest", nearest)
-    monkeypatch.setattr(BucketStep, "launch", launched)
-    monkeypatch.setattr(decoder_cuda.PendingStep, "read", was_read)
-    decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
+    monkeypatch.setattr(BucketStep, "launch", lambda step: events.append("launch") or launch(step))
+    monkeypatch.setattr(decoder_cuda.PendingStep, "read", lambda pending: events.append("read") or read(pending))
+    decoder = make_device_decoder(endless, tiny_tokenizer, speculate=speculate)
     play(decoder, [range(20)], [SequencePlan(prompt=0, seed=0, turns=(TurnPlan(room=40),))])
     assert bool(decoder.clock.drafted_tokens) == (speculate == 2)
+    pending = [events[:at].count("launch") - events[:at].count("read") for at in range(len(events))]
+    found = [before == 0 for before, event in zip(pending, events, strict=True) if event == "launch"]
     found.pop()  # there is no room for a guess then
-    assert [before == 0 for before in found] == [step in waiting for step in range(1, len(found) + 1)] and air == 0
+    assert found == [step in waiting for step in range(1, len(found) + 1)]
+    assert events.count("launch") == events.count("read")
+    assert speculate != 0 or events == ["launch", *["launch", "read"] * 39, "read"]
 
 
-@pytest.mark.parametrize("guesses", [False, True])
 def test_what_is_streamed_is_what_was_written(
-    guesses: bool, tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+    tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
 ) -> None:
-    def stream(speculate: int) -> tuple[dict[int, list[int]], dict[int, list[int]], int]:
+    def stream(speculate: int) -> tuple[dict[int, list[int]], int]:
         decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
         decoder.begin(80, DecodeClock())
         shared = SharedPrompt([7] * 20)
@@ -203,60 +180,29 @@ def test_what_is_streamed_is_what_was_written(
             for sequence in ended:
                 decoder.release(sequence)
         assert sum(one.accepted for one in sequences) == decoder.clock.accepted_tokens
-        return streamed, {sequence.seed: sequence.turn_ids for sequence in sequences}, decoder.clock.accepted_tokens
+        assert streamed == {sequence.seed: sequence.turn_ids for sequence in sequences}
+        return streamed, decoder.clock.accepted_tokens
 
-    streamed, written, _ = stream(0)
-    assert streamed == written
-    if guesses:
-        guessing(Random(0), [[7] * 20 + ids for ids in written.values()])
-        streamed, again, accepted = stream(4)
-        assert streamed == again == written and accepted > 0
+    written, _ = stream(0)
+    guessing(Random(0), [[7] * 20 + ids for ids in written.values()])
+    again, accepted = stream(4)
+    assert again == written and accepted > 0
 
 
 @pytest.mark.parametrize("speculate", [0, 2])
 @pytest.mark.slow
 def test_on_the_kernels_themselves(
-    speculate: int,
-    tiny_policy: Policy,
-    tiny_tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    guessing: Callable[..., None],
+    speculate: int, agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill over history, decoding, a prefix that two share, and drafts, in Triton."""
     pytest.importorskip("triton")
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: True)
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
+    monkeypatch.setattr(Adversary, "most", 2)
     turns = (TurnPlan(room=3), TurnPlan(room=2, appended=((7, 8, 9),)))
     plans = [SequencePlan(prompt=n // 2, seed=n, turns=turns) for n in range(3)]
-    prompts = [[3] * 20, [4] * 9]
-    wanted = alone(tiny_policy, tiny_tokenizer, prompts, plans)
-    guessing(Random(0), [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
-    monkeypatch.setattr(Adversary, "most", 2)
-    decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=speculate)
-    agree(play(decoder, prompts, plans), wanted)
+    decoder = agreeing([[3] * 20, [4] * 9], plans, speculate=speculate)
     assert bool(decoder.clock.accepted_tokens) == bool(speculate)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.fast_cases(1)
-def test_a_rollout_repeats_what_it_wrote_in_fewer_forwards(
-    temperature: float, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question]
-) -> None:
-    """`rollout.num_draft_tokens` reaches the decoder of `rollout.attention`, as do trajectories of earlier calls."""
-
-    def written(run: Rollout) -> Any:
-        found = run.run(make_jobs(tiny_questions[:4], samples=2), temperature, recall=True)
-        return [([segment.ids for segment in one.segments], one.reason, one.searches) for one in found]
-
-    plain, run = tiny_rollout(attention="triton"), tiny_rollout(attention="triton", num_draft_tokens=8)
-    assert isinstance(run.decoder, DeviceDecoder)
-    expected = written(plain)
-    assert written(run) == expected
-    first = run.clock.forwards
-    assert written(run) == expected
-    assert run.clock.forwards < first <= plain.clock.forwards
-    assert 0 < run.clock.accepted_tokens <= run.clock.drafted_tokens
-    assert run.clock.sampled_tokens == plain.clock.sampled_tokens
 
 
 # --- The step as a function of buffers
@@ -264,13 +210,11 @@ def test_a_rollout_repeats_what_it_wrote_in_fewer_forwards(
 
 @pytest.fixture
 def running(
-    tiny_policy: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+    endless: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
 ) -> Callable[[int, int], DeviceDecoder]:
-    object.__setattr__(tiny_policy.config, "eos_token_ids", ())
-
     def make(count: int, drafts: int) -> DeviceDecoder:
         guessing(Random(count), [])
-        decoder = make_device_decoder(tiny_policy, tiny_tokenizer, speculate=drafts)
+        decoder = make_device_decoder(endless, tiny_tokenizer, speculate=drafts)
         decoder.begin(120, DecodeClock())
         for n in range(count):
             decoder.begin_turn(TokenSequence(SharedPrompt([n + 1] * 40), n, SamplingParams()), ("zzzz",), 60)
@@ -346,7 +290,7 @@ def test_groups_are_those_who_hold_the_same_blocks_and_gain_by_it(monkeypatch: p
 
 
 def test_siblings_read_their_prompt_once(
-    tiny_policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     shared: list[Any] = []
@@ -354,10 +298,5 @@ def test_siblings_read_their_prompt_once(
     monkeypatch.setattr(
         decoder_cuda, "decode_attention", lambda q, k, v, rows: shared.append(rows.prefix) or attention(q, k, v, rows)
     )
-    plans = [SequencePlan(prompt=n % 2, seed=n, turns=(TurnPlan(room=20),)) for n in range(7)]
-    prompts = [[3] * 50, [4] * 33]
-    agree(
-        play(make_device_decoder(tiny_policy, tiny_tokenizer), prompts, plans),
-        alone(tiny_policy, tiny_tokenizer, prompts, plans),
-    )
+    agreeing([[3] * 50, [4] * 33], [SequencePlan(prompt=n % 2, seed=n, turns=(TurnPlan(room=20),)) for n in range(7)])
     assert any(prefix is not None for prefix in shared)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from batch_invariance import needs_invariant_policy
 from decoding_cases import Adversary
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +16,10 @@ from rollout_cases import make_jobs, record
 
 from thresher.engine import GenerateRequest, Generator
 from thresher.engine.decoding import decoder as decoder_module
+from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.engine.decoding.speculative import BEGIN, PATIENCE, PAUSE, TURN_END, Drafter, gpu_costs
 from thresher.engine.rollout.rollout import Rollout
+from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
@@ -78,20 +81,39 @@ def test_no_guess_changes_a_result(seed: int, tiny_policy: Policy, tiny_tokenize
     assert pool.num_free == pool.num_blocks - 1 and not pool.ref_count_P.any()
 
 
-@pytest.mark.parametrize("speculate", [1, 8, "auto"])
+@pytest.mark.parametrize(
+    ("attention", "speculate"), [("torch", "auto"), ("torch", 1), ("triton", 8), ("torch", 8)], ids=str
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(4)
 def test_episodes_repeat_what_they_wrote_in_fewer_forwards(
-    speculate: Any, temperature: float, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
+    attention: str,
+    speculate: Any,
+    temperature: float,
+    tiny_rollout: Make,
+    tiny_policy: Policy,
+    tiny_questions: list[Question],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`rollout.num_draft_tokens` reaches the decoder of `rollout.attention`, as do trajectories of earlier calls."""
     needs_invariant_policy(tiny_policy)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)  # the interpreter would take minutes
     jobs = make_jobs(tiny_questions[:6], samples=2)
-    plain = tiny_rollout()
-    expected = list(map(record, plain.run(jobs, temperature)))
-    run = tiny_rollout(num_draft_tokens=speculate)
-    assert list(map(record, run.run(jobs, temperature, recall=True))) == expected
+
+    def written(run: Rollout) -> Any:
+        found = run.run(jobs, temperature, recall=True)
+        if attention == "torch":
+            return list(map(record, found))
+        return [([segment.ids for segment in one.segments], one.reason, one.searches) for one in found]
+
+    plain = tiny_rollout(attention=attention)
+    run = tiny_rollout(attention=attention, num_draft_tokens=speculate)
+    assert isinstance(run.decoder, DeviceDecoder) == (attention == "triton")
+    expected = written(plain)
+    assert written(run) == expected
     first = run.clock.forwards
-    assert list(map(record, run.run(jobs, temperature, recall=True))) == expected
+    assert written(run) == expected
     assert run.clock.forwards < first <= plain.clock.forwards
     assert 0 < run.clock.accepted_tokens <= run.clock.drafted_tokens
     assert run.clock.sampled_tokens == plain.clock.sampled_tokens

@@ -71,22 +71,6 @@ def test_samples_are_batch_invariant_with_other_heads(
             assert record(single.run([job], 1.0)[0]) == record(together)
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64])
-@pytest.mark.slow
-def test_room_changes_no_sample_and_page_size_nothing_but_rounding(
-    page_size: int, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
-) -> None:
-    """Sums go over blocks, so that another page size is another order of them."""
-    jobs = make_jobs(tiny_questions[:5], samples=2)
-    run = tiny_rollout(kv_block_size=page_size)
-    trajectories = run.run(jobs, 1.0)
-    assert_logprobs_match(run, trajectories, 1.0)
-    needs_invariant_policy(tiny_policy)
-    for max_running in (1, 3, 7):
-        narrow = tiny_rollout(kv_block_size=page_size, max_num_seqs=max_running).run(jobs, 1.0)
-        assert list(map(record, narrow)) == list(map(record, trajectories))
-
-
 def test_neither_order_nor_siblings_change_a_sample(
     tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
 ) -> None:

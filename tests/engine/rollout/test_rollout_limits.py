@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_invariance import needs_invariant_policy
-from rollout_cases import EOS, Make, Written, assert_logprobs_match, make_jobs, record, system_of
+from rollout_cases import EOS, Make, Written, assert_logprobs_match, make_jobs, system_of
 
 from thresher.common.errors import UserError
-from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
 from thresher.engine.protocol.trajectory import turns
@@ -124,25 +122,6 @@ def test_siblings_recompute_nothing_of_their_prompt(tiny_rollout: Make, tiny_que
         run.run(make_jobs(tiny_questions[:3], samples=6), 1.0)
         assert run.clock.prefilled_tokens < sum(prompts)
         assert run.clock.prefilled_tokens + run.clock.shared_tokens == 6 * sum(prompts)
-
-
-@pytest.mark.parametrize("rows", [3, 16])
-@pytest.mark.slow
-def test_long_inputs_enter_in_chunks(
-    rows: int, tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = make_jobs(tiny_questions[:6], samples=2)
-    in_one = tiny_rollout()
-    whole = in_one.run(jobs, 1.0)
-    monkeypatch.setattr(decoder_module, "FORWARD_ROWS", rows)
-    run, single = tiny_rollout(max_num_seqs=9), tiny_rollout(max_num_seqs=1)
-    batch = run.run(jobs, 1.0)
-    assert run.clock.forwards > in_one.clock.forwards
-    assert_logprobs_match(run, batch, 1.0)
-    needs_invariant_policy(run.policy)
-    assert list(map(record, batch)) == list(map(record, whole))
-    for job, together in list(zip(jobs, batch, strict=True))[::3]:
-        assert record(single.run([job], 1.0)[0]) == record(together)
 
 
 def test_all_searches_of_a_step_are_one_call(
