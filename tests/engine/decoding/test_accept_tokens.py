@@ -1,6 +1,7 @@
 """What was drawn, into the batch and to the host: those stand that would have been drawn one by one, and a packed row
 brings back every bit."""
 
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -151,14 +152,10 @@ def test_drawn_as_on_a_gpu_a_rollout_has_the_same_tokens(
     plans[0] = replace(plans[0], draw=SamplingParams(0.8, 5), arrive=6)
     decoder = make_decoder(tiny_policy, tiny_tokenizer)
     expected = play(decoder, prompts, plans)
-    calls = {"fused": 0, "all": 0}
+    calls: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            calls[name] += 1
-            return function(*arguments)
-
-        return call
+        return lambda *arguments: calls.update([name]) or function(*arguments)
 
     monkeypatch.setattr(sampling, "_draws_fused", lambda *_: True)
     monkeypatch.setattr(sampling_triton, "draw_fused", counted("fused", sampling_triton.draw_fused))

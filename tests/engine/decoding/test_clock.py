@@ -8,7 +8,7 @@ from decoding_cases import Plan, TurnPlan, play
 
 from thresher.engine.decoding import decoder as clock_module
 from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
-from thresher.engine.decoding.decoder_cuda import DeviceDecoder
+from thresher.engine.decoding.decoder_cuda import BucketStep, DeviceDecoder, PendingStep
 from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def test_on_cuda_a_lap_is_the_gpus_own(gpu: Gpu) -> None:
+def test_on_cuda_a_lap_is_the_gpus_own_and_on_a_cpu_the_hosts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     with CudaTimer(cuda) as first:
         gpu.now += 30.0
@@ -61,9 +61,6 @@ def test_on_cuda_a_lap_is_the_gpus_own(gpu: Gpu) -> None:
     clock = DecodeClock()
     clock.add([(first, 1.0), (second, 0.25)])
     assert clock.prefill == pytest.approx(0.155) and clock.decode == pytest.approx(0.375)
-
-
-def test_on_a_cpu_it_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([5.0, 7.5])
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(ticks))
     with CudaTimer(torch.device("cpu")) as lap:
@@ -96,31 +93,26 @@ def test_a_decoder_asks_for_no_lap_that_may_not_have_passed(
 
     monkeypatch.setattr(Policy, "hidden", forward)
     decoder = kind(tiny_policy, tiny_tokenizer, num_blocks=40, page_size=16, max_running=4, speculate=speculate)
-    if isinstance(decoder, DeviceDecoder):
-        from thresher.engine.decoding.decoder_cuda import BucketStep, PendingStep
+    # What the GPU has done when a step's draws are read: on its own decoder, up to that step's launch.
+    launch, read, sample, times = BucketStep.launch, PendingStep.read, Decoder._sample_rows, list[float]()
 
-        launch, read, times = BucketStep.launch, PendingStep.read, []
+    def launched(step: BucketStep) -> Any:
+        rows = launch(step)
+        times.append(gpu.now)
+        return rows
 
-        def launched(step: BucketStep) -> Any:
-            rows = launch(step)
-            times.append(gpu.now)
-            return rows
+    def was_read(pending: PendingStep) -> Any:
+        gpu.reached = times.pop(0)
+        return read(pending)
 
-        def was_read(pending: PendingStep) -> Any:
-            gpu.reached = times.pop(0)
-            return read(pending)
+    def sampled(decoder: Decoder, *rows: Any) -> Any:
+        done = sample(decoder, *rows)
+        gpu.reached = gpu.now
+        return done
 
-        monkeypatch.setattr(BucketStep, "launch", launched)
-        monkeypatch.setattr(PendingStep, "read", was_read)
-    else:
-        write = Decoder._sample_rows
-
-        def written(decoder: Decoder, *rows: Any) -> Any:
-            done = write(decoder, *rows)
-            gpu.reached = gpu.now
-            return done
-
-        monkeypatch.setattr(Decoder, "_sample_rows", written)
+    monkeypatch.setattr(BucketStep, "launch", launched)
+    monkeypatch.setattr(PendingStep, "read", was_read)
+    monkeypatch.setattr(Decoder, "_sample_rows", sampled)
     turns = (TurnPlan(room=6), TurnPlan(room=5, appended=(tuple(range(30)),)))
     play(decoder, [list(range(40))], [Plan(prompt=0, seed=seed, turns=turns) for seed in range(3)])
     assert prefills and decodes

@@ -1,6 +1,7 @@
 """The decoder: a sequence is the same, bit for bit, whoever else runs and however much of it was computed by others."""
 
 import os
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -53,62 +54,48 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "rows"),
     [
-        {},
-        {"max_running": 3},
-        {"max_running": 1},
-        {"reuse": False},
-        {"share_prefix": False},
-        {"reuse": False, "share_prefix": False, "max_running": 7},
-        {"speculate": 4},
-        {"num_blocks": 0},
-        {"num_blocks": 0, "reuse": False},
-        {"num_blocks": 0, "speculate": 8, "max_running": 5},
+        ({}, 0),
+        ({"max_running": 3}, 0),
+        ({"max_running": 1}, 0),
+        ({"reuse": False}, 0),
+        ({"share_prefix": False}, 0),
+        ({"reuse": False, "share_prefix": False, "max_running": 7}, 0),
+        ({"speculate": 4}, 0),
+        *((change, rows) for change in ({}, {"num_blocks": 0}) for rows in (1, 7, 24)),
+        ({"num_blocks": 0, "reuse": False}, 0),
+        ({"num_blocks": 0, "speculate": 8, "max_running": 5}, 0),
     ],
     ids=str,
 )
-@pytest.mark.fast_cases(1)
-def test_a_sequence_is_the_same_whoever_runs_beside_it(
+@pytest.mark.fast_cases(2)
+def test_a_sequence_is_the_same_whoever_runs_beside_it_and_in_whatever_pieces_it_is_prefilled(
     change: dict[str, Any],
-    writer: Policy,
-    tiny_tokenizer: Tokenizer,
-    world: tuple[list[list[int]], list[Plan]],
-    expected: list[Record],
-) -> None:
-    """num_blocks 0: as few as a decoder takes and two more, so that sequences are sent back again and again."""
-    needs_invariant_policy(writer)
-    small = change.get("num_blocks") == 0
-    if small:
-        change = {**change, "num_blocks": blocks(*world, spare=2)}
-    decoder = make_decoder(writer, tiny_tokenizer, **change)
-    assert play(decoder, *world) == expected
-    assert (decoder.clock.preemptions > 5) == small
-    shared = decoder.clock.shared_tokens
-    assert shared > 500 if change.get("reuse", True) else shared == 0
-    assert nobody_owns_a_block(decoder)
-    # Again, and in another order: nothing of the last time is left.
-    prompts, plans = world
-    assert play(decoder, prompts, plans[::-1]) == expected[::-1]
-
-
-@pytest.mark.parametrize("rows", [1, 7, 24])
-@pytest.mark.parametrize("num_blocks", [400, 0], ids=["roomy", "small"])
-@pytest.mark.fast_cases(1)
-def test_a_sequence_is_the_same_in_whatever_pieces_it_is_prefilled(
     rows: int,
-    num_blocks: int,
     writer: Policy,
     tiny_tokenizer: Tokenizer,
     world: tuple[list[list[int]], list[Plan]],
     expected: list[Record],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """num_blocks 0: as few as a decoder takes and two more, so that sequences are sent back again and again. rows: of a
+    forward, at most; 0: as many as usual."""
     needs_invariant_policy(writer)
-    monkeypatch.setattr(decoder_module, "FORWARD_ROWS", rows)
-    decoder = make_decoder(writer, tiny_tokenizer, num_blocks=num_blocks or blocks(*world, spare=2))
+    small = change.get("num_blocks") == 0
+    if small:
+        change = {**change, "num_blocks": blocks(*world, spare=2)}
+    if rows:
+        monkeypatch.setattr(decoder_module, "FORWARD_ROWS", rows)
+    decoder = make_decoder(writer, tiny_tokenizer, **change)
     assert play(decoder, *world) == expected
-    assert decoder.clock.forward_rows / decoder.clock.forwards < max(rows, 2 * 64)
+    clock = decoder.clock
+    assert (clock.preemptions > 5) == small and (not rows or clock.forward_rows / clock.forwards < max(rows, 2 * 64))
+    assert clock.shared_tokens > 500 if change.get("reuse", True) else clock.shared_tokens == 0
+    assert nobody_owns_a_block(decoder)
+    # Again, and in another order: nothing of the last time is left.
+    prompts, plans = world
+    assert play(decoder, prompts, plans[::-1]) == expected[::-1]
 
 
 @pytest.mark.parametrize("page_size", [32, 64])
@@ -140,23 +127,19 @@ def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: T
     """Of sequences with turns and appended text, some of them sent back and computed again."""
     rng = Random(5)
     prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, 25)
-    temperatures = [rng.choice((0.0, 0.7, 1.0)) for _ in plans]
-    plans = [
-        Plan(prompt=plan.prompt, seed=plan.seed, turns=plan.turns, draw=SamplingParams(temperature), arrive=plan.arrive)
-        for plan, temperature in zip(plans, temperatures, strict=True)
-    ]
+    plans = [replace(plan, draw=SamplingParams(rng.choice((0.0, 0.7, 1.0)))) for plan in plans]
     decoder = make_decoder(writer, tiny_tokenizer, num_blocks=blocks(prompts, plans, spare=2))
     records = play(decoder, prompts, plans)
     assert decoder.clock.preemptions > 0
     sequences = []
-    for plan, temperature, record in zip(plans, temperatures, records, strict=True):
+    for plan, record in zip(plans, records, strict=True):
         ids, rows, recorded = list(prompts[plan.prompt]), list[int](), list[float]()
         for turn, (written, logprobs, *_) in zip(plan.turns, record, strict=True):
             ids += [token for text in turn.appended for token in text]
             rows += range(len(ids), len(ids) + len(written))
             ids += written
             recorded += map(float.fromhex, logprobs)
-        sequences.append((ids, rows, recorded, temperature or 1.0))
+        sequences.append((ids, rows, recorded, plan.draw.temperature or 1.0))
     assert_logprobs_are_fresh(writer, tiny_tokenizer.vocab_size, sequences)
 
 
