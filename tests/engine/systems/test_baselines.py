@@ -1,4 +1,5 @@
-"""Answers without training: what each baseline shows and asks for, by hand, and with a tiny model."""
+"""Answers without training: what each baseline shows and asks for, what comes back from its calls, by hand, and with a
+tiny model."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,18 +13,12 @@ from episode_cases import kinds
 
 from thresher.common.errors import UserError
 from thresher.engine.baselines import NAMES, load_baseline
-from thresher.engine.episode import (
-    EpisodeConfig,
-    Feedback,
-    Generate,
-    Prompt,
-    Retrieved,
-    Search,
-    System,
-)
+from thresher.engine.baselines.reading import chosen, listed
+from thresher.engine.episode import EpisodeConfig, Feedback, Generate, Prompt, Retrieved, Search, SubCall, System
 from thresher.engine.protocol.prompts import Renderer, first_prompt
 from thresher.engine.protocol.trajectory import check_trajectory
 from thresher.engine.rollout.rollout import Job, Rollout
+from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_transcript
 from thresher.engine.training.sft_data import make_records
@@ -35,8 +30,9 @@ from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 PASSAGES = tuple(Passage(f"p{n}", f"Title {n}", f"Text {n}.") for n in range(7))
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",), passages=PASSAGES)
+SHOWN = ("\n\n<information>", "</information>\n\n")
 ANSWER, ANSWERED = "<answer>Anna Bell</answer>", Generate(("</answer>",))
-LIMITS = {"max_context": 1600, "max_turn_tokens": 24, "max_turns": 3}
+LIMITS = {"max_context": 1600, "max_turn_tokens": 300, "max_policy_tokens": 600, "max_turns": 2, "max_num_seqs": 2}
 ONE_TURN = ("direct", "cot", "naive_rag", "full_passages", "evidence")
 
 
@@ -54,9 +50,13 @@ def options_of(name: str, folder: Path, ids: Sequence[str] = ("q",)) -> dict[str
 
 
 def drive(
-    system: System, texts: Sequence[str], hits: Sequence[list[Hit]] = (), max_turns: int = 4
+    system: System,
+    texts: Sequence[str],
+    hits: Sequence[list[Hit]] = (),
+    called: Sequence[str] = (),
+    max_turns: int = 4,
 ) -> tuple[list[Any], str | None]:
-    return play(system, QUESTION, texts, hits, max_turns=max_turns)
+    return play(system, QUESTION, texts, hits, called, max_turns)
 
 
 @pytest.mark.parametrize(
@@ -130,28 +130,21 @@ def test_evidence_that_cannot_be_used(lines: str, words: str, tmp_path: Path) ->
 def test_ircot_searches_with_every_thought() -> None:
     system = load_baseline("ircot", {})
     both = Generate(("</thought>", "</answer>"))
-    requests, reason = drive(
-        system, ["<thought>It is Glass Bay.</thought>", ANSWER], [found(0, 1), found(1, 2)], max_turns=4
-    )
+    texts = ["<thought>It is Glass Bay.</thought>", ANSWER]
+    requests, reason = drive(system, texts, [found(0, 1), found(1, 2)])
     assert requests == [
         Prompt(system.template, QUESTION.question),
         Search(QUESTION.question),
-        Retrieved(found(0, 1), "\n\n<information>", "</information>\n\n"),
+        Retrieved(found(0, 1), *SHOWN),
         both,
         Search("It is Glass Bay."),
-        Retrieved(found(2), "\n\n<information>", "</information>\n\n"),  # the other one is shown already
+        Retrieved(found(2), *SHOWN),  # the other one is shown already
         both,
     ]
     assert reason == "answered"
     # A turn without a thought finds nothing, and the last turn is for the answer alone.
     requests, reason = drive(system, ["Hm.", "<thought> </thought>", "<thought>x</thought>"], [found(0)], max_turns=3)
-    assert kinds(requests[3:]) == [
-        "Generate",
-        "Feedback",
-        "Generate",
-        *["Feedback"] * 2,
-        "Generate",
-    ]
+    assert kinds(requests[3:]) == ["Generate", "Feedback", "Generate", "Feedback", "Feedback", "Generate"]
     assert requests[-1] == ANSWERED and reason == "turns"
     assert drive(system, [ANSWER], [found(0)], max_turns=1)[1] == "answered"
 
@@ -159,11 +152,8 @@ def test_ircot_searches_with_every_thought() -> None:
 def test_self_ask_searches_with_every_follow_up() -> None:
     system = load_baseline("self_ask", {})
     both = Generate(("</followup>", "</answer>"))
-    texts = [
-        "<followup>Where is it?</followup>",
-        "<intermediate>North.</intermediate><followup>Who?</followup>",
-        ANSWER,
-    ]
+    followup = "<intermediate>North.</intermediate><followup>Who?</followup>"
+    texts = ["<followup>Where is it?</followup>", followup, ANSWER]
     requests, reason = drive(system, texts, [found(0), found(1)], max_turns=3)
     last = requests.pop(-2)
     assert isinstance(last, Feedback) and "final answer" in last.text
@@ -171,10 +161,10 @@ def test_self_ask_searches_with_every_follow_up() -> None:
         Prompt(system.template, QUESTION.question),
         both,
         Search("Where is it?"),
-        Retrieved(found(0), "\n\n<information>", "</information>\n\n"),
+        Retrieved(found(0), *SHOWN),
         both,
         Search("Who?"),
-        Retrieved(found(1), "\n\n<information>", "</information>\n\n"),
+        Retrieved(found(1), *SHOWN),
         ANSWERED,
     ]
     assert reason == "answered"
@@ -190,6 +180,123 @@ def test_the_search_loop_is_search_r1_untrained() -> None:
     freely = load_baseline("search_o1", {"reading": False})
     assert freely.template != ours.template and freely.tags == ours.tags
     assert drive(freely, texts, hits)[0][1:] == drive(ours, texts, hits)[0][1:]
+
+
+# --- Baselines that read in calls
+
+
+def attempt_of(texts: Sequence[str], called: Sequence[str]) -> RewardInput:
+    """What the engine would make of these turns."""
+    prompt = TextSegment(Source.PROMPT, b"<verdict>no</verdict>")
+    return RewardInput(
+        pieces=[TextSegment(Source.POLICY, text.encode()) for text in texts],
+        golds=QUESTION.golds,
+        branches={
+            f"call {number}": [prompt, TextSegment(Source.POLICY, text.encode())]
+            for number, text in enumerate(called, start=1)
+        },
+    )
+
+
+def test_search_o1_shows_what_was_read_and_not_the_documents() -> None:
+    system = load_baseline("search_o1", {})
+    texts = ["I am unsure. <search>bay</search>", "<search>bay</search>", "<search>who</search>", ANSWER]
+    read = ["<information> Anna went there. </information>", "nothing closed"]
+    requests, reason = drive(system, texts, [found(0, 1), found(2)], read, max_turns=5)
+    once = ["Generate", "Search", "SubCall", "Retrieved"]
+    assert kinds(requests) == ["Prompt", *once, "Generate", "Feedback", *once, "Generate"] and reason == "answered"
+    assert requests[4] == Retrieved("Anna went there.", *SHOWN)
+    assert requests[10] == Retrieved("Nothing was found that helps.", *SHOWN)
+    assert isinstance(requests[6], Feedback) and "searched before" in requests[6].text
+    first, second = (request.context for request in requests if isinstance(request, SubCall))
+    assert first.prompt.passages == [PASSAGES[0], PASSAGES[1]] and second.prompt.passages == [PASSAGES[2]]
+    assert QUESTION.question in first.prompt.question and first.prompt.question.endswith("Query: bay")
+    assert "I am unsure." in first.prompt.question and "Anna went there." not in first.prompt.question
+    assert "Anna went there." in second.prompt.question and second.prompt.question.endswith("Query: who")
+    assert first.stop == ("</information>",)
+    assert drive(system, ["<search>a</search>"], max_turns=1)[1] == "turns"
+
+
+def test_iter_retgen_asks_with_what_it_wrote() -> None:
+    system = load_baseline("iter_retgen", {"iterations": 3})
+    first, second = "<think>The bay.</think> <answer>Bo</answer>", "no tags"
+    requests, reason = drive(system, [ANSWER], [found(0), found(1), found(2)], [first, second])
+    prompt = Prompt(system.template, QUESTION.question)
+    searches = [request.query for request in requests if isinstance(request, Search)]
+    assert searches == [QUESTION.question, f"{QUESTION.question} The bay. Bo", f"{QUESTION.question} no tags"]
+    contexts = [request.context for request in requests if isinstance(request, SubCall)]
+    assert [(c.prompt, c.parts) for c in contexts] == [
+        (prompt, (Retrieved(found(0), *SHOWN),)),
+        (prompt, (Retrieved(found(1), *SHOWN),)),
+    ]
+    assert requests[-2:] == [Retrieved(found(2), *SHOWN), Generate(("</answer>",))] and reason == "answered"
+    once, reason = drive(load_baseline("iter_retgen", {"iterations": 1}), ["x"], [found(0)])
+    assert kinds(once) == ["Prompt", "Search", "Retrieved", "Generate"] and reason == "ended"
+
+
+def test_sure_asks_for_summaries_verdicts_and_both_orders() -> None:
+    system = load_baseline("sure", {})
+    written = ["<candidates>- Bo\n- Anna Bell\nBo\nCarl</candidates>"]
+    called = ["<support>s1</support>", "<support>s2</support>", *["<verdict>yes</verdict>"] * 2]
+    called += ["<verdict>2</verdict>", "<verdict>1</verdict>"]
+    requests, reason = drive(system, written, called=called)
+    assert requests[0] == Prompt(system.template, QUESTION.question, PASSAGES) and reason == "answered"
+    prompts = [request.context.prompt for request in requests[2:]]
+    assert [len(prompt.passages) for prompt in prompts] == [len(PASSAGES)] * 2 + [0] * 4
+    assert prompts[0].question.endswith("Candidate answer: Bo") and "Anna Bell" in prompts[1].question
+    assert prompts[3].question.endswith("Candidate answer: Anna Bell\n\nSummary: s2")
+    assert prompts[4].question.endswith("Summary 1: s1\n\nSummary 2: s2")
+    assert prompts[5].question.endswith("Summary 1: s2\n\nSummary 2: s1")
+    result = system.reward(attempt_of(written, called))
+    assert (result.reward, result.answer) == (1.0, "Anna Bell")
+    assert system.answer(attempt_of(written, called)) == "Anna Bell"
+    # One candidate needs no verdict, none is no answer, and what passages or prompts hold is neither.
+    requests, reason = drive(system, ["<candidates>Anna Bell</candidates>"])
+    assert reason == "answered" and len(requests) == 2
+    assert system.reward(attempt_of(["<candidates>Anna Bell</candidates>"], [])).reward == 1
+    assert drive(system, ["Anna Bell"])[1] == "ended" and system.reward(attempt_of(["Anna Bell"], [])).reward == 0
+    assert listed("a\n* b\n\nc", 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "answer"),
+    [
+        (["yes", "yes", "1", "2"], "Bo"),
+        (["yes", "yes", "1", "1"], "Bo"),  # undecided between the orders: the first of equals
+        (["no", "Yes.", "1", "2"], "Bo"),  # 0 + 1 and 1 + 0
+        (["no", "yes", "1", "1"], "Anna Bell"),
+        (["", "maybe", "2", "1"], "Anna Bell"),
+        (["yes", "yes", "2"], None),  # one is missing
+    ],
+)
+def test_sure_adds_validity_and_ranks(verdicts: list[str], answer: str | None) -> None:
+    called = ["<support>s</support>"] * 2 + [f"<verdict>{text}</verdict>" for text in verdicts]
+    assert chosen(attempt_of(["<candidates>Bo\nAnna Bell</candidates>"], called), 2) == answer
+
+
+def test_ircot_with_a_reader_of_all_passages() -> None:
+    system = load_baseline("ircot", {"reader": True})
+    texts = ["<thought>It is Glass Bay.</thought>", "<answer>Bo</answer>"]
+    requests, reason = drive(system, texts, [found(0, 1), found(1, 2)], [ANSWER])
+    assert requests[-1].context.prompt.passages == list(PASSAGES[:3]) and reason == "answered"
+    assert requests[-1].context.prompt.question == QUESTION.question
+    result = system.reward(attempt_of(texts, [ANSWER]))
+    assert (result.reward, result.answer) == (1.0, "Anna Bell")
+    plain = load_baseline("ircot", {})
+    assert plain.reward(attempt_of(texts, [ANSWER])).answer == "Bo" and plain.answer(attempt_of(texts, [])) == "Bo"
+    assert system.answer(attempt_of(texts, [])) is None and system.reward(attempt_of(texts, [])).reward == 0
+
+
+def test_self_ask_with_a_reader_gets_the_answer_alone() -> None:
+    system = load_baseline("self_ask", {"reader": True})
+    texts = ["<followup>Where is it?</followup>", "<followup>Who?</followup>", ANSWER]
+    requests, reason = drive(system, texts, [found(0), found(1)], ["<answer>North</answer>", "none"])
+    shown = [request for request in requests if isinstance(request, Retrieved)]
+    around = ("\n<intermediate>", "</intermediate>\n")
+    assert shown == [Retrieved("North", *around), Retrieved("The documents do not say.", *around)]
+    (first, second) = (request.context.prompt for request in requests if isinstance(request, SubCall))
+    assert (first.question, list(first.passages), second.question) == ("Where is it?", [PASSAGES[0]], "Who?")
+    assert reason == "answered" and "intermediate" in system.template
 
 
 # --- Prompts, options, reward
@@ -234,25 +341,28 @@ def test_what_no_baseline_knows(name: str, options: dict[str, Any], words: str) 
 
 
 @pytest.mark.parametrize(
-    ("pieces", "parts"),
+    ("text", "source", "em", "f1", "answered"),
     [
-        ([(Source.POLICY, ANSWER)], {"answer": 1.0, "em": True, "f1": 1.0, "answered": True}),
-        ([(Source.POLICY, "<answer>the Bell</answer>")], {"answer": 0.0, "em": False, "f1": 2 / 3, "answered": True}),
-        ([(Source.POLICY, f"<answer>x</answer>{ANSWER}")], {"answer": 0.0, "em": False, "f1": 0.0, "answered": True}),
-        ([(Source.POLICY, "Anna Bell")], {"answer": 0.0, "em": False, "f1": 0.0, "answered": False}),
-        (
-            [(Source.PROMPT, ANSWER), (Source.RETRIEVED, ANSWER)],
-            {"answer": 0.0, "em": False, "f1": 0.0, "answered": False},
-        ),
+        (ANSWER, Source.POLICY, 1, 1, 1),
+        ("<answer>the Bell</answer>", Source.POLICY, 0, 2 / 3, 1),
+        (f"<answer>x</answer>{ANSWER}", Source.POLICY, 0, 0, 1),
+        ("Anna Bell", Source.POLICY, 0, 0, 0),
+        (ANSWER, Source.PROMPT, 0, 0, 0),
+        (ANSWER, Source.RETRIEVED, 0, 0, 0),
     ],
 )
-def test_the_reward_is_exact_match(pieces: list[tuple[Source, str]], parts: dict[str, Any]) -> None:
-    attempt = RewardInput(pieces=[TextSegment(source, text.encode()) for source, text in pieces], golds=("Anna Bell",))
+def test_the_reward_is_exact_match(text: str, source: Source, em: int, f1: float, answered: int) -> None:
+    attempt = RewardInput(pieces=[TextSegment(source, text.encode())], golds=("Anna Bell",))
     result = load_baseline("direct", {}).reward(attempt)
-    assert result.parts == pytest.approx(parts) and result.reward == parts["em"]
+    assert result.parts == pytest.approx({"answer": em, "em": em, "f1": f1, "answered": answered})
+    assert result.reward == em
 
 
 # --- With a model
+
+
+# Calls that a trajectory which ends by itself has made at least.
+FEWEST = {"iter_retgen": 2, "ircot": 1}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -261,15 +371,21 @@ def test_a_tiny_model_runs_every_baseline(
     name: str, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question], tmp_path: Path
 ) -> None:
     questions = [replace(question, passages=PASSAGES) for question in tiny_questions[:4]]
-    system = load_baseline(name, options_of(name, tmp_path, [question.id for question in questions]))
+    options = options_of(name, tmp_path, [question.id for question in questions])
+    system = load_baseline(name, options | ({"reader": True} if name == "ircot" else {}))
     run = tiny_rollout(system, template=system.template, max_passage_tokens=500, **LIMITS)
     trajectories = run.run([Job(question, n, 0, n) for n, question in enumerate(questions)], 1.0)
-    for trajectory in trajectories:
+    scored = score(questions, trajectories, system, run.tokenizer, Judges())
+    check_all(scored, run.tokenizer, system.tags, run.limits.max_context)
+    for trajectory, question in zip(trajectories, questions, strict=True):
         assert check_trajectory(trajectory, run.tokenizer, system.tags, LIMITS["max_context"]) == []
         prompt = run.tokenizer.decode(trajectory.segments[0].ids)
         assert ("Title 0" in prompt) == system.given_passages and ("Anna Bell mapped" in prompt) == (name == "evidence")
-    assert {t.reason for t in trajectories} <= {"answered", "ended", "turns", "turn_tokens", "tokens"}
-    if name in ONE_TURN:
-        assert all(len(t.segments) == 2 and not t.searches for t in trajectories)
-    if name == "ircot":
-        assert all(t.searches[0]["query"] == q.question for t, q in zip(trajectories, questions, strict=True))
+        assert trajectory.reason in {"answered", "ended", "turns", "turn_tokens", "tokens"}
+        assert list(trajectory.branches) == [f"call {n}" for n in range(1, len(trajectory.branches) + 1)]
+        if trajectory.reason in ("answered", "ended"):
+            assert len(trajectory.branches) >= FEWEST.get(name, 0)
+        if name in ONE_TURN:
+            assert len(trajectory.segments) == 2 and not trajectory.searches
+        if name == "ircot":
+            assert trajectory.searches[0]["query"] == question.question
