@@ -1,6 +1,10 @@
 """A small training run: the policy, questions and recipe that it is made of, and what to compare two of them by."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,6 +171,41 @@ def die_after(step: int) -> Callable[[Progress], None]:
             raise Killed
 
     return watch
+
+
+KILLED = """
+import os, signal, sys
+from importlib import import_module
+from pathlib import Path
+import torch
+from thresher.cli.commands.training import run_sft
+from thresher.engine.config.recipe import load_recipe
+from thresher.engine.training.train import train
+
+torch.set_num_threads(1)
+module, name, call, command, recipe, out = sys.argv[1:]
+owner, calls = import_module(f"thresher.engine.{module}"), []
+wanted = getattr(owner, name)
+
+def fatal(*arguments, **options):
+    calls.append(name)
+    if len(calls) == int(call):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wanted(*arguments, **options)
+
+setattr(owner, name, fatal)
+{"train": train, "sft": run_sft}[command](load_recipe(recipe), Path(out))
+"""
+SAVE = ("store.checkpoint", "save_tensors", 2)  # the second checkpoint, of which the model is written
+
+
+def sigkill(command: str, recipe: Recipe, out: Path, module: str, name: str, call: int) -> None:
+    """Run `thresher train` or `sft` in a process that is killed where it calls the function for this time."""
+    file = out.with_name("recipe.toml")
+    recipe.write(file)
+    words = [sys.executable, "-P", "-c", KILLED, module, name, str(call), command, str(file), str(out)]
+    killed = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 
 def train_killed(recipe: Recipe, out: Path, step: int, **options: Any) -> None:

@@ -4,14 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_cases import Killed, Make, recipe_maker, steps_saved
+from train_cases import SAVE, Killed, Make, recipe_maker, sigkill, steps_saved
 
 from thresher.cli.commands.training import run_sft
 from thresher.common import signals
@@ -171,35 +169,10 @@ def test_restarts_and_the_gate_go_on_too(make: Make, tmp_path: Path, monkeypatch
     assert len(measured) == 4
 
 
-SIGKILLED = """
-import os, signal, sys
-import torch
-from thresher.cli.commands.training import run_sft
-from thresher.engine.config.recipe import load_recipe
-from thresher.engine.store import checkpoint
-from pathlib import Path
-
-torch.set_num_threads(1)
-save_tensors, calls = checkpoint.save_tensors, []
-
-def fatal(*arguments):
-    save_tensors(*arguments)
-    calls.append(arguments)
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-checkpoint.save_tensors = fatal
-run_sft(load_recipe(sys.argv[1]), Path(sys.argv[2]))
-"""
-
-
 @pytest.mark.slow
 def test_sigkill_while_a_checkpoint_is_written(make: Make, tmp_path: Path) -> None:
     recipe, out = make(), tmp_path / "out"
-    recipe.write(tmp_path / "recipe.toml")
-    command = [sys.executable, "-P", "-c", SIGKILLED, str(tmp_path / "recipe.toml"), str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    sigkill("sft", recipe, out, *SAVE)
     names = sorted(path.name for path in (sft_folder(out) / "checkpoints").iterdir())
     assert len(names) == 2 and names[-1] == "step_000002"  # and half of the next
     run_sft(recipe, out, resume=True)

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,10 +18,12 @@ from train_cases import (
     DEV,
     GROUPS,
     SAMPLES,
+    SAVE,
     Killed,
     Make,
     assert_same_run,
     metrics,
+    sigkill,
     steps_of,
     steps_saved,
     train_killed,
@@ -57,47 +57,15 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert json.loads((out / "summary.json").read_text()).items() >= returned.items()
 
 
-KILLED = """
-import os, signal, sys
-import torch
-from thresher.engine.store import checkpoint
-from thresher.engine.training import update as grpo
-from thresher.engine.config.recipe import load_recipe
-from thresher.engine.training.train import train
-
-torch.set_num_threads(1)
-where, recipe, out = sys.argv[1:]
-module, name = {"update": (grpo, "grpo_loss"), "save": (checkpoint, "save_tensors")}[where]
-wanted, calls, steps = getattr(module, name), 0, 0
-
-def counted(progress):
-    global steps
-    steps = max(steps, progress.step)
-
-def fatal(*arguments, **options):
-    global calls
-    calls += steps >= (2 if where == "update" else 4)
-    if calls == 2 or (calls and where == "save"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return wanted(*arguments, **options)
-
-setattr(module, name, fatal)
-train(load_recipe(recipe), out, watch=counted)
-"""
-
-
-@pytest.mark.parametrize("where", ["update", "save"])
+@pytest.mark.parametrize(("module", "name", "call"), [("training.update", "step_optimizer", 3), SAVE])
 @pytest.mark.slow
-def test_sigkill(tmp_path: Path, make_recipe: Make, uninterrupted: Path, where: str) -> None:
+def test_sigkill(tmp_path: Path, make_recipe: Make, uninterrupted: Path, module: str, name: str, call: int) -> None:
     """In the middle of step 3's update, and in the middle of saving step 4's checkpoint."""
     recipe, out = make_recipe(), tmp_path / "run"
-    recipe.write(tmp_path / "recipe.toml")
-    command = [sys.executable, "-P", "-c", KILLED, where, str(tmp_path / "recipe.toml"), str(out)]
-    killed = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert metrics(out)[-1]["step"] == (2 if where == "update" else 4)
+    sigkill("train", recipe, out, module, name, call)
+    assert metrics(out)[-1]["step"] == (2 if call == 3 else 4)
     assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_000002"]
-    assert len(list((out / "checkpoints").glob(".*.tmp"))) == (where == "save")
+    assert len(list((out / "checkpoints").glob(".*.tmp"))) == (call == 2)
     train(recipe, out, resume=True)
     assert_same_run(uninterrupted, out)
     assert not list(out.rglob(".*.tmp"))
@@ -216,28 +184,15 @@ def test_a_damaged_checkpoint_ends_a_resume_until_it_is_told_where_to_go_back(
         train(make_recipe(), out, resume=True, from_step=3)
 
 
-def reached(*_: Any) -> None:
-    raise Killed
-
-
-def test_a_run_that_goes_back_has_forgotten_what_is_behind_before_it_begins(
+def test_what_is_behind_is_forgotten_before_a_run_begins_but_not_what_another_process_has_just_saved(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed then, it goes on from where it was told to go back to, not from what it left."""
-    out = shutil.copytree(uninterrupted, tmp_path / "run")
-    monkeypatch.setattr(Trainer, "run", reached)
-    with pytest.raises(Killed):
-        train(make_recipe(), out, resume=True, from_step=2)
-    left = {folder: sorted(path.stem for path in (out / folder).iterdir()) for folder in ("checkpoints", "evaluations")}
-    assert left == {"checkpoints": ["step_000002"], "evaluations": ["step_000000", "step_000002"]}
-    assert {path.stem for path in (out / "trajectories").iterdir()} == {"step_000001", "step_000002"}
-    assert [record["step"] for record in metrics(out)] == [0, 1, 2, 2] and not (out / "summary.json").exists()
+    """Saved between the choice of a checkpoint and the lock; `--resume-from` goes back all the same. Killed before its
+    first step, a run goes on from where it was told to go back to."""
 
+    def reached(*_: Any) -> None:
+        raise Killed
 
-def test_what_another_process_has_just_saved_is_not_undone(
-    tmp_path: Path, make_recipe: Make, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Saved between the choice of a checkpoint and the lock; `--resume-from` goes back all the same."""
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     before, newer = what_happened(out), out / "checkpoints" / "step_000005"
     monkeypatch.setattr(Trainer, "run", reached)
@@ -247,8 +202,11 @@ def test_what_another_process_has_just_saved_is_not_undone(
     assert what_happened(out) == before and newer.exists()
     newer.rmdir()
     with pytest.raises(Killed):
-        train(make_recipe(), out, resume=True, from_step=4)
-    assert not newer.exists()
+        train(make_recipe(), out, resume=True, from_step=2)
+    left = {folder: sorted(path.stem for path in (out / folder).iterdir()) for folder in ("checkpoints", "evaluations")}
+    assert left == {"checkpoints": ["step_000002"], "evaluations": ["step_000000", "step_000002"]}
+    assert {path.stem for path in (out / "trajectories").iterdir()} == {"step_000001", "step_000002"}
+    assert [record["step"] for record in metrics(out)] == [0, 1, 2, 2] and not (out / "summary.json").exists()
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept(
