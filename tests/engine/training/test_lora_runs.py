@@ -12,19 +12,17 @@ from batch_invariance import needs_invariant_policy, using_threads
 from rollout_cases import assert_logprobs_match
 from safetensors.torch import load_file
 from train_cases import Make
-from update_cases import ADVANTAGES, VOCAB, brute_force, logprobs, make_updater, spoken, update
+from update_cases import ADVANTAGES, brute_force, logprobs, make_updater, spoken, update
 
 from thresher.common.errors import UserError
 from thresher.engine import assemble
-from thresher.engine.config.sections import GrpoSection, OptimSection, SftSection
+from thresher.engine.config.sections import GrpoSection
 from thresher.engine.packing import build_train_sequences
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job
 from thresher.engine.training import update as update_module
 from thresher.engine.training import weights as weights_module
-from thresher.engine.training.sft import SftTrainer, Transcript
 from thresher.engine.training.train import train
-from thresher.policy.config import ModelConfig
 from thresher.policy.lora import FOLDER, MODULES, adapters, add_lora, load_adapters, merged_weights
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 from thresher.retrieval.questions import Question
@@ -204,28 +202,3 @@ def test_on_a_bfloat16_base_there_are_no_masters(make_recipe: Make, tmp_path: Pa
     rounded = {name: view.bfloat16().float() for name, view in hf_views(start).items()}
     moved = {name for name, view in hf_views(end).items() if not torch.equal(view, rounded[name])}
     assert moved == {f"model.layers.{layer}.{MODULES[target]}.weight" for layer in (0, 1) for target in TARGETS}
-
-
-# --- Supervised
-
-
-COPIES = [Transcript([1, name, other, 2, name, other], [3, 4, 5], [4, 5]) for name in range(3, 9) for other in (9, 10)]
-
-
-def test_sft_trains_adapters_and_a_restart_begins_with_the_same_ones(
-    tiny_model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SftTrainer, "copying", lambda self: 0.0)
-    policy = init_policy(tiny_model_config, 0)
-    before = deepcopy(policy.state_dict())
-    add_lora(policy, rank=8, alpha=16)
-    size = {"steps": 2, "batch_size": 6, "held_out": 0.5}
-    settings = SftSection(transcripts="none", lr=0.02, stop_at_copy_accuracy=0.9, max_restarts=1, **size)  # type: ignore[arg-type]
-    records: list[dict[str, Any]] = []
-    SftTrainer(policy, COPIES, settings, OptimSection(), VOCAB, 0).run(records.append)
-    first, second = ([record["loss"] for record in records if record["restart"] == restart] for restart in (0, 1))
-    # A batch holds all that is trained on, so equal weights have equal losses, up to the order of summing.
-    assert first[0] == pytest.approx(second[0], rel=1e-5) and first[1] != pytest.approx(first[0], rel=1e-4)
-    assert all(adapter.b_OR.any() for _, adapter in adapters(policy))
-    after = policy.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -17,6 +17,7 @@ from thresher.engine.episode import Feedback, Prompt, Retrieved
 from thresher.engine.protocol.prompts import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.engine.training.sft import SftResult, SftTrainer, Transcript, encode_transcript, read_transcripts
+from thresher.policy.lora import adapters, add_lora
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.indexes.load import Index
@@ -256,10 +257,14 @@ def test_a_gate_that_opens_ends_the_training() -> None:
     assert all(record["copying"] < 0.9 for record in records[:-1] if "copying" in record)
 
 
-def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
     measured = iter([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     monkeypatch.setattr(SftTrainer, "copying", lambda self: next(measured))
     policy = make_policy()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    if lora:
+        add_lora(policy, rank=8, alpha=16)
     settings = sft(steps=3, batch_size=6, stop_at_copy_accuracy=0.9, gate_every=2, max_restarts=2)
     result, records = run(policy, settings)
     assert [(r["restart"], r["step"]) for r in records] == [(n, step) for n in range(3) for step in (1, 2, 3)]
@@ -268,7 +273,10 @@ def test_a_gate_that_stays_shut_starts_over_from_the_same_weights(monkeypatch: p
     assert (result.passed, result.restarts, result.steps, result.copying) == (False, 2, 3, 0.6)
     # A batch holds all that is trained on, so equal weights have equal losses, up to the order of summing.
     first = [record["loss"] for record in records if record["step"] == 1]
-    assert first == pytest.approx([first[0]] * 3, abs=1e-5) and records[2]["loss"] < first[0] - 0.1
+    assert first == pytest.approx([first[0]] * 3, abs=1e-5) and records[2]["loss"] < first[0] - (0.01 if lora else 0.1)
+    after = policy.state_dict()
+    assert any(not torch.equal(after[name], value) for name, value in before.items()) is not lora
+    assert all(adapter.b_OR.any() for _, adapter in adapters(policy)) and len(list(adapters(policy))) == 14 * lora
 
 
 def test_another_attempt_sees_another_order_and_the_same_seed_the_same() -> None:
