@@ -29,10 +29,7 @@ PASSAGES = (
 )
 QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",), passages=PASSAGES)
 SCRIPTS = {  # a search and an answer, as each protocol writes them
-    "research": (
-        "<think>x</think> <search> bay\n map </search>",
-        "<answer> so \\[ \\boxed{Anna Bell} \\] </answer>",
-    ),
+    "research": ("<think>x</think> <search> bay\n map </search>", "<answer> so \\[ \\boxed{Anna Bell} \\] </answer>"),
     "r1_searcher": ('I look <|begin_of_query|> "bay"  map<|end_of_query|>', "</think> <answer>Anna Bell</answer>"),
     "simple_deep_searcher": ("Well <|begin_search_query|>bay map<|end_search_query|>", "It is \\boxed{Anna Bell}."),
 }

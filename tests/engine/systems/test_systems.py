@@ -10,7 +10,6 @@ from episode_cases import drive as play
 from episode_cases import kinds
 
 from thresher.common.errors import UserError
-from thresher.engine.config.recipe import load_recipe
 from thresher.engine.episode import (
     Generate,
     Prompt,
@@ -49,28 +48,24 @@ def test_search_read_answer(system: System) -> None:
     assert isinstance(shown, Retrieved) and shown.hits is HITS
     assert (shown.before, shown.after) == ("\n\n<information>", "</information>\n\n")
     assert requests[4:] == [SEARCH] and reason == "answered"
-
-
-def test_an_answer_at_once(system: System) -> None:
     requests, reason = drive(system, [ANSWER])
     assert kinds(requests) == ["Prompt", "Generate"] and reason == "answered"
 
 
-INVALID = [
-    # a turn that is neither a search nor an answer
-    ("end of text", "I do not know.<|endoftext|>"),
-    ("an empty search", "<search> </search>"),
-    ("an empty answer", "<answer>\n</answer>"),
-    ("a search that was never opened", "Glass Bay</search>"),
-    ("an answer that was never opened", "Anna Bell</answer>"),
-    ("a search opened as an answer", "<answer>Glass Bay</search>"),
-    ("an answer opened as a search", "<search>Anna Bell</answer>"),
-    ("other letters", "<Search>Glass Bay</search>"),
-    ("nothing at all", ""),
-]
-
-
-@pytest.mark.parametrize("text", [text for _, text in INVALID], ids=[name for name, _ in INVALID])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I do not know.<|endoftext|>",
+        "<search> </search>",
+        "<answer>\n</answer>",
+        "Glass Bay</search>",  # never opened
+        "Anna Bell</answer>",
+        "<answer>Glass Bay</search>",
+        "<search>Anna Bell</answer>",
+        "<Search>Glass Bay</search>",
+        "",
+    ],
+)
 def test_a_turn_without_an_action_gets_feedback_and_counts(system: System, text: str) -> None:
     requests, reason = drive(system, [text, ANSWER])
     assert kinds(requests) == ["Prompt", "Generate", "Feedback", "Generate"] and reason == "answered"
@@ -131,33 +126,6 @@ def test_the_first_block_is_the_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tags", "group_size", "turns", "lr"),
-    [
-        ("search_r1", ["think", "search", "information", "answer"], 5, 5, 1e-6),
-        ("eval_rar", ["think", "search", "information", "evaluate", "answer"], 5, 5, 1e-6),
-        ("evinote", ["think", "search", "information", "summary", "answer"], 4, 6, 1e-5),
-        ("evinote_code", ["think", "search", "information", "summary", "answer"], 5, 5, 1e-6),
-    ],
-)
-def test_tags_template_and_preset(
-    name: str, tags: list[str], group_size: int, turns: int, lr: float, tmp_path: Path
-) -> None:
-    system = load_system(name, {})
-    assert system.name == name and system.tags == pair_tags(*tags)
-    assert system.template.count("{question}") == 1 and all(tag in system.template for tag in system.tags)
-    assert system.template.rstrip().endswith("{question}"), "the question comes last"
-    grpo, rollout = system.preset["grpo"], system.preset["rollout"]
-    assert (grpo["clip_low"], grpo["clip_high"], grpo["kl_value"], grpo["beta"]) == (0.2, 0.2, "k3", 1e-3)
-    assert (rollout["group_size"], rollout["max_turns"], rollout["temperature"]) == (group_size, turns, 1.0)
-    assert system.preset["retrieval"] == {"k": 3} and system.preset["optim"]["lr"] == lr
-    assert not system.given_passages and not system.wants_verdict
-    # The preset is made of keys and values that a recipe takes.
-    (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[retrieval]\nindex = "i"\n[system]\nname = "{name}"\n')
-    recipe = load_recipe(tmp_path / "r.toml", [], preset=lambda name: load_system(name, {}).preset)
-    assert recipe.rollout.group_size == group_size and recipe.optim.lr == lr
-
-
-@pytest.mark.parametrize(
     ("variant", "note", "marks", "judged"),
     [
         ("Base", None, False, False),
@@ -186,9 +154,8 @@ def test_evinotes_prompt_tags_and_claims_go_with_the_variant(
 
 def test_evinotes_claims_are_about_its_last_note() -> None:
     system = load_system("evinote", {})
-    noted = pieces(
-        "<search>a</search>", "p", "<summary>One.</summary><search>b</search>", "p", "<summary>Two.</summary>"
-    )
+    first = ("<search>a</search>", "p", "<summary>One.</summary><search>b</search>")
+    noted = pieces(*first, "p", "<summary>Two.</summary>")
     attempt = RewardInput(pieces=noted, golds=("Anna Bell", "A. Bell"), question=QUESTION.question)
     assert system.claims is not None
     assert list(system.claims(attempt)) == [
@@ -245,7 +212,7 @@ def test_rewards_are_the_papers() -> None:
         ("eviomni", {"omega": 2}, r"omega"),
         (
             "lear",
-            {"rationale": False, "evidence": False, "full": False},
+            dict.fromkeys(("rationale", "evidence", "full"), False),
             "expected one of rationale, evidence and full",
         ),
         ("eval_rar", {"evaluation_rewards": True}, r"\[system\.options\].*evaluation_rewards"),

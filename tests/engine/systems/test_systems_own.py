@@ -35,13 +35,6 @@ def quote(tmp_path: Path) -> Path:
     return path
 
 
-def example() -> dict[str, Any]:
-    """The transcript on the page."""
-    text = PAGE[PAGE.index('{"id": "1"') :]
-    record: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
-    return record
-
-
 def rated(tmp_path: Path, system: Path | str, record: dict[str, Any], *flags: str) -> dict[str, Any]:
     (tmp_path / "t.jsonl").write_text(json.dumps(record) + "\n")
     out = tmp_path / "rewards.jsonl"
@@ -52,15 +45,11 @@ def rated(tmp_path: Path, system: Path | str, record: dict[str, Any], *flags: st
 
 
 def test_the_worked_example_scores_the_transcript_beside_it(quote: Path, tmp_path: Path) -> None:
-    record = example()
+    record = json.JSONDecoder().raw_decode(PAGE[PAGE.index('{"id": "1"') :])[0]
     entry = rated(tmp_path, quote, record)
     measures = {"em": True, "f1": 1.0, "answered": True}
-    assert entry == {
-        "id": "1",
-        "reward": 1.5,
-        "parts": {"answer": 1.0, "quote": 1.0, **measures},
-        "answer": "Anna Bell",
-    }
+    parts = {"answer": 1.0, "quote": 1.0, **measures}
+    assert entry == {"id": "1", "reward": 1.5, "parts": parts, "answer": "Anna Bell"}
     assert rated(tmp_path, quote, record, "--set", "bonus=1")["reward"] == 2
     for written, expected in [
         ("<quote>Anna mapped it.</quote><answer>Anna Bell</answer>", 1),  # not word for word
@@ -147,10 +136,12 @@ def test_a_file_that_is_no_system_ends_in_a_sentence(
     assert message.startswith(f"thresher: {path}: ") and problem in message and message.count("\n") == 1
 
 
-OWN = (
-    "from thresher.engine.episode import System\nfrom thresher.rewards.reward import RewardResult\n\n\n"
-    "def reward(attempt):\n"
-)
+OWN = """from thresher.engine.episode import System
+from thresher.rewards.reward import RewardResult
+
+
+def reward(attempt):
+"""
 NONE_YET = "{'em': 0, 'f1': 0, 'answered': 0}"
 
 

@@ -38,11 +38,16 @@ QUESTION = Question("q", "Who mapped Glass Bay?", ("Anna Bell",), passages=PASSA
 TEMPLATE = "T {question} {passages}"
 REASON, EXTRACT = "<reason>The first.</reason>", "<extract>Anna Bell did.</extract>"
 ANSWER = Generate(("</answer>",))
-TAGS = {
-    "eviomni": ["reason", "extract", "answer"],
-    "lear": ["reason", "extract", "answer"],
-    "arena": ["question", "references", "relevance", "analysis", "answer"],
-    "naive_grpo": ["think", "answer"],
+NOTE = ["think", "search", "information", "summary", "answer"]
+PRESETS: dict[str, tuple[list[str], tuple[Any, ...]]] = {  # tags; k, G, temperature, KL, beta, lr
+    "search_r1": (["think", "search", "information", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
+    "eval_rar": (["think", "search", "information", "evaluate", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
+    "evinote": (NOTE, (3, 4, 1.0, "k3", 1e-3, 1e-5)),
+    "evinote_code": (NOTE, (3, 5, 1.0, "k3", 1e-3, 1e-6)),
+    "eviomni": (["reason", "extract", "answer"], (5, 8, 1.0, "k3", 1e-2, 1e-6)),
+    "lear": (["reason", "extract", "answer"], (5, 8, 1.0, "k3", 1e-2, 1e-6)),
+    "arena": (["question", "references", "relevance", "analysis", "answer"], (10, 7, 0.9, "k2", 4e-2, 3e-6)),
+    "naive_grpo": (["think", "answer"], (10, 7, 0.9, "k3", 4e-2, 3e-6)),
 }
 
 
@@ -191,27 +196,31 @@ def test_eviomnis_switches_choose_the_answers_that_count(options: dict[str, bool
     assert result.reward == pytest.approx(answer) and result.parts["format"] == 1
 
 
-@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_tags_template_and_preset(name: str, tmp_path: Path) -> None:
-    system = load_system(name, {})
-    assert system.name == name and system.tags == pair_tags(*TAGS[name]) and system.given_passages
-    assert [system.template.count(place) for place in ("{question}", "{passages}")] == [1, 1]
-    assert all(tag in system.template for tag in system.tags)
-    # The sections are asked for in the order in which they are to come.
-    written = [tag for tag in TAGS[name] if tag not in ("question", "references")]
-    assert [system.template.index(f"<{tag}>") for tag in written] == sorted(
-        system.template.index(f"<{tag}>") for tag in written
-    )
-    (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[system]\nname = "{name}"\n')
-    recipe = read_run_recipe(tmp_path / "r.toml", [])
+    tags, figures = PRESETS[name]
+    system, one_pass = load_system(name, {}), name in ("eviomni", "lear", "arena", "naive_grpo")
+    assert system.name == name and system.tags == pair_tags(*tags) and system.given_passages == one_pass
+    assert [system.template.count(place) for place in ("{question}", "{passages}")] == [1, one_pass]
+    assert all(tag in system.template for tag in system.tags) and not system.wants_verdict
+    if one_pass:  # the sections are asked for in the order in which they are to come
+        places = [system.template.index(f"<{tag}>") for tag in tags if tag not in ("question", "references")]
+        assert places == sorted(places)
+    else:
+        assert system.template.rstrip().endswith("{question}"), "the question comes last"
+    index = "" if one_pass else '[retrieval]\nindex = "i"\n'
+    (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n{index}[system]\nname = "{name}"\n')
+    recipe = read_run_recipe(tmp_path / "r.toml", [])  # so its keys and values are those of a recipe
     grpo, rollout = recipe.grpo, recipe.rollout
     assert recipe.retrieval is not None and grpo.clip_low == grpo.clip_high == 0.2
-    figures = (recipe.retrieval.k, rollout.group_size, rollout.temperature, grpo.kl_value, grpo.beta, recipe.optim.lr)
+    found = (recipe.retrieval.k, rollout.group_size, rollout.temperature, grpo.kl_value, grpo.beta, recipe.optim.lr)
+    assert found == figures
     if name in ("eviomni", "lear"):
-        assert figures == (5, 8, 1.0, "k3", 1e-2, 1e-6) and grpo.std_floor == 0.1
-    else:
-        assert figures == (10, 7, 0.9, {"arena": "k2"}.get(name, "k3"), 4e-2, 3e-6)
+        assert grpo.std_floor == 0.1
+    elif one_pass:
         assert (recipe.optim.schedule, recipe.optim.warmup_ratio, rollout.questions_per_step) == ("cosine", 0.1, 256)
+    else:
+        assert rollout.max_turns == (6 if name == "evinote" else 5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -300,20 +309,3 @@ def test_the_recipes_are_filled_by_their_presets(path: Path) -> None:
 def test_there_is_a_recipe_for_every_system(name: str) -> None:
     kinds = {path.stem.split("-")[0] for path in (ROOT / "recipes" / name).glob("*.toml")}
     assert "qwen2.5" in kinds and ("laptop" in kinds or name in ("evinote_code", "r1"))
-
-
-@pytest.mark.parametrize(
-    ("name", "written", "earns"),
-    [
-        ("autorefine", "<answer>Anna</answer>", 1),
-        ("autorefine", "<answer>Anna Bo Cy Di</answer>", 0.4),
-        ("autorefine", "<refine>Bo Anna Cy</refine>", 0.1),
-        ("autorefine", "<refine>Bo Anna Cy</refine>" * 100, 0.1),
-        ("r1", "<answer>Anna</answer>", 1),
-    ],
-)
-def test_what_docs_papers_says_that_a_trick_earns(name: str, written: str, earns: float) -> None:
-    attempt = RewardInput(
-        pieces=[TextSegment(Source.POLICY, written.encode())], golds=("Anna",), question="Who?", passages=[]
-    )
-    assert load_system(name, {}).reward(attempt).reward == pytest.approx(earns)
