@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from train_cases import single_threaded
 
 from thresher.common import signals
 from thresher.engine.optim.master_weights import MasterWeights
+from thresher.policy.model import Policy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,6 +27,20 @@ def handled() -> Iterator[None]:
     with signals.handle_signals():
         yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def checkpointed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every forward of a policy whether its layers are to be computed anew in the backward."""
+    calls = []
+    hidden = Policy.hidden
+
+    def noted(self: Policy, *arguments: Any) -> torch.Tensor:
+        calls.append(arguments[3:] == (True,))
+        return hidden(self, *arguments)
+
+    monkeypatch.setattr(Policy, "hidden", noted)
+    return calls
 
 
 @pytest.fixture

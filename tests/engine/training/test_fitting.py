@@ -35,47 +35,36 @@ PLACES = {
 }
 
 
-def note_checkpointed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return a list that gets, for every forward of a policy, whether its layers are to be computed anew."""
-    layers = []
-    hidden = Policy.hidden
-
-    def noted(self: Policy, *arguments: Any) -> torch.Tensor:
-        layers.append(arguments[3:] == (True,))
-        return hidden(self, *arguments)
-
-    monkeypatch.setattr(Policy, "hidden", noted)
-    return layers
-
-
 def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
-    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    make_recipe: Make,
+    checkpointed: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A line says so, and the run's recipe says "auto" as before, so that another machine may take it up."""
-    layers = note_checkpointed(monkeypatch)
     run = {**RUN, "steps": 1}
     recipe = make_recipe(rollout=SMALL, run=run, optim={"lr": 1e-4, "micro_batch_tokens": 100_000})
     needed = plan(read_config(recipe.model.path), recipe).total_bytes
     for memory, anew in ((needed, False), (needed - 1, True)):
-        layers.clear()
+        checkpointed.clear()
         monkeypatch.setattr(check, "cpu_memory", lambda memory=memory: (memory, needed))
         train(recipe, tmp_path / str(anew))
-        assert any(layers) is anew
+        assert any(checkpointed) is anew
         assert ('train: the plan takes optim.checkpoint_activations = "on"' in capsys.readouterr().out) is anew
     for folder in (tmp_path / "False", tmp_path / "True"):
         assert load_recipe(folder / "recipe.toml") == recipe
     assert_same_run(tmp_path / "False", tmp_path / "True")
 
 
-def test_where_things_lie_changes_no_bit(tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_things_lie_changes_no_bit(tmp_path: Path, make_recipe: Make, checkpointed: list[bool]) -> None:
     """Masters and reference in CPU memory, layers computed twice; and a run may change these when it goes on."""
-    layers = note_checkpointed(monkeypatch)
     bf16 = {"dtype": "bfloat16"}
     train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "plain")
-    assert not any(layers)
+    assert not any(checkpointed)
     recipe = make_recipe(model=bf16, rollout=SMALL, run=RUN, **PLACES)
     train(recipe, tmp_path / "moved")
-    assert any(layers)
+    assert any(checkpointed)
     train_killed(recipe, tmp_path / "half", 2)
     train(make_recipe(model=bf16, rollout=SMALL, run=RUN, optim={"lr": 1e-4}), tmp_path / "half", resume=True)
     plain, moved, half = (what_happened(tmp_path / name) for name in ("plain", "moved", "half"))

@@ -197,11 +197,17 @@ def nll(policy: Policy) -> torch.Tensor:
     return torch.stack(values).mean()
 
 
-def test_the_loss_is_the_mean_over_the_policys_tokens_and_so_is_its_gradient() -> None:
+@pytest.mark.parametrize("checkpoint", ["off", "on"])
+def test_the_loss_is_the_mean_over_the_policys_tokens_and_so_is_its_gradient(
+    checkpoint: str, checkpointed: list[bool]
+) -> None:
     policy, other = make_policy(), make_policy()
     expected = nll(other)
     expected.backward()
-    result, records = run(policy, sft(steps=1, batch_size=12, held_out=0.0), micro_batch_tokens=11)
+    checkpointed.clear()
+    optim = {"micro_batch_tokens": 11, "checkpoint_activations": checkpoint}
+    result, records = run(policy, sft(steps=1, batch_size=12, held_out=0.0), **optim)
+    assert checkpointed == [checkpoint == "on"] * 12  # a transcript of six tokens in each
     assert result.loss == records[0]["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert records[0]["tokens"] == 12 * 5 and records[0]["lr"] == 0.01
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in other.parameters() if p.grad is not None))
