@@ -2,7 +2,6 @@
 
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,15 +119,6 @@ def test_everybody_comes_to_an_end_and_in_time(data: st.DataObject) -> None:
     assert simulation.scheduler.preemptions == len(simulation.preempted)
 
 
-def test_the_oldest_begin_first_and_no_more_than_there_are_slots() -> None:
-    simulation = Simulation(BlockPool(500, 4), 3)
-    sequences = [simulation.submit([n, n], 5) for n in range(6)]
-    assert [sequence.number for sequence in sequences] == list(range(6))
-    assert simulation.admit() == sequences[:3] == simulation.scheduler.running and simulation.admit() == []
-    simulation.release(sequences[1])
-    assert simulation.admit() == [sequences[3]] and simulation.scheduler.waiting == sequences[4:]
-
-
 def test_the_first_in_line_is_not_overtaken_for_want_of_room() -> None:
     """Each needs its blocks, and one more for every sequence that runs; the short one behind would fit, and waits. A
     lone one needs no more than its own."""
@@ -179,25 +169,6 @@ def test_a_prompt_that_another_is_computing_is_waited_for() -> None:
     assert simulation.computed == computed + len([siblings[0], other]) + 4, "of the siblings nothing"
 
 
-def test_nobody_waits_for_one_that_went_nor_without_reuse() -> None:
-    for reuse in (True, False):
-        simulation = Simulation(BlockPool(100, 4), 10, reuse, rows=6)
-        prompt = SharedPrompt([1] * 16)
-        first, sibling = (simulation.submit([], 5, prompt) for _ in range(2))
-        alike = simulation.submit([1] * 16, 5)
-        if reuse:
-            simulation.step()
-            simulation.release(first)
-            assert simulation.admit() == [sibling]
-            simulation.release(sibling)
-            assert simulation.admit() == [alike]
-        else:
-            assert simulation.admit() == [first, sibling, alike]
-            for _ in range(3):
-                simulation.step()
-            assert simulation.computed == 3 * 16 and len({b for own in simulation.blocks.values() for b in own}) == 12
-
-
 def test_a_whole_prompt_is_taken_over_only_with_its_hidden_state() -> None:
     """From which the first token is drawn; else its last token is computed once more."""
     simulation = Simulation(BlockPool(100, 4), 10)
@@ -218,32 +189,3 @@ def test_a_whole_prompt_is_taken_over_only_with_its_hidden_state() -> None:
     simulation.scheduler.submit(third)
     simulation.admit()
     assert simulation.cached[third] == 8, "of nine, which are known as well"
-
-
-@pytest.mark.parametrize("reuse", [True, False])
-def test_the_youngest_goes_and_comes_back_first(reuse: bool) -> None:
-    simulation = Simulation(BlockPool(1 + 7, 4), 10, reuse)
-    sequences = [simulation.submit([n] * 4, 20) for n in range(3)]
-    while not simulation.preempted:
-        simulation.step()
-        simulation.check()
-    late = simulation.submit([9] * 4, 20)
-    assert simulation.preempted == [sequences[2]] and simulation.scheduler.running == sequences[:2]
-    assert simulation.scheduler.waiting == [sequences[2], late] and len(sequences[2].ids) > 4, "what it wrote is kept"
-    simulation.release(sequences[0])
-    assert simulation.admit()[0] is sequences[2]
-
-
-def test_one_that_is_preempted_with_nothing_to_write_does_not_wait() -> None:
-    simulation = Simulation(BlockPool(100, 4), 10)
-    first, second = (simulation.submit([n] * 4, 2) for n in range(2))
-    simulation.step()
-    assert simulation.step() == [first, second]
-    assert simulation.scheduler.preempt() is second and simulation.scheduler.waiting == []
-    simulation.leave(second)
-    assert simulation.admit() == []
-    young = simulation.submit([3] * 4, 2)
-    second.writing, second.room = True, 3
-    simulation.scheduler.submit(second)
-    assert simulation.scheduler.waiting == [second, young] and second.number == 1, "by age, not by when it came back"
-    assert simulation.scheduler.running == [first]
