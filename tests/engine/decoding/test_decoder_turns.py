@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from batch_invariance import needs_invariant_policy
-from decoding_cases import Plan, TurnPlan, alone, make_decoder, play
+from decoding_cases import Plan, TurnPlan, alone, make_decoder
 
 from thresher.common.errors import UserError
 from thresher.engine.decoding import decoder as decoder_module
@@ -112,60 +112,6 @@ def test_a_stop_is_found_by_one_that_was_sent_back_in_the_middle_of_it(
         assert sequence.prefilled == len(PROMPT) + steps, "what it wrote; its prompt is still known"
 
 
-def test_text_in_several_pieces_is_the_text(tiny_policy: Policy, tiny_tokenizer: Tokenizer) -> None:
-    """In one piece or several, at once or one a step, and however long its sequence has nothing to write."""
-    needs_invariant_policy(tiny_policy)
-    text = tuple(range(40, 75))
-    records = []
-    for pieces, pause in (
-        ((text,), 0),
-        ((text[:1], text[1:]), 0),
-        ((text[:20], text[20:30], text[30:]), 0),
-        ((text,), 3),
-        ((text[:20], text[20:30], text[30:]), 3),
-        ((text[:34], text[34:]), 1),
-    ):
-        turns = (TurnPlan(room=6), TurnPlan(room=6, appended=pieces, pause=pause), TurnPlan(room=6, pause=pause))
-        plan = Plan(prompt=0, seed=1, turns=turns)
-        beside = Plan(prompt=1, seed=2, turns=(TurnPlan(room=60),))
-        decoder = make_decoder(tiny_policy, tiny_tokenizer)
-        records.append(play(decoder, [PROMPT, [9]], [plan, beside])[0])
-        assert decoder.clock.prefilled_tokens == len(PROMPT) + 1 + len(text) + 1
-    assert all(record == records[0] for record in records) and len(records[0]) == 3
-    assert records[0] == alone(tiny_policy, tiny_tokenizer, [PROMPT], [plan])[0]
-
-
-def test_a_sequence_that_had_no_turn_during_a_step_writes_again(decoder: Decoder) -> None:
-    """Regression: its last token was fed meanwhile, and it was never due to draw again."""
-    first, other = start(decoder, 1, room=2), start(decoder, 2, room=100)
-    until(decoder, first)
-    for text in ([], [40, 41]):
-        decoder.step()
-        decoder.append(first, text)
-        decoder.step()
-        assert not first.writing and not decoder.idle
-        decoder.begin_turn(first, (), 2)
-        until(decoder, first)
-    assert other.writing
-
-
-def test_who_was_sent_back_between_two_turns_goes_on_later(
-    tiny_policy: Policy, tiny_tokenizer: Tokenizer, decoder: Decoder
-) -> None:
-    needs_invariant_policy(tiny_policy)
-    sequence, text = start(decoder, 1, room=4), [40, 41, 42]
-    until(decoder, sequence)
-    first = sequence.turn_ids
-    assert send_back(decoder) is sequence and decoder.idle and sequence.slot < 0
-    decoder.append(sequence, text)
-    assert decoder.idle and decoder.step() == []
-    decoder.begin_turn(sequence, (), 4)
-    until(decoder, sequence)
-    turns = (TurnPlan(room=4), TurnPlan(room=4, appended=(tuple(text),)))
-    ((one, two),) = alone(tiny_policy, tiny_tokenizer, [PROMPT], [Plan(prompt=0, seed=1, turns=turns)])
-    assert (first, sequence.turn_ids) == (one[0], two[0]) and [x.hex() for x in sequence.logprobs] == two[1]
-
-
 def test_a_sequence_may_be_released_at_any_time(decoder: Decoder) -> None:
     decoder.scheduler.max_running = 2
     runs, stays, waits = (start(decoder, seed) for seed in range(3))
@@ -245,7 +191,8 @@ def test_the_clock_counts_what_was_done(
     for sequence in sequences:
         decoder.begin_turn(sequence, (), 4)
     until(decoder, *sequences)
-    decoder.append(sequences[0], [1, 2, 3, 4, 5])
+    for piece in ([1], [2, 3, 4], [5]):
+        decoder.append(sequences[0], piece)
     decoder.begin_turn(sequences[0], (), 2)
     until(decoder, sequences[0])
     clock = decoder.clock

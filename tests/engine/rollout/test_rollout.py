@@ -71,23 +71,6 @@ def test_samples_are_batch_invariant_with_other_heads(
             assert record(single.run([job], 1.0)[0]) == record(together)
 
 
-def test_neither_order_nor_siblings_change_a_sample(
-    tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
-) -> None:
-    needs_invariant_policy(tiny_policy)
-    jobs = make_jobs(tiny_questions[:5], samples=3)
-    run = tiny_rollout(max_num_seqs=9)
-    expected = {(job.group, job.sample): record(t) for job, t in zip(jobs, run.run(jobs, 1.0), strict=True)}
-    assert len({str(value[3]) for value in expected.values()}) == len(jobs), "siblings are alike"
-    mixed = [jobs[(7 * place + 5) % len(jobs)] for place in range(len(jobs))]
-    results = run.run(mixed, 1.0)
-    assert [(t.group, t.sample) for t in results] == [(job.group, job.sample) for job in mixed]
-    assert all(record(t) == expected[t.group, t.sample] for t in results)
-    singles = [Job(job.question, number, 0, job.seed) for number, job in enumerate(jobs)]  # a prompt of one's own
-    for job, single in zip(jobs, run.run(singles, 1.0), strict=True):
-        assert record(single) == expected[job.group, job.sample]
-
-
 def test_noise_is_asked_for_by_seed_and_position(
     tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
