@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from a recipe to a model folder; sft.py trains, here its parts are put together and kept.
+"""Supervised fine-tuning from a recipe to a model folder: sft.py trains; this file loads, saves and resumes.
 
     recipe -> transcripts or questions -> SftTrainer -> model folder with metrics.jsonl, sft.json and unused.jsonl
 
@@ -70,7 +70,7 @@ class FineTuning:
     transcript."""
 
     recipe: Recipe
-    parts: RunContext
+    context: RunContext
     policy: Policy
     sft: SftSection
     trainer: SftTrainer
@@ -155,7 +155,7 @@ class FineTuning:
                 with signals.allow_signals():
                     pass
 
-        with self.parts.threads(), signals.defer_signals("a step that is being learned is finished, and saved"):
+        with self.context.threads(), signals.defer_signals("a step that is being learned is finished, and saved"):
             result = self.trainer.run(log, begun, keep)
         return {
             "steps": result.steps,
@@ -210,7 +210,7 @@ class FineTuning:
         """Write the model folder, with what was measured beside the weights."""
         with staged_folder(out) as staged:
             self.policy.save(staged)
-            self.parts.tokenizer.save(staged)
+            self.context.tokenizer.save(staged)
             write_records(staged / "metrics.jsonl", records)
             write_unused(self.unused, staged / "unused.jsonl")
             atomic_write_text(staged / "sft.json", json.dumps(figures, indent=2) + "\n")
@@ -236,9 +236,14 @@ def check_out(out: Path, resume: bool) -> None:
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
     """Load the model, adapters where the recipe has them, and transcripts from `sft.transcripts` or `sft.data`."""
     sft = recipe.need(SftSection)
-    parts = load_run_context(recipe)
-    policy = parts.policy
-    encoding = parts.tokenizer, parts.renderer, parts.tools.template, next(iter(policy.config.eos_token_ids), None)
+    context = load_run_context(recipe)
+    policy = context.policy
+    encoding = (
+        context.tokenizer,
+        context.renderer,
+        context.tools.template,
+        next(iter(policy.config.eos_token_ids), None),
+    )
     unused: list[Unused] = []
     questions = 0
     if sft.transcripts is not None:
@@ -249,8 +254,8 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
         policy = policy.float()
     else:
         put_adapters(recipe, policy)
-    trainer = SftTrainer(policy, transcripts, sft, recipe.optim, parts.vocab_size, recipe.run.seed)
-    return FineTuning(recipe, parts, policy, sft, trainer, unused, questions)
+    trainer = SftTrainer(policy, transcripts, sft, recipe.optim, context.vocab_size, recipe.run.seed)
+    return FineTuning(recipe, context, policy, sft, trainer, unused, questions)
 
 
 def _of_attempt(record: dict[str, Any], sft: SftSection) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class GrpoStep:
     collecting: whether `collect` is under way, of which an interrupt loses nothing.
     """
 
-    parts: RunContext
+    context: RunContext
     questions: Sequence[Question]
     rollout: Rollout
     judges: Judges
@@ -98,7 +98,7 @@ class GrpoStep:
 
     def collect(self, step: int) -> StepResult:
         """Sample and score the trajectories of a step. It changes no weights: an interrupted one is computed anew."""
-        recipe = self.parts.recipe
+        recipe = self.context.recipe
         count, size = recipe.rollout.questions_per_step, recipe.rollout.group_size
         updates = recipe.grpo.updates_per_batch
         questions = questions_of_step(self.questions, count, recipe.run.seed, step)
@@ -113,7 +113,7 @@ class GrpoStep:
             trajectories = self._roll_out(jobs)
         started = perf_counter()
         scored = self._score(jobs, trajectories)
-        check_all(scored, self.parts.tokenizer, self.parts.system.tags, self.parts.limits.max_context)
+        check_all(scored, self.context.tokenizer, self.context.system.tags, self.context.limits.max_context)
         rewards = [entry.result.reward for entry in scored]
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
@@ -141,7 +141,7 @@ class GrpoStep:
     def learn(self, result: StepResult, recorder: TokenRecorder | None = None) -> StepResult:
         """Run the optimiser steps; every pass over the trajectories takes them in the same order. Returns `result` with
         its `updates`."""
-        recipe, step = self.parts.recipe, result.step
+        recipe, step = self.context.recipe, result.step
         epochs, count = recipe.grpo.epochs_per_batch, len(result.sequences_by_update)
         for number, (epoch, sequences) in enumerate(itertools.product(range(epochs), result.sequences_by_update)):
             try:
@@ -168,11 +168,11 @@ class GrpoStep:
         return self.rollout.retrieve_and_truncate(questions)
 
     def _roll_out(self, jobs: Sequence[Job]) -> list[Trajectory]:
-        return self.rollout.run(jobs, self.parts.recipe.rollout.temperature)
+        return self.rollout.run(jobs, self.context.recipe.rollout.temperature)
 
     def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
         asked = [job.question for job in jobs]
-        return score(asked, trajectories, self.parts.system, self.parts.tokenizer, self.judges)
+        return score(asked, trajectories, self.context.system, self.context.tokenizer, self.judges)
 
     def _normalizers(self, own: list[LossNormalizer]) -> list[LossNormalizer]:
         """Return the normalizer of each optimiser step, over the trajectories of all ranks."""
@@ -181,7 +181,7 @@ class GrpoStep:
     def _recompute_logprobs(
         self, by_update: list[list[TrainSequence]]
     ) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
-        recipe = self.parts.recipe
+        recipe = self.context.recipe
         return recompute_logprobs(self.updater, by_update, recipe.grpo, recipe.rollout.temperature)
 
 

@@ -104,7 +104,7 @@ def train(
     rollout = context.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
     settings: dict[str, Any] = {
-        "parts": context,
+        "context": context,
         "questions": train_questions,
         "rollout": rollout,
         "judges": judges_of(judges, ranks),
@@ -140,8 +140,8 @@ class Trainer:
         self, grpo_step: GrpoStep, dev_questions: Sequence[Question], run: RunFolder, ranks: Ranks = SINGLE
     ) -> None:
         self.grpo_step, self.dev_questions, self.run_folder, self.ranks = grpo_step, dev_questions, run, ranks
-        self.parts, self.rollout, self.updater = grpo_step.parts, grpo_step.rollout, grpo_step.updater
-        self.recipe = self.parts.recipe
+        self.context, self.rollout, self.updater = grpo_step.context, grpo_step.rollout, grpo_step.updater
+        self.recipe = self.context.recipe
         self.warned_truncation = False
         self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
 
@@ -207,11 +207,11 @@ class Trainer:
         state = {
             "seconds": time.perf_counter() + offset,
             "index": retriever.identity if retriever else None,
-            "system": self.parts.system_digest,
+            "system": self.context.system_digest,
             "metrics": self.run_folder.metrics_mark(),
         }
         folder = self.run_folder.checkpoints
-        save_checkpoint(folder, step, *savable, state, tokenizer=self.parts.tokenizer, interim=interim)
+        save_checkpoint(folder, step, *savable, state, tokenizer=self.context.tokenizer, interim=interim)
         prune(folder, self.recipe.run.keep_checkpoints, spare=self._best())
 
     def loses_nothing(self) -> bool:
@@ -232,12 +232,12 @@ class Trainer:
         self._warn_of_cuts(result.shown.warning())
         if stored:
             self._store(result, recorder)
-        of_ranks = self.ranks.gather(rank_step(result, self.rollout, self.parts.system.tags))
+        of_ranks = self.ranks.gather(rank_step(result, self.rollout, self.context.system.tags))
         return None if of_ranks is None else step_record(step, of_ranks)
 
     def _store(self, result: StepResult, recorder: TokenRecorder | None) -> None:
         """Store a step's trajectories, and what the update found of their tokens."""
-        scored, tokenizer = zip(result.scored, result.advantages, strict=True), self.parts.tokenizer
+        scored, tokenizer = zip(result.scored, result.advantages, strict=True), self.context.tokenizer
         lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored])
         path = None if lines is None else self.run_folder.write_trajectories(result.step, lines)
         if recorder is None:
@@ -272,7 +272,7 @@ class Trainer:
         if not self.dev_questions:
             return
         started = time.perf_counter()
-        parts, mine = self.parts, self.ranks.share(len(self.dev_questions))
+        context, mine = self.context, self.ranks.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
         with self.ranks.interruptible():
             shown = self.rollout.retrieve_and_truncate(asked)
@@ -286,9 +286,9 @@ class Trainer:
             with divergence(step):
                 judges = self.grpo_step.judges
                 scored = evaluate(self.rollout, asked, judges=judges, first=mine.start, ranks=self.ranks)
-        check_all(scored, parts.tokenizer, parts.system.tags, parts.limits.max_context)
-        lines = self._lines([entry.to_dict(parts.tokenizer) for entry in scored])
-        gathered = self.ranks.gather((measured(scored, parts.system.tags), shown.cut_passages))
+        check_all(scored, context.tokenizer, context.system.tags, context.limits.max_context)
+        lines = self._lines([entry.to_dict(context.tokenizer) for entry in scored])
+        gathered = self.ranks.gather((measured(scored, context.system.tags), shown.cut_passages))
         if lines is None or gathered is None:
             return
         measures = summary_of([row for rows, _ in gathered for row in rows])

@@ -33,9 +33,9 @@ def starting_weights(recipe: Recipe, checkpoint: Checkpoint | None) -> Path:
     return Path(recipe.model.path) if checkpoint is None or recipe.lora is not None else checkpoint.path
 
 
-def load_updater(recipe: Recipe, parts: RunContext, checkpoint: Checkpoint | None, ranks: Ranks) -> Updater:
-    """Return the updater of a run on these ranks, for parts that were loaded from `starting_weights`."""
-    policy, grpo = parts.policy, recipe.grpo
+def load_updater(recipe: Recipe, context: RunContext, checkpoint: Checkpoint | None, ranks: Ranks) -> Updater:
+    """Return the updater of a run on these ranks, for a context that was loaded from `starting_weights`."""
+    policy, grpo = context.policy, recipe.grpo
     if recipe.lora is not None:
         put_adapters(recipe, policy)
         if checkpoint is not None:
@@ -45,7 +45,7 @@ def load_updater(recipe: Recipe, parts: RunContext, checkpoint: Checkpoint | Non
         _sharded(recipe, policy, folder, ranks) if ranks.is_distributed else _whole(recipe, policy, folder)
     )
     steps = (recipe.optim.schedule_steps or recipe.run.steps) * grpo.updates_per_batch * grpo.epochs_per_batch
-    return Updater(weights, reference, recipe.optim, grpo, parts.vocab_size, steps)
+    return Updater(weights, reference, recipe.optim, grpo, context.vocab_size, steps)
 
 
 def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights, Reference]:

@@ -61,8 +61,8 @@ def test_the_noise_of_a_sample_is_that_of_the_runs_seed_the_step_the_group_and_t
     rollout: Any = SimpleNamespace(run=run, retrieve_and_truncate=lambda asked: PromptBatch(list(asked), 0, 0, 0))
     questions = [Question("q", "Who?", ("a",))]  # the same in every group of every step
     for seed in (0, 1):
-        parts, updater = load_run_context(make_recipe(run={"seed": seed})), SimpleNamespace()
-        step = GrpoStep(parts=parts, questions=questions, rollout=rollout, judges=Judges(), updater=updater)  # type: ignore[arg-type]
+        context, updater = load_run_context(make_recipe(run={"seed": seed})), SimpleNamespace()
+        step = GrpoStep(context=context, questions=questions, rollout=rollout, judges=Judges(), updater=updater)  # type: ignore[arg-type]
         for number in (1, 2, 3):
             with pytest.raises(Sampled):
                 step(number)
