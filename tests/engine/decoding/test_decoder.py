@@ -9,13 +9,26 @@ import numpy as np
 import pytest
 import torch
 from batch_invariance import needs_invariant_policy
-from decoding_cases import Plan, Record, TurnPlan, alone, blocks, make_decoder, nobody_owns_a_block, play, random_world
+from decoding_cases import (
+    Adversary,
+    Plan,
+    Record,
+    TurnPlan,
+    alone,
+    blocks,
+    make_decoder,
+    nobody_owns_a_block,
+    play,
+    random_world,
+    whole,
+)
 from logprob_cases import assert_logprobs_are_fresh
 
 from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding.decoder import Decoder, NotFiniteDraw
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.engine.decoding.scheduler import SamplingParams
+from thresher.engine.decoding.speculative import Drafter
 from thresher.kernels import sampling
 from thresher.kernels.attention import paged_cuda
 from thresher.policy.model import Policy
@@ -144,13 +157,17 @@ def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: T
 
 
 @pytest.mark.parametrize("count", [AT_ONCE, pytest.param(FUZZED, marks=pytest.mark.slow)])
-def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer: Tokenizer, count: int) -> None:
-    """THRESHER_FUZZ says how many. Lengths, siblings, shared beginnings, turns, pauses, filters, drafts, few blocks."""
+def test_fuzzed_sequences_are_what_they_are_alone(
+    writer: Policy, tiny_tokenizer: Tokenizer, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """THRESHER_FUZZ says how many. Lengths, siblings, shared beginnings, turns, pauses, filters, drafts, few blocks.
+    Where there are 3 drafts, they are an adversary's, who knows what will be written."""
     needs_invariant_policy(writer)
     preempted = 0
     for start in range(0, count, AT_ONCE):
         rng = Random(start)
         prompts, plans = random_world(rng, tiny_tokenizer.vocab_size, min(AT_ONCE, count - start))
+        speculate: Any = (3, 0, 3, "auto")[start // AT_ONCE % 4]
         decoder = make_decoder(
             writer,
             tiny_tokenizer,
@@ -158,13 +175,18 @@ def test_fuzzed_sequences_are_what_they_are_alone(writer: Policy, tiny_tokenizer
             max_running=rng.choice((1, 2, 5, 30)),
             reuse=rng.random() < 0.8,
             share_prefix=rng.random() < 0.7,
-            speculate=rng.choice((0, 0, 3, "auto")),
+            speculate=speculate,
         )
         expected = alone(writer, tiny_tokenizer, prompts, plans)
+        monkeypatch.setattr(decoder_module, "Drafter", Adversary if speculate == 3 else Drafter)
+        monkeypatch.setattr(Adversary, "rng", rng)
+        monkeypatch.setattr(Adversary, "written", [whole(prompts, *one) for one in zip(plans, expected, strict=True)])
         for number, (found, right) in enumerate(zip(play(decoder, prompts, plans), expected, strict=True)):
             assert found == right, f"THRESHER_FUZZ={start + number + 1}: sequence {number} of the last {AT_ONCE}"
         assert nobody_owns_a_block(decoder), f"THRESHER_FUZZ={start + len(plans)}: a block is lost"
-        preempted += decoder.clock.preemptions
+        clock = decoder.clock
+        assert speculate != 3 or 0 < clock.accepted_tokens < clock.drafted_tokens
+        preempted += clock.preemptions
     assert preempted >= count // (4 * AT_ONCE)
 
 

@@ -205,6 +205,17 @@ def test_torch_is_what_auto_takes_on_a_cpu_and_sharing_changes_no_result(
     assert others == [first, first] and generators[0].attention == "torch"
 
 
+def test_what_is_streamed_is_what_is_generated(generator: Generator, tiny_tokenizer: Tokenizer) -> None:
+    asked = [*request(n=3, max_new_tokens=6, seed=5, stop=("e",)), *request(prompt_ids=[9], max_new_tokens=4, seed=6)]
+    streamed: dict[tuple[int, int], list[int]] = {}
+    for number, sample, ids, data in generator.stream(asked):
+        written = [token for token in ids if token != tiny_tokenizer.added_tokens["<|endoftext|>"]]
+        assert ids and data == tiny_tokenizer.decode_bytes(written)
+        streamed.setdefault((number, sample), []).extend(ids)
+    generated = generator.generate(asked)
+    assert streamed == {(n, j): one.token_ids for n, samples in enumerate(generated) for j, one in enumerate(samples)}
+
+
 # the other names that the README lists
 
 
