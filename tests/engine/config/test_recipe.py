@@ -231,6 +231,25 @@ def test_rules_between_fields(write: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("optim.offload=masters", 'offload: expected "none" or "moments" with model.dtype = "float32"'),
+        ("optim.offload=masters model.dtype=bfloat16 lora.rank=4", 'offload: expected "none" or "moments" with [lora]'),
+        ("grpo.reference=cpu lora.rank=4", 'reference: expected "auto" with [lora]'),
+        ("grpo.reference=cpu grpo.beta=0", "reference: expected a beta > 0"),
+        ("grpo.tis_level=token", 'old_logprobs: expected "recomputed" with tis_level = "token"'),
+        ("grpo.tis_floor=0.5", "tis_floor: expected none with tis_rule"),
+        ("sft.steps=3", "expected either transcripts or data, questions, got neither"),
+        ("sft.transcripts=t sft.data=d", "expected either transcripts or data, questions, got both"),
+        ("sft.data=d sft.format=reasoning sft.answer=plain", "leave out template and answer"),
+        ("sft.data=d sft.format=chat", 'format: expected "qa" or'),
+    ],
+)
+def test_settings_that_contradict_each_other(write: Any, overrides: str, said: str) -> None:
+    assert said in refusal(write(SMALLEST), *overrides.split())
+
+
 def test_sections_made_in_python_are_checked_too() -> None:
     assert OptimSection(lr=1, betas=[0, 0.5]).betas == (0.0, 0.5)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=re.escape("clip_low: expected a number >= 0 and < 1, got 1")):

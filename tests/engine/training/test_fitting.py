@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_cases import Make, assert_same_run, recipe_maker, steps_of, steps_saved, train_killed, what_happened
+from train_cases import Make, assert_same_run, steps_of, steps_saved, train_killed, what_happened
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import load_recipe
@@ -206,22 +206,6 @@ def test_recomputed_log_probs_and_weights_are_in_the_metrics(
     assert record["importance_effective"] == pytest.approx(1, abs=1e-4)
     for name in ("loss", "grad_norm"):
         assert record[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"optim": {"offload": "masters"}}, r'offload: expected "none" or "moments" with model.dtype = "float32"'),
-        (
-            {"optim": {"offload": "masters"}, "model": {"dtype": "bfloat16"}, "lora": {}},
-            r'offload: expected "none" or "moments" with \[lora\]',
-        ),
-        ({"grpo": {"reference": "cpu"}, "lora": {}}, r'reference: expected "auto" with \[lora\]'),
-    ],
-)
-def test_what_makes_no_sense_is_refused(base: dict[str, Any], changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        recipe_maker(base)(**changes)
 
 
 # --- Memory

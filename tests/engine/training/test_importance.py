@@ -13,7 +13,6 @@ from exact_norms import off
 from logprob_cases import assert_logprobs_are_fresh
 from model_cases import make_config
 
-from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import TrainSequence, pack
@@ -74,19 +73,6 @@ def test_weights_that_nobody_wants_and_weights_without_end() -> None:
     assert figures(WeightSums(), WeightSums()) == {}
     weights, sums = importance_weights([[0.0] * 3, []], [[-600.0] * 3, []], corrected("sequence"))
     assert weights == [[2.0] * 3, []] and math.isfinite(figures(sums)["importance_effective"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"tis_level": "token"}, 'old_logprobs: expected "recomputed" with tis_level = "token"'),
-        ({"tis_floor": 0.5}, "tis_floor: expected none with tis_rule"),
-        ({"reference": "cpu", "beta": 0.0}, "reference: expected a beta > 0"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        GrpoSection(**settings).check()
 
 
 def sampled(policy: Policy, noise: float) -> list[TrainSequence]:

@@ -317,20 +317,6 @@ def test_sft_of_adapters_on_questions(tiny_model_folder: Path, questions: Path, 
     assert (again.logits(ids) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({}, "expected either transcripts or data, questions, got neither"),
-        ({"transcripts": "t", "data": "d"}, "expected either transcripts or data, questions, got both"),
-        ({"data": "d", "format": "reasoning", "answer": "plain"}, "leave out template and answer"),
-        ({"data": "d", "format": "chat"}, "expected"),
-    ],
-)
-def test_a_section_that_contradicts_itself_is_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        SftSection(**keys)
-
-
 def test_reasoning_needs_a_prompt_that_shows_passages(
     questions: Path, renderer: Renderer, tiny_tokenizer: Tokenizer
 ) -> None:
