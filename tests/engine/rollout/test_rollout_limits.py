@@ -11,7 +11,7 @@ from rollout_cases import EOS, Make, Written, assert_logprobs_match, make_jobs, 
 
 from thresher.common.errors import UserError
 from thresher.engine.decoding.kv_cache import PagedKV
-from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search
+from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System
 from thresher.engine.protocol.trajectory import turns
 from thresher.engine.rollout.rollout import Job
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
@@ -109,14 +109,7 @@ def test_what_cannot_be_encoded_is_refused_at_the_question_or_passage(
 
 def test_siblings_recompute_nothing_of_their_prompt(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
     """Nor the prompts of others, where they begin as theirs does."""
-    apart = [Question(f"q{n}", f"{name}'s rival? Who is it?", ("a",)) for n, name in enumerate(("Anna", "Carl", "Eva"))]
     for max_running in (64, 2):
-        run = tiny_rollout(template="{question}\n", max_turns=1, max_num_seqs=max_running)
-        prompts = [len(run.prompt(question)) for question in apart]
-        assert len({run.prompt(question)[0] for question in apart}) == 3
-        run.run(make_jobs(apart, samples=6), 1.0)
-        assert run.clock.prefilled_tokens == sum(prompts)
-        assert run.clock.shared_tokens == 5 * sum(prompts)
         run = tiny_rollout(max_turns=1, max_num_seqs=max_running, kv_block_size=16)
         prompts = [len(run.prompt(question)) for question in tiny_questions[:3]]
         run.run(make_jobs(tiny_questions[:3], samples=6), 1.0)
@@ -181,6 +174,7 @@ def test_others_write_while_a_server_searches(
         script({seed: list(searching if seed < 3 else other) for seed in range(6)})
         run = tiny_rollout(index=server)
         step = run.decoder.step
+        went_on.clear()
 
         def counted(run: Any = run, step: Any = step) -> Any:
             ended = step()
@@ -240,32 +234,29 @@ def test_shuffled_passages_depend_on_the_sample_alone(
 # --- Systems that break the rules
 
 
-def test_an_episode_that_writes_nothing_ends(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    def silent(question: Question, tools: Any) -> Any:
-        yield Prompt("{question}", question.question)
+def asking(*requests: Any, reason: str | None = None) -> System:
+    """A system whose episodes make these requests."""
 
-    def deaf(question: Question, tools: Any) -> Any:
-        yield Prompt("{question}", question.question)
-        yield Feedback("nobody listens")
-        return "gave up"
+    def episode(question: Question, tools: Any) -> Any:
+        yield from requests
+        return reason
 
-    for episode, reason, segments in ((silent, "ended", 1), (deaf, "gave up", 2)):
-        run = tiny_rollout(system_of(episode), max_num_seqs=2)
-        trajectories = run.run(make_jobs(tiny_questions[:3], samples=2), 1.0)
-        assert {(t.reason, len(t.segments)) for t in trajectories} == {(reason, segments)}
+    return system_of(episode)
 
 
-def test_requests_out_of_place_are_our_fault(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
-    def episode(*requests: Any) -> Any:
-        return lambda question, tools: (yield from requests)
-
-    prompt = Prompt("{question}", "Who?")
-    for requests, message in (
-        ([Generate(("</search>",))], "test must begin with a Prompt"),
-        ([prompt, prompt], "no request that may follow the prompt"),
+def test_an_episode_that_writes_nothing_ends_and_requests_out_of_place_are_our_fault(
+    tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
+    prompt, feedback = Prompt("{question}", "Who?"), Feedback("nobody listens")
+    for system, ends in ((asking(prompt), ("ended", 1)), (asking(prompt, feedback, reason="gave up"), ("gave up", 2))):
+        trajectories = tiny_rollout(system, max_num_seqs=2).run(make_jobs(tiny_questions[:3], samples=2), 1.0)
+        assert {(t.reason, len(t.segments)) for t in trajectories} == {ends}
+    for system, message in (
+        (asking(Generate(("</search>",))), "test must begin with a Prompt"),
+        (asking(prompt, prompt), "no request that may follow the prompt"),
     ):
         with pytest.raises(TypeError, match=message):
-            tiny_rollout(system_of(episode(*requests))).run(make_jobs(tiny_questions[:1]), 1.0)
+            tiny_rollout(system).run(make_jobs(tiny_questions[:1]), 1.0)
 
 
 def test_limits_of_the_cache(tiny_rollout: Make) -> None:
