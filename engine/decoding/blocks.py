@@ -38,7 +38,7 @@ class Prefix:
     """Blocks in the tree that hold the beginning of a sequence.
 
     blocks: full ones, to be shared. tail: a block of which the next `tail_tokens` slots fit, to be copied; or None.
-    last: the page of the last of `blocks`. wait: another sequence is about to compute more of the beginning.
+    last: the node of the last of `blocks`. wait: another sequence is about to compute more of the beginning.
     """
 
     blocks: list[int]
@@ -58,7 +58,7 @@ class BlockPool:
         self.root = RadixNode(0, [], None)
         self._free = list(range(num_blocks - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
-        self._pages: dict[int, RadixNode] = {}  # block -> its page
+        self._nodes: dict[int, RadixNode] = {}  # block -> its node
 
     @property
     def num_free(self) -> int:
@@ -73,7 +73,7 @@ class BlockPool:
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked of a pool of {self.num_free}: the scheduler should have waited")
         while len(self._free) < count:
-            self._forget(self._pages[next(iter(self._idle))])
+            self._forget(self._nodes[next(iter(self._idle))])
         taken = np.array(self._free[len(self._free) - count :], np.int64)
         del self._free[len(self._free) - count :]
         self.ref_count_P[taken] = 1
@@ -90,7 +90,7 @@ class BlockPool:
         for block in reversed(blocks):
             self.ref_count_P[block] -= 1
             if self.ref_count_P[block] == 0:
-                if block in self._pages:
+                if block in self._nodes:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
@@ -102,10 +102,10 @@ class BlockPool:
         while at < most:
             want = list(ids[at : min(at + self.page_size, most)])
             best, agreed = None, 0
-            for page in found.last.children.get(want[0], ()):
-                same = _agreement(page.tokens, want)
-                if same > agreed or (same == agreed and best is not None and page.ready and not best.ready):
-                    best, agreed = page, same
+            for node in found.last.children.get(want[0], ()):
+                same = _agreement(node.tokens, want)
+                if same > agreed or (same == agreed and best is not None and node.ready and not best.ready):
+                    best, agreed = node, same
             if best is None:
                 break
             whole = agreed == len(want)
@@ -128,54 +128,54 @@ class BlockPool:
         path = []
         for at in range(start, len(ids), self.page_size):
             tokens, block = list(ids[at : at + self.page_size]), blocks[at // self.page_size]
-            page = self._child(after, tokens, block)
-            if page is None:
-                page = RadixNode(block, tokens, after, ready)
-                after.children.setdefault(tokens[0], []).append(page)
-                self._pages[block] = page
-            elif page.block == block and len(tokens) > len(page.tokens):
-                page.tokens = tokens
-            path.append(page)
-            after = page
+            node = self._child(after, tokens, block)
+            if node is None:
+                node = RadixNode(block, tokens, after, ready)
+                after.children.setdefault(tokens[0], []).append(node)
+                self._nodes[block] = node
+            elif node.block == block and len(tokens) > len(node.tokens):
+                node.tokens = tokens
+            path.append(node)
+            after = node
         return path
 
-    def drop_unready(self, pages: Sequence[RadixNode]) -> None:
+    def drop_unready(self, nodes: Sequence[RadixNode]) -> None:
         """Remove nodes whose keys will not be computed after all."""
-        for page in pages:
-            if self._pages.get(page.block) is page and not page.ready:
-                self._forget(page)
+        for node in nodes:
+            if self._nodes.get(node.block) is node and not node.ready:
+                self._forget(node)
 
-    def contains(self, page: RadixNode) -> bool:
-        return page is self.root or self._pages.get(page.block) is page
+    def contains(self, node: RadixNode) -> bool:
+        return node is self.root or self._nodes.get(node.block) is node
 
     def _child(self, after: RadixNode, tokens: list[int], block: int) -> RadixNode | None:
-        own = self._pages.get(block)
+        own = self._nodes.get(block)
         if own is not None and own.parent is after:
             return own
         if own is not None:
             self._forget(own)
-        same = (page for page in after.children.get(tokens[0], ()) if page.tokens[: len(tokens)] == tokens)
+        same = (node for node in after.children.get(tokens[0], ()) if node.tokens[: len(tokens)] == tokens)
         return next(same, None)
 
-    def _forget(self, page: RadixNode) -> None:
+    def _forget(self, node: RadixNode) -> None:
         """Remove a node and all behind it from the tree; their blocks are free unless they are owned."""
-        siblings = page.parent.children[page.tokens[0]] if page.parent is not None else []
-        siblings.remove(page)
-        if not siblings and page.parent is not None:
-            del page.parent.children[page.tokens[0]]
-        for gone in _subtree(page):
-            del self._pages[gone.block]
+        siblings = node.parent.children[node.tokens[0]] if node.parent is not None else []
+        siblings.remove(node)
+        if not siblings and node.parent is not None:
+            del node.parent.children[node.tokens[0]]
+        for gone in _subtree(node):
+            del self._nodes[gone.block]
             if gone.block in self._idle:
                 del self._idle[gone.block]
                 self._free.append(gone.block)
 
 
-def _subtree(page: RadixNode) -> Iterator[RadixNode]:
-    stack = [page]
+def _subtree(node: RadixNode) -> Iterator[RadixNode]:
+    stack = [node]
     while stack:
-        page = stack.pop()
-        yield page
-        for children in page.children.values():
+        node = stack.pop()
+        yield node
+        for children in node.children.values():
             stack.extend(children)
 
 

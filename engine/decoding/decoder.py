@@ -219,8 +219,8 @@ class Decoder:
     def _give_way(self) -> bool:
         """Drop the drafts, and return whether there were any; then no sequence need be preempted before the next
         attempt."""
-        guesses, self.batch.drafted_B[:] = bool(self.batch.drafted_B.any()), 0
-        return guesses
+        any_drafts, self.batch.drafted_B[:] = bool(self.batch.drafted_B.any()), 0
+        return any_drafts
 
     def _runs(self) -> QueryRuns:
         """Return the new rows: first decoding sequences' tokens, then prompts and appended text, the oldest first, up

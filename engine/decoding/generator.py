@@ -68,8 +68,8 @@ class GenerateResult:
     that it was drawn from (greedy: at temperature 1). text: what was written, up to the stop's last byte, without the
     end of text. finish: "stop", "eos", "length" (max_new_tokens) or "context" (the model's, full). stop: the string
     that ended it; trailing: the bytes that its last token holds behind that. prefill_tokens_computed: tokens that had
-    to be prefilled for it; one that several share counts once, at the first. drafted: guesses of its tokens that were
-    fed; accepted: those that came true.
+    to be prefilled for it; one that several share counts once, at the first. drafted: drafts of its tokens that were
+    fed; accepted: those of them that came true.
     """
 
     token_ids: list[int]
@@ -89,7 +89,7 @@ class Generator:
     kv_tokens: keys and values that are held at once; None: as many as a call can use, up to half of the memory. When
     they are full, the youngest sequences wait. max_running: samples that are decoded at once. attention: by what it is
     computed, "auto", "torch", "triton", "flash" or "xformers" (kernels/attention/backends/choice.py). speculate:
-    guesses of a sample that are verified in one forward, 0 to 8; "auto": where they pay (speculative.py). share_prefix:
+    drafts of a sample that are verified in one forward, 0 to 8; "auto": where they pay (speculative.py). share_prefix:
     whether attention to what several samples share is computed once, or for each. Neither of the last two changes a
     result.
     """
@@ -120,8 +120,8 @@ class Generator:
             )
         except ValueError as error:
             raise UserError(str(error)) from None
-        guesses = as_whole(speculate)
-        if speculate != "auto" and (guesses is None or not 0 <= guesses <= MOST):
+        drafts = as_whole(speculate)
+        if speculate != "auto" and (drafts is None or not 0 <= drafts <= MOST):
             raise UserError(f'speculate is {shown(speculate)}; expected "auto" or 0 to {MOST}')
         self.policy, self.tokenizer, self.speculate = policy, tokenizer, speculate
         self.kv_tokens, self.max_running, self.share_prefix = kv_tokens, max_running, share_prefix

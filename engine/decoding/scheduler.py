@@ -72,8 +72,8 @@ class TokenSequence:
     stop_state: int = 0  # of the stop automaton, while it has no slot
     finish: str = ""
     hit: Hit | None = None
-    page: RadixNode | None = None  # the last full page of it that is in the pool's tree
-    noted: int = 0  # tokens up to that page's end
+    node: RadixNode | None = None  # the last full node of it that is in the pool's tree
+    node_end: int = 0  # tokens up to that node's end
     unready: list[tuple[RadixNode, int]] = field(default_factory=list)  # nodes that it is about to fill; their ends
     prefilled: int = 0
     earlier: npt.NDArray[np.int32] | None = None
@@ -166,7 +166,7 @@ class Scheduler:
         cached = len(shared) * self.pool.page_size + prefix.tail_tokens
         if cached < len(sequence.ids):
             sequence.prompt.filling = self.reuse and len(sequence.ids) == len(sequence.prompt.ids)
-        sequence.page, sequence.noted = prefix.last, len(shared) * self.pool.page_size
+        sequence.node, sequence.node_end = prefix.last, len(shared) * self.pool.page_size
         if self.reuse:
             self._remember(sequence, sequence.ids, blocks, ready=False)
         return Admission(sequence, cached, blocks, None if prefix.tail is None else (prefix.tail, blocks[len(shared)]))
@@ -192,7 +192,7 @@ class Scheduler:
         if self.reuse:
             if cached < len(sequence.prompt.ids):
                 sequence.prompt.filling = False
-            self.pool.drop_unready([page for page, _ in sequence.unready])
+            self.pool.drop_unready([node for node, _ in sequence.unready])
             sequence.unready = []
             if keep:
                 self._remember(sequence, sequence.ids[:cached], blocks, ready=True)
@@ -201,17 +201,17 @@ class Scheduler:
     def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
         """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
         page_size = self.pool.page_size
-        if sequence.page is None or not self.pool.contains(sequence.page):
-            sequence.page, sequence.noted = self.pool.root, 0
-        path = self.pool.insert(ids, blocks, sequence.page, sequence.noted, ready)
-        for number, page in enumerate(path):
-            end = min(sequence.noted + (number + 1) * page_size, len(ids))
-            if not page.ready and page.block == blocks[(end - 1) // page_size]:
-                sequence.unready.append((page, end))
+        if sequence.node is None or not self.pool.contains(sequence.node):
+            sequence.node, sequence.node_end = self.pool.root, 0
+        path = self.pool.insert(ids, blocks, sequence.node, sequence.node_end, ready)
+        for number, node in enumerate(path):
+            end = min(sequence.node_end + (number + 1) * page_size, len(ids))
+            if not node.ready and node.block == blocks[(end - 1) // page_size]:
+                sequence.unready.append((node, end))
         full = len(ids) // page_size * page_size
-        if full > sequence.noted:
-            sequence.page = path[(full - sequence.noted) // page_size - 1]
-            sequence.noted = full
+        if full > sequence.node_end:
+            sequence.node = path[(full - sequence.node_end) // page_size - 1]
+            sequence.node_end = full
 
     def preempt(self) -> TokenSequence:
         """Remove and return the youngest running sequence; it waits again if it has a turn."""

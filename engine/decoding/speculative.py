@@ -33,9 +33,9 @@ TURN_END = -1  # in earlier ids, behind the last token of a turn
 WINDOW = 4096  # tokens that are looked through, the last ones of the longest slot's
 STACKED = (1, 2, 4, 8)  # numbers of drafts for which a GPU has a step
 PATIENCE, PAUSE = 4, 16  # after so many steps in which drafts did not pay, look only every so many steps
-# Kinds of a guess: after 4 or 2 equal tokens of the earlier text, after 3 of the own context.
+# Kinds of drafts: after 4 or 2 equal tokens of the earlier text, after 3 of the own context.
 EARLIER_4, EARLIER_2, OWN_3 = range(3)
-BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # guesses that came true and that did not, to begin with
+BEGIN = ((9.0, 1.0), (3.0, 1.0), (1.0, 1.0))  # initial counts of accepted and of rejected drafts, for each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ def gpu_costs(weight_bytes: int) -> Costs:
 
 @dataclass(slots=True)
 class Drafts:
-    """ids_NK: the guesses; count_N: how many of them each slot has."""
+    """Drafts of each slot: ids_NK, of which the first count_N count."""
 
     ids_NK: Ints
     count_N: Ints
 
 
 class Drafter:
-    """`speculate`: "auto", or the number of drafts that every slot with a guess gets. counts: guesses of each kind that
-    came true, and that did not; from the first step of a rollout on, so that a resumed run drafts as it would have."""
+    """Looks up drafts. speculate: "auto", or the number of drafts of every slot that has any. counts: accepted and
+    rejected drafts of each kind, from the first step of a rollout on, so that a resumed run drafts as it would have."""
 
     def __init__(self, speculate: Speculate, slots: int, length: int, costs: Costs = ON_CPU) -> None:
         self.speculate, self.costs = speculate, costs
         self.earlier_BL = np.full((slots, length), -1, np.int64)
         self.earlier_B = np.zeros(slots, np.int64)  # lengths
-        self.kind_B = np.zeros(slots, np.int64)  # of the last guess
+        self.kind_B = np.zeros(slots, np.int64)  # of the last drafts
         self.steps = self.refused = 0
         self.counts = np.array(BEGIN)
 

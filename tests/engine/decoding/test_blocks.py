@@ -19,8 +19,8 @@ class Writer:
 
     def __init__(self, ids: list[int]) -> None:
         self.ids, self.blocks, self.written = ids, list[int](), 0
-        self.page: RadixNode | None = None
-        self.noted = 0
+        self.node: RadixNode | None = None
+        self.node_end = 0
         self.unready: list[tuple[RadixNode, int]] = []
 
 
@@ -57,26 +57,26 @@ class Memory:
         writer.written = len(found.blocks) * self.size + found.tail_tokens
         if found.tail is not None:
             self.slots[writer.blocks[len(found.blocks)]] = list(self.slots[found.tail])
-        writer.page, writer.noted = found.last, len(found.blocks) * self.size
+        writer.node, writer.node_end = found.last, len(found.blocks) * self.size
         self.writers.append(writer)
         self.remember(writer, len(ids), ready=False)
         return True
 
     def remember(self, writer: Writer, tokens: int, ready: bool) -> None:
-        if not self.pool.contains(writer.page):
-            writer.page, writer.noted = self.pool.root, 0
-        assert writer.page is not None
-        path = self.pool.insert(writer.ids[:tokens], writer.blocks, writer.page, writer.noted, ready)
-        assert [page.tokens[: self.size] for page in path[:-1]] == [
-            writer.ids[at : at + self.size] for at in range(writer.noted, tokens - self.size, self.size)
+        if not self.pool.contains(writer.node):
+            writer.node, writer.node_end = self.pool.root, 0
+        assert writer.node is not None
+        path = self.pool.insert(writer.ids[:tokens], writer.blocks, writer.node, writer.node_end, ready)
+        assert [node.tokens[: self.size] for node in path[:-1]] == [
+            writer.ids[at : at + self.size] for at in range(writer.node_end, tokens - self.size, self.size)
         ]
-        for number, page in enumerate(path):
-            end = min(writer.noted + (number + 1) * self.size, tokens)
-            if not page.ready and page.block == writer.blocks[(end - 1) // self.size]:
-                writer.unready.append((page, end))
+        for number, node in enumerate(path):
+            end = min(writer.node_end + (number + 1) * self.size, tokens)
+            if not node.ready and node.block == writer.blocks[(end - 1) // self.size]:
+                writer.unready.append((node, end))
         full = tokens // self.size * self.size
-        if full > writer.noted:
-            writer.page, writer.noted = path[(full - writer.noted) // self.size - 1], full
+        if full > writer.node_end:
+            writer.node, writer.node_end = path[(full - writer.node_end) // self.size - 1], full
 
     def write(self, writer: Writer, tokens: int) -> None:
         """The next tokens go to their slots."""
@@ -98,7 +98,7 @@ class Memory:
             self.write(writer, len(ids))
 
     def leave(self, writer: Writer, keep: bool) -> None:
-        self.pool.drop_unready([page for page, _ in writer.unready])
+        self.pool.drop_unready([node for node, _ in writer.unready])
         writer.unready = []
         if keep:
             self.remember(writer, writer.written, ready=True)
@@ -213,11 +213,11 @@ def test_a_page_belongs_to_one_block_and_a_block_to_one_page() -> None:
     a, b, c, d = pool.allocate(4).tolist()
 
     def remember(ids: list[int], *blocks: int) -> list[int]:
-        return [page.block for page in pool.insert(ids, blocks, pool.root, 0, ready=True)]
+        return [node.block for node in pool.insert(ids, blocks, pool.root, 0, ready=True)]
 
     assert remember([1, 2], a) == [a] and remember([1], b) == [a]
     assert remember([1, 2, 3, 4], b, c) == [b, c]
-    # Now the same is known of a as of b, and who follows a's page has c behind it.
+    # Now the same is known of a as of b, and who follows a's node has c behind it.
     assert remember([1, 2, 3], a) == [a] and remember([1, 2, 3, 4, 5], d, c) == [a, c]
     found = pool.match_prefix([1, 2, 3, 4, 5], 5)
     assert (found.blocks, found.tail) == ([a], c)
@@ -284,13 +284,13 @@ def test_who_gave_up_first_goes_first_and_of_each_the_end() -> None:
 def test_what_lies_behind_a_block_that_went_is_forgotten_but_stays_its_owners() -> None:
     pool = BlockPool(1 + 4, 2)
     first, second = pool.allocate(2).tolist()
-    pages = pool.insert([1, 2, 3, 4], [first, second], pool.root, 0, ready=True)
+    nodes = pool.insert([1, 2, 3, 4], [first, second], pool.root, 0, ready=True)
     pool.free([first])
     assert pool.match_prefix([1, 2, 3, 4], 4).blocks == [first, second], "nobody has needed it yet"
-    assert all(map(pool.contains, pages))
+    assert all(map(pool.contains, nodes))
     assert second not in pool.allocate(3) and pool.num_free == 0
     assert pool.match_prefix([1, 2, 3, 4], 4) == Prefix([], pool.root) and pool.ref_count_P[second] == 1
-    assert not any(map(pool.contains, pages)) and pool.contains(pool.root)
+    assert not any(map(pool.contains, nodes)) and pool.contains(pool.root)
     pool.free([second])
     assert pool.allocate(1).tolist() == [second]
 
