@@ -122,7 +122,7 @@ class ShardedWeights(TrainedWeights):
     def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
         """Gather parameter by parameter, into rank 0's CPU memory. Every rank must have state of the same parameters,
         empty shards included, since each takes part in every collective of this loop."""
-        policy = on_first(self.policy, self.ranks)
+        policy = gather_on_main(self.policy, self.ranks)
         copy = None if policy is None else make_optimizer(policy, self.optim, self.optim.lr)
         into = {} if policy is None else dict(policy.named_parameters())
         for name, rows in self.rows.by_name.items():
@@ -246,7 +246,7 @@ def all_rows(rows: Tensor, like: Tensor) -> Tensor:
     return whole
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def gather_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather all rows of a sharded tensor on every rank, cast to `dtype` before the collective."""
     return all_rows(local(tensor).to(dtype), tensor)
 
@@ -259,7 +259,7 @@ def whole_weights(copy: Policy, sharded: Policy) -> Iterator[None]:
     with torch.no_grad():
         for parameter, part, storage in zip(copy.parameters(), sharded.parameters(), storages, strict=True):
             storage.resize_(parameter.nbytes)
-            parameter.data.copy_(gathered(part, parameter.dtype))
+            parameter.data.copy_(gather_rows(part, parameter.dtype))
     try:
         yield
     finally:
@@ -268,12 +268,12 @@ def whole_weights(copy: Policy, sharded: Policy) -> Iterator[None]:
 
 
 @torch.no_grad()
-def on_first(sharded: Policy, ranks: Ranks) -> Policy | None:
+def gather_on_main(sharded: Policy, ranks: Ranks) -> Policy | None:
     """Return the whole policy on rank 0's CPU, to be saved; None elsewhere."""
     policy = _empty(sharded, sharded.dtype, sharded.lora).to_empty(device="cpu") if ranks.is_main else None
     into = {} if policy is None else dict(policy.named_parameters())
     for name, parameter in sharded.named_parameters():
-        value = gathered(parameter, parameter.dtype)
+        value = gather_rows(parameter, parameter.dtype)
         if ranks.is_main:
             into[name].data.copy_(value)
             into[name].requires_grad_(parameter.requires_grad)

@@ -14,7 +14,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,7 @@ from thresher.engine.store.checkpoint import (
 from thresher.engine.store.run_folder import RunFolder, sft_folder
 from thresher.engine.training.sft import Begun, SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
-from thresher.engine.training.weights import put_adapters
-from thresher.policy.lora import FOLDER, load_adapters, save_adapters
+from thresher.policy.lora import FOLDER, add_lora, load_adapters, save_adapters
 from thresher.policy.model import Policy, load_policy
 
 KEPT = 1  # checkpoints: the newest is all that going on needs
@@ -253,7 +252,7 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
     if recipe.lora is None:
         policy = policy.float()
     else:
-        put_adapters(recipe, policy)
+        add_lora(policy, **asdict(recipe.lora))
     trainer = SftTrainer(policy, transcripts, sft, recipe.optim, context.vocab_size, recipe.run.seed)
     return FineTuning(recipe, context, policy, sft, trainer, unused, questions)
 

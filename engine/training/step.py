@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from time import perf_counter
-from typing import TypeVar
 
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
@@ -51,8 +50,6 @@ from thresher.engine.training.importance import RecomputedLogprobs, recompute_lo
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,25 +245,14 @@ def update_bounds(groups: int, size: int, updates: int) -> list[tuple[int, int]]
     return list(itertools.pairwise(bounds))
 
 
-def shuffled_within_groups(rewards: Sequence[T], size: int, seed: int) -> list[T]:
-    """Return a control experiment's rewards: each group's own, in a random order."""
-    rng, result = Random(seed), list(rewards)
-    for start in range(0, len(result), size):
-        group = result[start : start + size]
-        rng.shuffle(group)
-        result[start : start + size] = group
-    return result
-
-
 def shuffled_rewards(rewards: Sequence[float], groups: Sequence[int], count: int, seed: int) -> list[float]:
-    """Return these groups' rewards as `shuffled_within_groups` would order them on one rank with all `count` groups."""
-    size = len(rewards) // len(groups)
-    order = shuffled_within_groups(range(count * size), size, seed)
-    return [
-        rewards[(place - group) * size + moved]  # moved counts from group 0
-        for place, group in enumerate(groups)
-        for moved in order[group * size : (group + 1) * size]
-    ]
+    """Return a control experiment's rewards: those of each of these groups in a random order, which is that of one rank
+    with all `count` groups."""
+    rng, size = Random(seed), len(rewards) // len(groups)
+    orders = [list(range(size)) for _ in range(count)]
+    for order in orders:
+        rng.shuffle(order)
+    return [rewards[place * size + moved] for place, group in enumerate(groups) for moved in orders[group]]
 
 
 class Diverged(UserError):

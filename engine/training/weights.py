@@ -37,7 +37,7 @@ def load_updater(recipe: Recipe, context: RunContext, checkpoint: Checkpoint | N
     """Return the updater of a run on these ranks, for a context that was loaded from `starting_weights`."""
     policy, grpo = context.policy, recipe.grpo
     if recipe.lora is not None:
-        put_adapters(recipe, policy)
+        add_lora(policy, **asdict(recipe.lora))
         if checkpoint is not None:
             load_adapters(policy, checkpoint.path / FOLDER)
     folder = starting_weights(recipe, checkpoint)
@@ -84,9 +84,3 @@ def _sharded(recipe: Recipe, policy: Policy, folder: Path, ranks: Ranks) -> tupl
         reference = load_sharded(recipe.model.path, policy, policy.dtype, ranks, trained=False, in_cpu_memory=away)
     policy.requires_grad_(False)
     return ShardedWeights(trained, policy, reference, recipe.optim, ranks), reference
-
-
-def put_adapters(recipe: Recipe, policy: Policy) -> None:
-    """Add fresh adapters, as the recipe's [lora] has them."""
-    assert recipe.lora is not None
-    add_lora(policy, **asdict(recipe.lora))
