@@ -12,9 +12,9 @@ rounding. Where they are not, the ratio of the surrogate is taken against l_t, a
 the whole surrogate term: w min(r A, clip(r) A). KL and entropy keep their weight, and so does the aggregation: a masked
 token counts in |y|.
 
-A step's record tells of the weights before they were bounded: mean, largest, the share that was bounded, and the
-effective share of the samples, (sum w)^2 / (n sum w^2), over n tokens or sequences (Kish 1965; 1 is the best). These
-follow from sums, which every rank makes of its own trajectories. An exponent is capped at 80.
+A step's record has, of the weights before they were bounded, their mean and largest, the share that was bounded, and
+the effective sample share (sum w)^2 / (n sum w^2) over n tokens or sequences (Kish 1965; 1 is the best). Each rank sums
+over its own trajectories, and rank 0 adds the sums. Exponents are capped at 80.
 """
 
 import math
@@ -31,7 +31,7 @@ EXP_CAP = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSums:
-    """Of one rank's importance weights before they were bounded; count: of tokens or sequences."""
+    """Sums of one rank's importance weights before they were bounded. count: of tokens or sequences."""
 
     count: int = 0
     total: float = 0.0
@@ -42,8 +42,8 @@ class WeightSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedLogprobs:
-    """Findings, on one rank, of the forward before a step's first update: the gap between its log-probs and the
-    rollout's, in nats, and the sums of the weights, which are empty without weights."""
+    """Results, on one rank, of the forward before a step's first update: the gap between its log-probs and the
+    rollout's, in nats, and the sums of the importance weights (0 without weights)."""
 
     tokens: int
     gap: float  # sum of the absolute values, over tokens

@@ -23,7 +23,7 @@ How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.033
   shuffled within groups as a control.
 
 Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number.
-`collect` may be interrupted, and is computed anew; `learn` is finished once it has begun.
+`collect` may be interrupted, and is then run again; `learn` is finished once it has begun.
 """
 
 import itertools
@@ -73,7 +73,7 @@ class StepResult:
 class GrpoStep:
     """A step of a run in one process; `DistributedGrpoStep` is that of several ranks.
 
-    collecting: whether `collect` is under way, of which an interrupt loses nothing.
+    collecting: True while `collect` runs; an interrupt then loses nothing.
     """
 
     context: RunContext
@@ -184,9 +184,9 @@ class GrpoStep:
 
 @dataclass(slots=True, kw_only=True)
 class DistributedGrpoStep(GrpoStep):
-    """`GrpoStep` of one of several ranks: it samples its share of the groups, and what is summed or awaited is of all.
+    """`GrpoStep` of one of several ranks. It samples this rank's share of the groups; sums are over all ranks.
 
-    Ranks leave a rollout, a search or a judge together where a signal reaches any of them (`Ranks.interruptible`).
+    A signal to any rank ends a rollout, a search or a judge's work on all of them (`Ranks.interruptible`).
     """
 
     ranks: Ranks

@@ -11,12 +11,13 @@ From top to bottom, as `Updater.update` and `Updater._backward` have it:
         loss, and its gradient at those rows   kernels/loss.py, which adds up the head's gradient, too
         backward through the layers            autograd
         gradients to the trained weights       `TrainedWeights.add_gradients`
-    what is left of that, once for all         `TrainedWeights.complete`: with several ranks their sums
+    rest of the gradients, after the last one  `TrainedWeights.complete`: with several ranks their sums
     clip, AdamW                                `TrainedWeights.clip`, `step_optimizer` (optim/master_weights.py)
     trained weights back to the policy         `TrainedWeights.refresh`
 
-With several ranks (parallel/sharded_weights.py) all of this is the same, each rank on its own sequences. Every forward
-and backward is a collective, so the ranks make as many: what one lacks it feeds as `idle_batch`, whose gradient is 0.
+With several ranks (parallel/sharded_weights.py) each rank does the same with its own sequences. Every forward and
+backward is a collective, so all ranks run equally many: a rank with fewer micro-batches adds `idle_batch`, whose
+gradient is 0.
 Axes: T packed tokens, R rows in the loss, H hidden, V vocabulary.
 """
 
@@ -176,7 +177,7 @@ class Updater:
         step_optimizer(self.optimizer, stats.lr)
         self.weights.refresh()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or the optimiser's time would be the next rollout's
+            torch.cuda.synchronize(self.device)  # or the optimiser's time would count in the next rollout
         self._stage = None
         stats.seconds = time.perf_counter() - started
         return stats
@@ -294,7 +295,7 @@ def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:
         here = [local(x) for x in tensors if x is not None]
         fresh = {x.data_ptr(): x for x in here if x.numel() and x.device == device and x.data_ptr() not in counted}
         counted.update(fresh)
-        # A rollout's copy that was given back keeps its shape, and has no storage.
+        # A rollout's copy that was freed keeps its shape, but has no storage.
         return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in fresh.values())
 
     policy, states = list(updater.policy.parameters()), updater.optimizer.state.values()
@@ -309,7 +310,7 @@ def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:
 
 @contextmanager
 def explain_out_of_memory(updater: Updater, rollout: Rollout) -> Iterator[None]:
-    """Turn a device that is full within it into a UserError: the bytes by their use, and the settings to lower."""
+    """Turn an OutOfMemoryError within the block into a UserError that lists bytes by use, and settings to lower."""
     try:
         yield
     except torch.OutOfMemoryError:

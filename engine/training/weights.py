@@ -4,9 +4,9 @@
                      on the device or in CPU memory
     [lora] adapters  theirs alone, float32; the reference is the same policy with them off, so there is one model
 
-With several ranks each of these models is sharded, masters or reference in CPU memory where the recipe has them there.
-A run with adapters goes on from its recipe's `model.path` and the adapters of its checkpoint. It does not use the
-merged weights beside them, whose last bits differ.
+With several ranks each of these models is sharded; masters or reference may lie in CPU memory. A run with adapters is
+resumed from its recipe's `model.path` and the checkpoint's adapters, not from the merged weights beside them, whose
+last bits differ.
 """
 
 from dataclasses import asdict

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from train_cases import (
     DEV,
     GROUPS,
@@ -129,20 +128,6 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
 
 
 # --- What else goes on, and from where
-
-
-def test_bfloat16_trains_float32_weights_and_resumes(tmp_path: Path, make_recipe: Make) -> None:
-    smaller = {"questions_per_step": 1, "group_size": 2}
-    run = {"steps": 2, "save_every": 1, "eval_questions": 1}
-    recipe = make_recipe(model={"dtype": "bfloat16"}, optim={"lr": 1e-5}, rollout=smaller, run=run)
-    train(recipe, tmp_path / "whole")
-    train_killed(recipe, tmp_path / "killed", 2)
-    train(recipe, tmp_path / "killed", resume=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
-    weights = load_file(tmp_path / "killed" / "checkpoints" / "step_000002" / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    assert embedding.dtype.itemsize == 4 and not embedding.equal(embedding.bfloat16().float())
-    assert {value.dtype for value in weights.values()} == {embedding.dtype}
 
 
 def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
