@@ -180,7 +180,8 @@ class BatchState:
         columns = zip(*((one.temperature, one.top_k, one.top_p, one.min_p) for one in self.draws), strict=True)
         kinds = (np.float32, np.int64, np.float32, np.float32)
         host = tuple(map(np.array, columns, kinds))
-        return SamplingTensors.of(*(torch.from_numpy(x).to(self.device) for x in host), host=host)
+        temperature_B, top_k_B, top_p_B, min_p_B = (torch.from_numpy(x).to(self.device) for x in host)
+        return SamplingTensors.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
 
 
 class StopTables:
@@ -251,7 +252,7 @@ class Drawn(NamedTuple):
 
     def of(self, some_N: Bools) -> "Drawn":
         """Return the draws of these sequences."""
-        return Drawn(*(x[some_N] for x in self))
+        return Drawn(self.ids_NQ[some_N], self.logprobs_NQ[some_N], self.code_N[some_N], self.taken_N[some_N])
 
     @property
     def accepted_NQ(self) -> Bools:
