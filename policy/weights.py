@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ def tensor_shapes(folder: str | Path) -> dict[str, torch.Size]:
     return {name: entry.shape for name, entry in _locate(Path(folder)).items()}
 
 
-def build_unallocated(build: Callable[[], Built], layers: int, found: Collection[str], config: Path) -> Built:
+def build_unallocated(build: Callable[[], Built], layers: int, found: Sized, config: Path) -> Built:
     """Build a module on the meta device, from the sizes in the file `config`. UserError for more `layers` than there
     are tensors in the files (`found`), which would take hours to build, and for sizes whose product overflows."""
     if layers > len(found):
