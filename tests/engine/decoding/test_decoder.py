@@ -125,17 +125,6 @@ def test_so_it_is_with_larger_pages(page_size: int, writer: Policy, tiny_tokeniz
     assert play(many, prompts, plans) == play(one, prompts, plans) and many.clock.preemptions > 0
 
 
-def test_siblings_draw_from_one_prefill_what_each_would_alone(writer: Policy, tiny_tokenizer: Tokenizer) -> None:
-    needs_invariant_policy(writer)
-    prompt = [Random(n).randrange(tiny_tokenizer.vocab_size) for n in range(37)]
-    plans = [Plan(prompt=0, seed=n, turns=(TurnPlan(room=40),)) for n in range(20)]
-    decoder = make_decoder(writer, tiny_tokenizer)
-    together = play(decoder, [prompt], plans)
-    assert decoder.clock.prefilled_tokens == 37 and decoder.clock.shared_tokens == 19 * 37
-    assert together == [alone(writer, tiny_tokenizer, [prompt], [plan])[0] for plan in plans]
-    assert len({str(record) for record in together}) > 10
-
-
 def test_logprobs_are_those_of_a_fresh_forward(writer: Policy, tiny_tokenizer: Tokenizer) -> None:
     """Of sequences with turns and appended text, some of them sent back and computed again."""
     rng = Random(5)

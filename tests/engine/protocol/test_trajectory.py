@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from copy import deepcopy
 
 import pytest
 
@@ -162,21 +161,15 @@ def test_rows_and_log_probs_follow_from_the_sources(sound: Trajectory, tiny_toke
     assert Trajectory("q", 0, 0).policy_positions() == [] and len(Trajectory("q", 0, 0)) == 0
 
 
-def test_pieces_are_the_bytes_of_the_ids(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+def test_pieces_and_the_record_for_the_run_folder(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    sound.searches.append({"query": "mayor", "passages": ["p1"]})
+    record = sound.to_dict(tiny_tokenizer)
+    expected = {"id": "q", "group": 0, "sample": 0, "reason": "answered", "searches": sound.searches}
+    assert record == expected | {"segments": record["segments"]}
+    assert [(s["source"], s["ids"]) for s in record["segments"]] == [(str(s.source), s.ids) for s in sound.segments]
+    assert record["segments"][5]["text"] == "<answer>Eva</answer>"
+    assert record["segments"][0]["text"].startswith("<|im_start|>Use <search>")
     sound.segments[4].ids = tiny_tokenizer.encode("ü")[:1]  # half a character
     pieces = sound.pieces(tiny_tokenizer)
     assert [piece.source for piece in pieces] == [segment.source for segment in sound.segments]
     assert pieces[1].text == b"<search>mayor</search><" and pieces[4].text == "ü".encode()[:1]
-
-
-def test_the_record_for_the_run_folder(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
-    kept = deepcopy(sound)
-    kept.searches.append({"query": "mayor", "passages": ["p1"]})
-    record = kept.to_dict(tiny_tokenizer)
-    assert {key: record[key] for key in ("id", "group", "sample", "reason")} == {
-        "id": "q", "group": 0, "sample": 0, "reason": "answered"
-    }  # fmt: skip
-    assert record["searches"] == [{"query": "mayor", "passages": ["p1"]}]
-    assert [(s["source"], s["ids"]) for s in record["segments"]] == [(str(s.source), s.ids) for s in sound.segments]
-    assert record["segments"][5]["text"] == "<answer>Eva</answer>"
-    assert record["segments"][0]["text"].startswith("<|im_start|>Use <search>")
