@@ -261,6 +261,9 @@ def test_what_is_held_is_counted_once_and_weights_stay_in_place(
         used, weights = memory_by_use(self.updater, self.rollout), sum(parameter.nbytes for parameter in parameters)
         assert used["weights"] == weights and used["keys and values"] > 0  # the policy is its own master
         assert used["gradients"] == 0  # between two updates there are none
+        parameters[0].grad = torch.zeros_like(parameters[0])
+        assert memory_by_use(self.updater, self.rollout) == used | {"gradients": parameters[0].nbytes}
+        parameters[0].grad = None
         if small:  # two layers' room for the reference; many matrices are too small for codes
             assert used["moments"] < 1.5 * weights and 0 < used["the reference"] < weights
         else:

@@ -1,5 +1,6 @@
 """The update against a float64 brute force of the equation at the top of update.py, and the pieces it is made of."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -240,15 +241,15 @@ def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: Gradi
     grpo = GrpoSection(beta=0.1, tis_level="token", old_logprobs="recomputed", drop_zero_advantage=True)
     items = build_train_sequences(trajectories, [1.3, 0.0, -0.4], grpo)
     items[1] = replace(items[1], importance=[0.5] * 9)
-    found, recorder = [], TokenRecorder()
-    for used in (None, recorder):
-        # One item a micro-batch, and these longest first: the second trajectory's place is not its item's.
-        make_updater(policy, reference, grpo, micro_batch_tokens=1).update(items, 0, 0.7, used)
+    found, recorders = [], [TokenRecorder(), TokenRecorder()]
+    # One item a micro-batch, and both in one. They are packed longest first: an item's place is not its own.
+    for budget, used in ((1, None), (1, recorders[0]), (10_000, recorders[1])):
+        make_updater(policy, reference, grpo, micro_batch_tokens=budget).update(items[::-1], 0, 0.7, used)
         found.append(dict(gradients))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    values = recorder.found()
-    assert set(values) == {(0, 0), (0, 2)}
-    for sample in (0, 2):
+    alone, together = (recorder.found() for recorder in recorders)
+    assert set(alone) == set(together) == {(0, 0), (0, 2)}
+    for sample, values in itertools.product((0, 2), (alone, together)):
         trajectory, recorded = trajectories[sample], values[0, sample]
         own, ref = (logprobs(model, trajectory, 0.7).detach() for model in (policy, reference))
         ratio = torch.exp(own - torch.tensor(trajectory.policy_logprobs(), dtype=torch.float64))
