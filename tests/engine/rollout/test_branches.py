@@ -3,6 +3,7 @@ written there reaches the trajectory's own ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -161,31 +162,25 @@ def test_a_branch_without_room_is_counted_and_left_out(
     assert trajectory.reason == "answered" and not trajectory.branches and run.clock.branches_without_room == 1
 
 
-@given(text=st.text(max_size=40), start=st.integers(-2, 60), size=st.integers(0, 60))
+WORDS = ["<search>", "</answer>", "Anna Bell", " has", "rival", "é", "東", "?"]
+
+
+@given(
+    text=st.lists(st.sampled_from(WORDS), max_size=8).map("".join), start=st.integers(0, 60), size=st.integers(0, 60)
+)
 def test_kept_bytes_are_exact_and_whole_tokens_stay(
     text: str, start: int, size: int, tiny_tokenizer: Tokenizer
 ) -> None:
-    written = tiny_tokenizer.encode(text)
-    start = max(start, 0)
+    written, length = tiny_tokenizer.encode(text), lambda token: len(tiny_tokenizer.token_bytes(token))
     kept = kept_ids(KeptSpan(start, start + size), written, tiny_tokenizer)
-    assert tiny_tokenizer.decode_bytes(kept) == tiny_tokenizer.decode_bytes(written)[start : start + size]
-    # Whole tokens inside the stretch come through as they were sampled, in order.
-    at, inside = 0, []
-    for token in written:
-        end = at + len(tiny_tokenizer.token_bytes(token))
-        if start <= at and end <= start + size:
-            inside.append(token)
-        at = end
+    expected = tiny_tokenizer.decode_bytes(written)[start : start + size]
+    assert tiny_tokenizer.decode_bytes(kept) == expected
+    # Whole tokens inside the span come through as they were sampled, in order; the others' bytes are a token each.
+    ends = list(accumulate(map(length, written)))
+    inside = [x for x, end in zip(written, ends, strict=True) if start <= end - length(x) and end <= start + size]
     found = iter(kept)
     assert all(token in found for token in inside)
-
-
-def test_a_token_that_straddles_the_boundary_is_cut_by_bytes(tiny_tokenizer: Tokenizer) -> None:
-    long = next(n for n in range(tiny_tokenizer.vocab_size) if len(tiny_tokenizer.token_bytes(n)) >= 3)
-    text = tiny_tokenizer.token_bytes(long)
-    assert kept_ids(KeptSpan(0, 2), [long, long], tiny_tokenizer) == tiny_tokenizer.byte_ids(text[:2])
-    across = kept_ids(KeptSpan(1, len(text) + 1), [long, long], tiny_tokenizer)
-    assert across == tiny_tokenizer.byte_ids(text[1:] + text[:1])
+    assert len(kept) - len(inside) == len(expected) - sum(map(length, inside))
 
 
 def fitted(question: Question, run: Rollout) -> PromptBatch:
