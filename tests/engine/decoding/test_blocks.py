@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.engine.decoding.blocks import BlockPool, Prefix, RadixNode
+from thresher.engine.decoding.blocks import BlockPool, Prefix
+from thresher.engine.decoding.scheduler import SamplingParams, Scheduler, SharedPrompt, TokenSequence
 
 Content = tuple[int, ...]  # of a slot: the tokens from the sequence's start, on all of which its key depends
 
 
 class Writer:
-    """A sequence: what the decoder keeps of it."""
+    """A sequence, its blocks, and how many of its tokens are written."""
 
     def __init__(self, ids: list[int]) -> None:
-        self.ids, self.blocks, self.written = ids, list[int](), 0
-        self.node: RadixNode | None = None
-        self.node_end = 0
-        self.unready: list[tuple[RadixNode, int]] = []
+        self.sequence = TokenSequence(SharedPrompt(ids), 0, SamplingParams())
+        self.ids, self.blocks, self.written = self.sequence.ids, list[int](), 0
 
 
 class Memory:
@@ -29,6 +28,7 @@ class Memory:
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
         self.pool, self.size = BlockPool(num_blocks, page_size), page_size
+        self.scheduler = Scheduler(self.pool, max_running=99)
         self.slots: list[list[Content | None]] = [[None] * page_size for _ in range(num_blocks)]
         self.writers: list[Writer] = []
 
@@ -51,32 +51,13 @@ class Memory:
         idle = sum(self.pool.ref_count_P[block] == 0 for block in found.blocks)
         if found.wait or self.pool.num_free - idle < count:
             return False
-        writer = Writer(list(ids))
-        self.pool.add_ref(found.blocks)
-        writer.blocks = [*found.blocks, *self.pool.allocate(count).tolist()]
-        writer.written = len(found.blocks) * self.size + found.tail_tokens
-        if found.tail is not None:
-            self.slots[writer.blocks[len(found.blocks)]] = list(self.slots[found.tail])
-        writer.node, writer.node_end = found.last, len(found.blocks) * self.size
+        writer = Writer(ids)
+        admission = self.scheduler._begin(writer.sequence, found, count)
+        writer.blocks, writer.written = admission.blocks, admission.cached
+        if admission.copy is not None:
+            self.slots[admission.copy[1]] = list(self.slots[admission.copy[0]])
         self.writers.append(writer)
-        self.remember(writer, len(ids), ready=False)
         return True
-
-    def remember(self, writer: Writer, tokens: int, ready: bool) -> None:
-        if not self.pool.contains(writer.node):
-            writer.node, writer.node_end = self.pool.root, 0
-        assert writer.node is not None
-        path = self.pool.insert(writer.ids[:tokens], writer.blocks, writer.node, writer.node_end, ready)
-        assert [node.tokens[: self.size] for node in path[:-1]] == [
-            writer.ids[at : at + self.size] for at in range(writer.node_end, tokens - self.size, self.size)
-        ]
-        for number, node in enumerate(path):
-            end = min(writer.node_end + (number + 1) * self.size, tokens)
-            if not node.ready and node.block == writer.blocks[(end - 1) // self.size]:
-                writer.unready.append((node, end))
-        full = tokens // self.size * self.size
-        if full > writer.node_end:
-            writer.node, writer.node_end = path[(full - writer.node_end) // self.size - 1], full
 
     def write(self, writer: Writer, tokens: int) -> None:
         """The next tokens go to their slots."""
@@ -85,8 +66,7 @@ class Memory:
             assert self.pool.ref_count_P[block] == 1, "written to by one of several owners"
             self.slots[block][at % self.size] = tuple(writer.ids[: at + 1])
             writer.written = at + 1
-        while writer.unready and writer.unready[0][1] <= writer.written:
-            writer.unready.pop(0)[0].ready = True
+        self.scheduler.computed(writer.sequence, writer.written)
 
     def grow(self, writer: Writer, ids: list[int]) -> None:
         """Tokens behind those that are all written, as far as there is room."""
@@ -98,11 +78,7 @@ class Memory:
             self.write(writer, len(ids))
 
     def leave(self, writer: Writer, keep: bool) -> None:
-        self.pool.drop_unready([node for node, _ in writer.unready])
-        writer.unready = []
-        if keep:
-            self.remember(writer, writer.written, ready=True)
-        self.pool.free(writer.blocks)
+        self.scheduler.leave(writer.sequence, writer.written, writer.blocks, keep)
         self.writers.remove(writer)
 
     def check(self) -> None:
