@@ -2,28 +2,27 @@
 
     OMP_WAIT_POLICY=passive      OpenMP threads of torch and FAISS sleep while they wait
     OPENBLAS_THREAD_TIMEOUT=4    NumPy's do, after 2^4 cycles
-    mallopt                      glibc keeps up to `KEPT` bytes of freed memory, and maps no smaller tensor anew
+    mallopt                      glibc keeps freed memory, and maps no block under 1 GiB by itself
 
 A thread that waits busily holds the core that the awaited one needs: beside a busy process a step takes tens of times
-as long. A tensor over 32 MiB would be mapped anew each time, page fault by page fault. Variables that are set already
+as long. Memory that is returned is mapped anew for the next step, page fault by page fault. Variables that are set already
 (GLIBC_TUNABLES and MALLOC_* too) are left alone.
 """
 
-import ctypes
 import os
 import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
+from thresher.common.machine import KEEP_MEMORY, set_malloc
+
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them says how OpenMP's threads wait
-KEPT = 2**30  # bytes
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def prepare_process() -> None:
     """Set what the environment leaves open. Once torch is loaded, its own threads keep the policy that they have."""
     os.environ.update(waiting(os.environ))
-    keep_memory(os.environ)
+    set_malloc(*KEEP_MEMORY)
 
 
 def leave(status: int) -> NoReturn:
@@ -42,15 +41,3 @@ def waiting(environment: Mapping[str, str]) -> dict[str, str]:
     if "OPENBLAS_THREAD_TIMEOUT" not in environment:
         added["OPENBLAS_THREAD_TIMEOUT"] = "4"
     return added
-
-
-def keep_memory(environment: Mapping[str, str]) -> bool:
-    """Have glibc keep freed memory, unless the environment has settings for it; return whether it does."""
-    chosen = any(name.startswith("MALLOC_") for name in environment)
-    if chosen or "malloc" in environment.get("GLIBC_TUNABLES", "") or not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
-        return False
-    library.mallopt.argtypes, library.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    return bool(library.mallopt(M_MMAP_THRESHOLD, KEPT)) and bool(library.mallopt(M_TRIM_THRESHOLD, KEPT))

@@ -1,9 +1,11 @@
 """The machine that this process runs on: code, processor and libraries for the origin of a figure, and memory of the
 machine or of the container."""
 
+import ctypes
 import os
 import platform
 import subprocess
+import sys
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 # Of a container: version 2's file and version 1's.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MEMINFO = Path("/proc/meminfo")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+KEEP_MEMORY, RETURN_MEMORY = (2**30, -1), (2**20, 2**30)  # arguments of set_malloc
 
 
 def checkout() -> Path | None:
@@ -80,6 +84,20 @@ def cpu_memory() -> tuple[int, int]:
     lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else []
     available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
     return total, min(available, total)
+
+
+def set_malloc(mapped_from: int, kept: int) -> bool:
+    """Have glibc map blocks of `mapped_from` bytes and more by themselves, which returns them when they are freed, and
+    keep up to `kept` free bytes at the end of its heap (-1: all). Return whether it does: it does not where MALLOC_* or
+    GLIBC_TUNABLES have settings of the user's, nor where the C library is another."""
+    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or not sys.platform.startswith("linux"):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    library.mallopt.argtypes, library.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    return bool(library.mallopt(M_MMAP_THRESHOLD, mapped_from)) and bool(library.mallopt(M_TRIM_THRESHOLD, kept))
 
 
 def gpu() -> str | None:

@@ -7,9 +7,7 @@ A signal (common/signals.py) ends a rollout, a judge's work or an evaluation at 
 finished first. In both cases the last learned step is saved, the same on all ranks.
 """
 
-import ctypes
 import itertools
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
+from thresher.common.machine import KEEP_MEMORY, RETURN_MEMORY, cpu_memory, set_malloc
 from thresher.common.signals import Interrupted, check, defer_signals
 from thresher.engine.assemble import RunContext, load_judges, load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe, load_recipe
@@ -49,8 +48,7 @@ from thresher.engine.training.update import explain_out_of_memory
 from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.retrieval.questions import Question
 
-RETURN_MEMORY_FROM = 2**28  # bytes of a plan, from which on a CPU gives freed memory back
-M_MMAP_THRESHOLD, SMALLEST_MAPPING = -3, 2**20  # of glibc's malloc.h; bytes
+HOLES = 1.2  # times a CPU's plan: what a process may take that keeps freed memory, holes between blocks included
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,8 @@ def train(
         check_disk(recipe, recipe.model.path, out)
     decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
     decided = ranks.broadcast(lambda: decided)  # a rank with less memory would otherwise compute in another way
-    if recipe.model.device == "cpu" and plan.total_bytes >= RETURN_MEMORY_FROM:
-        return_freed_memory()
+    if recipe.model.device == "cpu":  # kept memory spares a page fault for every 4 KiB of a step's activations
+        set_malloc(*(KEEP_MEMORY if plan.total_bytes * HOLES <= cpu_memory()[0] // ranks.on_machine else RETURN_MEMORY))
     context = load_run_context(recipe, starting_weights(recipe, checkpoint))
     updater = load_updater(decided, context, checkpoint, ranks)
     retriever = load_retrieval(recipe, context.system)
@@ -324,16 +322,3 @@ def _check_unchanged(checkpoint: Checkpoint, index: str | None, context: RunCont
             f"{context.recipe.need(SystemSection).name}: the file has changed since the run's last checkpoint was "
             "trained with it; put the old one back, or start a new run"
         )
-
-
-def return_freed_memory() -> None:
-    """Make glibc map every block of a MiB or more by itself from now on, so that it is returned once it is freed.
-
-    `thresher` begins with the reverse (cli/process.py): freed memory is kept, which is faster. But a step's activations
-    leave holes that the next step's do not fill, and the process outgrows its plan (docs/scale.md has by how much).
-    Nothing is done where the user's MALLOC_* or GLIBC_TUNABLES have decided, or where the C library is another.
-    """
-    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None and not chosen:
-        mallopt(M_MMAP_THRESHOLD, SMALLEST_MAPPING)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from thresher.cli.process import keep_memory, waiting
+from thresher.cli.process import waiting
+from thresher.common.machine import KEEP_MEMORY, set_malloc
 
 FAULTS = """
 import os, resource, sys
@@ -35,20 +36,22 @@ def played(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_threads_sleep_unless_somebody_said_how_they_wait() -> None:
+def test_threads_sleep_unless_somebody_said_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_THREAD_TIMEOUT": "4"}
     assert waiting({}) == both
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         assert waiting({name: "x"}) == {"OPENBLAS_THREAD_TIMEOUT": "4"}
     assert waiting({"OPENBLAS_THREAD_TIMEOUT": "20"}) == {"OMP_WAIT_POLICY": "passive"}
     for name, value in {"MALLOC_MMAP_THRESHOLD_": "1000", "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000"}.items():
-        assert not keep_memory({name: value})
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not set_malloc(*KEEP_MEMORY)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is on Linux")
 def test_large_blocks_are_not_mapped_anew() -> None:
     """48 MiB are 12,288 pages, each a fault where the block is a mapping of its own."""
-    if not keep_memory({}):
+    if not set_malloc(*KEEP_MEMORY):
         pytest.skip("the C library is not glibc, or refuses")
     assert int(played(FAULTS, "prepared")) < 1000
     assert int(played(FAULTS, "plain")) > 10 * 1000
