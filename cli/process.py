@@ -5,8 +5,8 @@
     mallopt                      glibc keeps freed memory, and maps no block under 1 GiB by itself
 
 A thread that waits busily holds the core that the awaited one needs: beside a busy process a step takes tens of times
-as long. Memory that is returned is mapped anew for the next step, page fault by page fault. Variables that are set already
-(GLIBC_TUNABLES and MALLOC_* too) are left alone.
+as long. Memory that is returned is mapped anew for the next step, page fault by page fault. Variables that are set
+already (GLIBC_TUNABLES and MALLOC_* too) are left alone.
 """
 
 import os
