@@ -213,9 +213,9 @@ class RolloutSide:
             written=[Written(one.ids(), one.policy_positions(), one.policy_logprobs()) for one in everything],
         )
 
-    def _episode(self, question: Question, tools: EpisodeConfig) -> Episode:
+    def _episode(self, question: Question, config: EpisodeConfig) -> Episode:
         shape = self.setting.shape
-        prompt = Prompt(tools.template, question.question, self.given[question.id])
+        prompt = Prompt(config.template, question.question, self.given[question.id])
         yield prompt
         lengths: list[int] = []  # of the turns, in bytes
         for turn, tokens in enumerate(shape.turns):
@@ -223,7 +223,7 @@ class RolloutSide:
                 hits = yield Search(f"{question.id[1:]} {turn - 1}")
                 yield Retrieved(hits, "", "")
             if turn and turn + 1 == len(shape.turns) and shape.branches:
-                yield SpawnBranches(_hidden(prompt, tools.template, lengths, tokens))
+                yield SpawnBranches(_hidden(prompt, config.template, lengths, tokens))
             written = yield Generate((STOP,), tokens)
             lengths.append(len(written.text))
         return "ended"

@@ -41,7 +41,7 @@ class PromptContext:
     tokenizer: Tokenizer
     system: System
     renderer: Renderer
-    tools: EpisodeConfig
+    episode_config: EpisodeConfig
     limits: Limits
     system_digest: str | None = None
 
@@ -77,7 +77,14 @@ class RunContext(PromptContext):
             )
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
         return Rollout(
-            self.policy, self.tokenizer, retriever, self.system, self.tools, self.renderer, limits, shuffle=shuffle
+            self.policy,
+            self.tokenizer,
+            retriever,
+            self.system,
+            self.episode_config,
+            self.renderer,
+            limits,
+            shuffle=shuffle,
         )
 
 
@@ -124,7 +131,7 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
             max_passage_tokens=rollout.max_passage_tokens,
             passage_format=retrieval.passage_format,
         ),
-        tools=EpisodeConfig(template, rollout.max_turns),
+        episode_config=EpisodeConfig(template, rollout.max_turns),
         limits=Limits(
             max_turn_tokens=rollout.max_turn_tokens,
             max_policy_tokens=rollout.max_policy_tokens or rollout.max_context,

@@ -160,7 +160,7 @@ class System:
     """One paper's method, as the engine needs it.
 
     tags: every tag of its grammar, opening and closing; no passage, question or feedback may contain one.
-    episode(question, tools): the protocol. reward(attempt): the reward with its parts.
+    episode(question, config): the protocol. reward(attempt): the reward with its parts.
     template: the built-in prompt, with `{question}` where the question goes, and `{passages}` if passages are given.
     preset: the paper's hyperparameters as recipe values, section -> key -> value.
     given_passages: the prompt shows the question's passages; where it comes with none, the engine retrieves them first.
@@ -193,8 +193,8 @@ def over_given(system: System) -> System:
     """Return the system with every search of it answered from the passages that the question brings, and no index
     needed. UserError, when it searches, for a question that brings none."""
 
-    def episode(question: Question, tools: EpisodeConfig) -> Episode:
-        inner, answer = system.episode(question, tools), None
+    def episode(question: Question, config: EpisodeConfig) -> Episode:
+        inner, answer = system.episode(question, config), None
         while True:
             try:
                 request = inner.send(answer)
@@ -209,9 +209,9 @@ def over_given(system: System) -> System:
     return replace(system, episode=episode, searches=False)
 
 
-def answer_once(question: Question, tools: EpisodeConfig) -> Episode:
+def answer_once(question: Question, config: EpisodeConfig) -> Episode:
     """Play the prompt with the question's passages, and one turn that should hold the answer."""
-    yield Prompt(tools.template, question.question, question.passages)
+    yield Prompt(config.template, question.question, question.passages)
     turn = yield Generate(stop=("</answer>",))
     return "answered" if turn.inside("answer") else "ended"
 

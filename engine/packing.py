@@ -1,6 +1,6 @@
 """Trajectories with their rewards, packed into the micro-batches of one optimiser step.
 
-    A[i]  = (R[i] - mean_G R) / max(std_G R, floor)                       a group's samples, see rewards/advantages.py
+    A[i]  = (R[i] - mean_G R) / (max(std_G R, floor) + eps)                 a group's samples, see rewards/advantages.py
     w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
 
 N counts all trajectories of the optimiser step, also those of groups without a signal; sums are over all of them, on
@@ -124,7 +124,7 @@ class MicroBatch:
     rows_R: torch.Tensor
     targets_R: torch.Tensor
     old_logprobs_R: torch.Tensor
-    advantages_R: torch.Tensor
+    advantages_R: torch.Tensor  # times the importance weight, where there is one
     weights_R: torch.Tensor
     members: list[int]  # numbers of the sequences, in the order packed
     tokens: int
@@ -328,7 +328,7 @@ class OrderedIds:
     @classmethod
     def of(cls, sequences: Sequence[Ints]) -> "OrderedIds":
         """Of sequences that are in order already (`in_order`)."""
-        return cls(list(sequences), [common(a, b) for a, b in pairwise(sequences)])
+        return cls(list(sequences), [common_length(a, b) for a, b in pairwise(sequences)])
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -460,7 +460,7 @@ def build_trie(ordered: OrderedIds) -> PrefixTrie:
     return trie
 
 
-def common(a: Ints, b: Ints) -> int:
+def common_length(a: Ints, b: Ints) -> int:
     """Return the number of tokens of the longest common beginning."""
     least = min(len(a), len(b))
     differs = a[:least] != b[:least]

@@ -71,7 +71,7 @@ class TokenRows(NamedTuple):
 def reference_token_logprobs(
     hidden_TH: Tensor, lm_head_VH: Tensor, targets_T: Tensor, *, temperature: float = 1.0, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, differentiable, materialising [T, V]; float64 inputs stay in float64."""
+    """Compute `token_logprobs` in plain torch, differentiable, materialising [T, V]; float64 inputs stay in float64."""
     dtype = compute_dtype(hidden_TH)
     logits_TV = hidden_TH.to(dtype) @ lm_head_VH[:vocab_size].to(dtype).t() / temperature
     logp_TV = torch.log_softmax(logits_TV, 1)

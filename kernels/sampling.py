@@ -378,7 +378,7 @@ def _floors(keys: Keys, top_ids_B: Ids, top_B: Floats) -> Floats:
 def draw_in_blocks(
     logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules: SamplingTensors
 ) -> tuple[Tensor, Tensor] | None:
-    """`sample` of kernels/sampling.py for float32 on a CPU; None where a row's largest logit is not finite."""
+    """Draw as `sample` does, for float32 on a CPU; None where a row's largest logit is not finite."""
     count, width = logits_BV.shape
     every, divisor_B = np.arange(count), rules.divisor_B
 

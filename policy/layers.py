@@ -19,7 +19,8 @@ from thresher.kernels.layers import add_norm, norm_heads, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
 
-# attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated
+# attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated. It is PagedStep
+# (DeviceStep on CUDA) in a rollout, and in an update Varlen, or PrefixForest where sequences share beginnings.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 

@@ -2,9 +2,9 @@
 
     A_i = (R_i - mean(R)) / (max(std(R), std_floor) + eps)
 
-The floor is EviOmni's: without it a group of {.49, .51} gets advantages of -1 and +1, as a group of {0, 1} does; with a
-floor of .1 it gets -.1 and +.1. The deviation is the population's. A group whose rewards are equal, so a group of one,
-has advantage 0 (verl gives a lone sample its raw reward).
+A floor of .1 is EviOmni's and LEAR's; a recipe's is 1e-6 otherwise. Without a floor a group of {.49, .51} gets
+advantages of -1 and +1, as a group of {0, 1} does; with .1 it gets -.1 and +.1. The deviation is the population's. A
+group whose rewards are equal, so a group of one, has advantage 0 (verl gives a lone sample its raw reward).
 
 Groups are the caller's numbers, never equal prompts, so that two copies of a prompt do not merge into one.
 """

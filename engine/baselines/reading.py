@@ -32,8 +32,8 @@ SUMMARY = read_template(Path(__file__).with_name("sure_summary.txt"), passages=T
 VALIDITY, RANKING = (read_template(Path(__file__).with_name(f"sure_{name}.txt")) for name in ("validity", "ranking"))
 
 
-def answer_without_passages(question: Question, tools: EpisodeConfig) -> Episode:
-    return answer_once(replace(question, passages=()), tools)
+def answer_without_passages(question: Question, config: EpisodeConfig) -> Episode:
+    return answer_once(replace(question, passages=()), config)
 
 
 def direct(options: Options) -> System:
@@ -73,8 +73,8 @@ def naive_rag(options: NaiveRagOptions) -> System:
     the first k are shown; `full_passages` is the baseline for data sets that mix theirs.
     """
 
-    def episode(question: Question, tools: EpisodeConfig) -> Episode:
-        return answer_once(replace(question, passages=question.passages[: options.k]), tools)
+    def episode(question: Question, config: EpisodeConfig) -> Episode:
+        return answer_once(replace(question, passages=question.passages[: options.k]), config)
 
     return baseline("naive_rag", options, ("answer",), episode, prompt="passages", given=options.k)
 
@@ -94,8 +94,8 @@ def extract_only(options: Options) -> System:
     return baseline("extract_only", options, tags, extract_and_answer, given=5, rollout={"max_turns": 2})
 
 
-def extract_and_answer(question: Question, tools: EpisodeConfig) -> Episode:
-    yield Prompt(tools.template, question.question, question.passages)
+def extract_and_answer(question: Question, config: EpisodeConfig) -> Episode:
+    yield Prompt(config.template, question.question, question.passages)
     turn = yield Generate(stop=("</extract>",))
     if not turn.stopped_at("</extract>"):
         return "ended"
@@ -128,14 +128,14 @@ def evidence(options: EvidenceOptions) -> System:
 def answers_from(evidence: Mapping[str, str], source: str, options: Options | None = None) -> System:
     """Return a system that answers a question from `evidence[question.id]`. source: named where that is absent."""
 
-    def episode(question: Question, tools: EpisodeConfig) -> Episode:
+    def episode(question: Question, config: EpisodeConfig) -> Episode:
         if question.id not in evidence:
             raise UserError(
                 f"{source}: holds no evidence for question {question.id}; extract from these questions first"
             )
         text = evidence[question.id].strip()
         shown = (Passage("evidence", "", text),) if text else ()
-        return (yield from answer_once(replace(question, passages=shown), tools))
+        return (yield from answer_once(replace(question, passages=shown), config))
 
     preset = {"max_turns": 1, "max_passage_tokens": 3072}
     return baseline(
@@ -194,8 +194,8 @@ def sure(options: SureOptions) -> System:
     )
 
 
-def argue(question: Question, tools: EpisodeConfig, most: int) -> Episode:
-    yield Prompt(tools.template, question.question, question.passages)
+def argue(question: Question, config: EpisodeConfig, most: int) -> Episode:
+    yield Prompt(config.template, question.question, question.passages)
     turn = yield Generate(stop=("</candidates>",))
     candidates = listed(turn.inside("candidates"), most)
     if len(candidates) < 2:

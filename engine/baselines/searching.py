@@ -90,20 +90,20 @@ def ircot(options: IrcotOptions) -> System:
     )
 
 
-def think_and_search(question: Question, tools: EpisodeConfig, reader: bool) -> Episode:
+def think_and_search(question: Question, config: EpisodeConfig, reader: bool) -> Episode:
     shown: dict[str, Passage] = {}
-    reason = yield from thoughts(question, tools, shown)
+    reason = yield from thoughts(question, config, shown)
     if reader:
         turn = yield reader_call(question.question, list(shown.values()))
         return "answered" if turn.inside("answer") else "ended"
     return reason
 
 
-def thoughts(question: Question, tools: EpisodeConfig, shown: dict[str, Passage]) -> Episode:
+def thoughts(question: Question, config: EpisodeConfig, shown: dict[str, Passage]) -> Episode:
     """Play the loop, and put the passages that it shows into `shown`, by id."""
-    yield Prompt(tools.template, question.question)
+    yield Prompt(config.template, question.question)
     query: str | None = question.question
-    for turns_left in reversed(range(tools.max_turns)):
+    for turns_left in reversed(range(config.max_turns)):
         if query:
             hits = yield Search(query)
             fresh = [hit for hit in hits if hit.passage.id not in shown]
@@ -146,8 +146,8 @@ def iter_retgen(options: IterRetgenOptions) -> System:
     return baseline("iter_retgen", options, ITER_TAGS, partial(iterate, iterations=options.iterations), k=3)
 
 
-def iterate(question: Question, tools: EpisodeConfig, iterations: int) -> Episode:
-    prompt = Prompt(tools.template, question.question)
+def iterate(question: Question, config: EpisodeConfig, iterations: int) -> Episode:
+    prompt = Prompt(config.template, question.question)
     yield prompt
     query = question.question
     for _ in range(iterations - 1):
@@ -201,9 +201,9 @@ def self_ask(options: SelfAskOptions) -> System:
     return over_given(made) if options.over == "given" else made
 
 
-def ask_oneself(question: Question, tools: EpisodeConfig, reader: bool) -> Episode:
-    yield Prompt(tools.template, question.question)
-    for turns_left in reversed(range(tools.max_turns)):
+def ask_oneself(question: Question, config: EpisodeConfig, reader: bool) -> Episode:
+    yield Prompt(config.template, question.question)
+    for turns_left in reversed(range(config.max_turns)):
         if turns_left == 0:
             yield Feedback(NO_MORE_QUESTIONS)
         turn = yield Generate(stop=("</followup>", "</answer>") if turns_left else ("</answer>",))
@@ -261,10 +261,10 @@ def search_o1(options: SearchO1Options) -> System:
     )
 
 
-def search_and_read(question: Question, tools: EpisodeConfig) -> Episode:
-    yield Prompt(tools.template, question.question)
+def search_and_read(question: Question, config: EpisodeConfig) -> Episode:
+    yield Prompt(config.template, question.question)
     reasoning, asked = "", set[str]()
-    for searches_left in reversed(range(tools.max_turns)):
+    for searches_left in reversed(range(config.max_turns)):
         turn = yield Generate(stop=("</search>", "</answer>"))
         reasoning += turn.text.decode("utf-8", "replace")
         if turn.stopped_at("</answer>") and turn.inside("answer"):
@@ -379,12 +379,12 @@ def released(options: ReleasedOptions) -> System:
     return over_given(made) if options.over == "given" else made
 
 
-def follow(question: Question, tools: EpisodeConfig, protocol: Name) -> Episode:
+def follow(question: Question, config: EpisodeConfig, protocol: Name) -> Episode:
     known = PROTOCOLS[protocol]
     opening, closing = known.query
-    yield Prompt(tools.template, question.question)
+    yield Prompt(config.template, question.question)
     written: list[TextSegment] = []
-    for searches_left in reversed(range(tools.max_turns)):
+    for searches_left in reversed(range(config.max_turns)):
         turn: Turn = yield Generate(stop=(closing, "</answer>") if known.answer_tag else (closing,))
         written.append(TextSegment(Source.POLICY, turn.text))
         if not turn.stopped_at(closing):

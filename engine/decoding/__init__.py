@@ -3,9 +3,9 @@
 decoder.py      the loop: admit, one forward, one draw; where to begin
 decoder_cuda.py the same loop for a GPU, launched ahead of what is read
 scheduler.py    the sequences, and which of them run
-batch_state.py  the arrays that a step reads and writes, stop tables included
+batch_state.py  the arrays that a step reads and writes; stop tables; which of the drawn tokens are accepted
 kv_cache.py     the tensors of the KV cache; blocks.py: its blocks and the prefix tree
-speculative.py  drafts, and which of the drawn tokens are accepted
+speculative.py  drafts, looked up in earlier text
 stop_tags.py    strings found in token ids
 generator.py    prompts in, samples out
 """

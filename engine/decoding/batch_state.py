@@ -18,8 +18,10 @@ write.
 drafted_B counts the drafts behind the known tokens in this step (speculative.py), tried_B and taken_B the drafts since
 the slot was opened, and the accepted ones.
 
+`StopTables` are the stop automata of all slots; `accept_tokens` writes what a step has drawn.
+
 Axes: B slots, L tokens of a sequence, P blocks of a sequence, N the slots that draw in this step, C columns of the stop
-tables, V vocabulary.
+tables, V vocabulary, X a list over several slots.
 """
 
 from collections.abc import Sequence
@@ -242,8 +244,8 @@ class StopTables:
 
 
 class Drawn(NamedTuple):
-    """A step's draws for each sequence, on the host: ids and log-probs of its rows, the code of `advance` for the last
-    accepted token, and the number of accepted tokens."""
+    """A step's draws for each sequence, on the host: ids and log-probs of its rows, the code of `advance_checked` for
+    the last accepted token, and the number of accepted tokens."""
 
     ids_NQ: Ints
     logprobs_NQ: npt.NDArray[np.float32]
@@ -289,7 +291,7 @@ def pack_drawn(
     torch.cat(columns, 1, out=out_NX)
 
 
-def advance(
+def advance_checked(
     stops: StopTables, state_N: torch.Tensor, ids_N: torch.Tensor, logprobs_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance as `StopTables.advance`, with the code NOT_FINITE where the drawn token's log-prob is not finite.
@@ -312,7 +314,7 @@ def count_accepted(
     """Return the states after the last accepted token, its codes, and the numbers of accepted tokens, int64 [N].
 
     ids_NQ: drawn, first behind the known tokens, then behind the drafts, of which a sequence has drafted_N."""
-    state_N, code_N = advance(stops, state_N, ids_NQ[:, 0], logprobs_NQ[:, 0])
+    state_N, code_N = advance_checked(stops, state_N, ids_NQ[:, 0], logprobs_NQ[:, 0])
     taken_N = torch.ones_like(code_N)
     if not drafts_NK.shape[1]:
         return state_N, code_N, taken_N
@@ -321,7 +323,7 @@ def count_accepted(
     alive_N = code_N == 0
     for column in range(drafts_NK.shape[1]):
         alive_N = alive_N & true_NK[:, column]
-        next_N, found_N = advance(stops, state_N, ids_NQ[:, column + 1], logprobs_NQ[:, column + 1])
+        next_N, found_N = advance_checked(stops, state_N, ids_NQ[:, column + 1], logprobs_NQ[:, column + 1])
         state_N, code_N = torch.where(alive_N, next_N, state_N), torch.where(alive_N, found_N, code_N)
         taken_N = taken_N + alive_N
         alive_N = alive_N & (code_N == 0)
@@ -331,7 +333,8 @@ def count_accepted(
 def accept_tokens(
     batch: BatchState, stops: StopTables, slot_N: Ints, drafted_N: Ints, ids_F: torch.Tensor, logprobs_F: torch.Tensor
 ) -> tuple[Ints, Ints]:
-    """Store the accepted tokens; return for each sequence the code of `advance` for its last one, and their number.
+    """Write the accepted ids, their log-probs and stop states into the slots; return for each sequence the code of
+    `advance_checked` for its last token, and their number.
 
     Between the ends of turns a step reads back from the device here alone, in one copy.
     """
@@ -342,7 +345,7 @@ def accept_tokens(
     if not drafted_N.any():
         batch.tokens_BL[slot, known_N] = ids_F
         batch.logprobs_BL[slot, known_N] = logprobs_F.float()
-        batch.state_B[slot], code_N = advance(stops, batch.state_B[slot], ids_F, logprobs_F)
+        batch.state_B[slot], code_N = advance_checked(stops, batch.state_B[slot], ids_F, logprobs_F)
         return code_N.cpu().numpy(), np.ones_like(slot_N)
     # A sequence with fewer drafts repeats its last row, where no draft is compared.
     column_NQ = torch.arange(int(drafted_N.max()) + 1, device=batch.device).minimum(left_N[:, None])

@@ -305,7 +305,7 @@ class Decoder:
     def _mark_ready(self, sequence: TokenSequence) -> int:
         """Let others use the sequence's cached blocks; return how many of its tokens are cached."""
         cached = int(self.batch.cached_B[sequence.slot])
-        self.scheduler.computed(sequence, cached)
+        self.scheduler.mark_computed(sequence, cached)
         return cached
 
     def _look_up_drafts(self) -> None:
@@ -362,7 +362,7 @@ class Decoder:
         self.clock.add(self._timers)
         self._timers = []
         self._sampled = slot_N, taken_N
-        self._count_sampled(slot_N, drafted_N, taken_N)
+        self._advance_slots(slot_N, drafted_N, taken_N)
         over = (code_N > 0) | (batch.room_B[slot_N] == 0)
         ended = [self._end_turn(int(slot), int(code)) for slot, code in zip(slot_N[over], code_N[over], strict=True)]
         return sorted(ended, key=attrgetter("number"))
@@ -388,7 +388,8 @@ class Decoder:
             "NaN or infinity; check the weights, config.json (rope_theta, rms_norm_eps) and the temperature"
         )
 
-    def _count_sampled(self, slot_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
+    def _advance_slots(self, slot_N: Ints, drafted_N: Ints, taken_N: Ints) -> None:
+        """Count the accepted tokens as known, and take them from the room of their turns."""
         batch = self.batch
         batch.known_B[slot_N] += taken_N
         batch.room_B[slot_N] -= taken_N

@@ -182,7 +182,7 @@ class Scheduler:
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
         return self.pool.match_prefix(sequence.ids, len(sequence.ids) - (0 if whole else 1))
 
-    def computed(self, sequence: TokenSequence, cached: int) -> None:
+    def mark_computed(self, sequence: TokenSequence, cached: int) -> None:
         """Mark the nodes of the sequence's first `cached` tokens as ready for others."""
         while sequence.unready and sequence.unready[0][1] <= cached:
             sequence.unready.pop(0)[0].ready = True

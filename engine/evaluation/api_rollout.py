@@ -164,7 +164,7 @@ class ApiRunContext(PromptContext):
             self.tokenizer,
             retriever,
             self.system,
-            self.tools,
+            self.episode_config,
             self.renderer,
             self.limits,
             (self.recipe.retrieval or RetrievalSection()).shuffle,
@@ -328,7 +328,7 @@ class WholeReplies:
 def chat_rollout(
     chat: Any,
     system: System,
-    tools: EpisodeConfig,
+    config: EpisodeConfig,
     retriever: Retriever | None,
     k: int,
     passage_format: str,
@@ -347,4 +347,4 @@ def chat_rollout(
     limits = Limits(
         max_turn_tokens=max_tokens, max_policy_tokens=sys.maxsize, max_context=sys.maxsize, max_num_seqs=sys.maxsize
     )
-    return ApiRollout(WholeReplies(chat), tokenizer, retriever, system, tools, renderer, limits)
+    return ApiRollout(WholeReplies(chat), tokenizer, retriever, system, config, renderer, limits)

@@ -201,7 +201,7 @@ def prepare(
         return PromptBatch(list(questions), 0, 0, context.renderer.max_passage_tokens)
     questions = with_passages(questions, retriever, context.renderer.k)
     questions = with_noise(questions, noise_pool(questions, retriever), noise, context.recipe.run.seed)
-    return truncate_passages(questions, context.system, context.tools, context.renderer)
+    return truncate_passages(questions, context.system, context.episode_config, context.renderer)
 
 
 def retriever_of(recipe: Recipe, system: System) -> Retriever | None:
@@ -351,7 +351,7 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: EpisodeRunner
     passages: Sequence[Passage] = ()
     queries = [search["query"] for search in trajectory.searches]
     if rollout.system.given_passages:
-        passages = first_prompt(rollout.system, question, rollout.tools).passages
+        passages = first_prompt(rollout.system, question, rollout.episode_config).passages
     elif queries and rollout.retriever is not None:  # its cache has these queries
         hits = [hit for found in rollout.retriever.search(queries, rollout.renderer.k) for hit in found]
         passages = list({hit.passage.id: hit.passage for hit in hits}.values())

@@ -73,7 +73,7 @@ class Extractor:
         """Extract from each question's own passages, cut to what fits. UserError where the prompt does not fit."""
         run = self._rollout
         whole = [question.passages for question in questions]
-        questions = truncate_passages(questions, run.system, run.tools, run.renderer).questions
+        questions = truncate_passages(questions, run.system, run.episode_config, run.renderer).questions
         jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
         with console.polling(run.stage):
             trajectories = run.run(jobs, 0.0)
@@ -146,8 +146,8 @@ def spans_of(system: System) -> tuple[str, str | None]:
 def first_turn(system: System, tag: str) -> System:
     """Return the system with an episode that ends after its first turn, in which `tag` is closed."""
 
-    def episode(question: Question, tools: EpisodeConfig) -> Episode:
-        whole = system.episode(question, tools)
+    def episode(question: Question, config: EpisodeConfig) -> Episode:
+        whole = system.episode(question, config)
         request = next(whole)
         while not isinstance(request, Generate):
             request = whole.send((yield request))
@@ -215,8 +215,8 @@ class ReadingRetriever(Retriever):
 def with_packed_searches(system: System) -> System:
     """Return the system with packed searches: each has the question and the thinking of its turn."""
 
-    def episode(question: Question, tools: EpisodeConfig) -> Episode:
-        loop = system.episode(question, tools)
+    def episode(question: Question, config: EpisodeConfig) -> Episode:
+        loop = system.episode(question, config)
         answer, turn = None, Turn(b"", None)
         while True:
             try:

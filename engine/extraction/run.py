@@ -269,12 +269,12 @@ class Loop:
     ) -> Rollout | ApiRollout:
         shows = "{passages}" in system.template
         template = system.template if chosen.template is None else read_template(chosen.template, shows)
-        tools = EpisodeConfig(template, turns)
+        config = EpisodeConfig(template, turns)
         if chosen.model is not None:
             context = self.context if chosen.model == self.plan.model else None
             context = context or load_run_context(self.recipe, chosen.model)
             renderer = replace(context.renderer, tags=system.tags, passage_format=passage_format)
-            return replace(context, system=system, tools=tools, renderer=renderer).rollout(retriever)
+            return replace(context, system=system, episode_config=config, renderer=renderer).rollout(retriever)
         assert chosen.url is not None and chosen.name is not None
         replies = Path(self.plan.out).with_suffix(".replies.jsonl")
         key = None if self.plan.key_env is None else read_key(self.plan.key_env)
@@ -282,7 +282,7 @@ class Loop:
         sent = f", with the key in {self.plan.key_env}" if key else ""
         self.say(f"extract: {chosen.name} is asked at {chat.url}{sent}")
         max_tokens = self.recipe.rollout.max_turn_tokens
-        return chat_rollout(chat, system, tools, retriever, self.k, passage_format, max_tokens)
+        return chat_rollout(chat, system, config, retriever, self.k, passage_format, max_tokens)
 
 
 def local_recipe(plan: ExtractionPlan) -> Recipe:

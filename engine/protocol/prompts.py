@@ -129,9 +129,9 @@ def passage_line(number: int, passage: Passage, passage_format: str) -> str:
     return passage_format.format(number=number, title=passage.title, text=passage.text)
 
 
-def first_prompt(system: System, question: Question, tools: EpisodeConfig) -> Prompt:
+def first_prompt(system: System, question: Question, config: EpisodeConfig) -> Prompt:
     """Return the episode's first request; TypeError for one that does not begin with a prompt."""
-    request = next(system.episode(question, tools))
+    request = next(system.episode(question, config))
     if not isinstance(request, Prompt):
         raise TypeError(f"the episode of {system.name} must begin with a Prompt, not {request}")
     return request
@@ -158,7 +158,7 @@ class PromptBatch:
 
 
 def truncate_passages(
-    questions: Sequence[Question], system: System, tools: EpisodeConfig, renderer: Renderer
+    questions: Sequence[Question], system: System, config: EpisodeConfig, renderer: Renderer
 ) -> PromptBatch:
     """Return the questions, passages that their prompts show cut to what fits; those that none shows stay as they are.
 
@@ -167,7 +167,7 @@ def truncate_passages(
     fitted: list[Question] = []
     cut_questions = cut_passages = 0
     for question in questions:
-        shown = first_prompt(system, question, tools).passages
+        shown = first_prompt(system, question, config).passages
         lost = {
             id(before): after
             for before, after in zip(shown, fit(shown, renderer, question.id), strict=True)

@@ -6,7 +6,7 @@ engine/evaluation/api_rollout.py a server. Searches of one step are one call of 
 on the others: its noise is a function of its seed and position, and sequences of the decoder are independent.
 
 The way of a sample: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
-writer, and `_take` puts the written turn on the trajectory.
+writer, and `_store_turn` puts the written turn on the trajectory.
 """
 
 import time
@@ -182,14 +182,14 @@ class EpisodeRunner:
         tokenizer: Tokenizer,
         retriever: Retriever | None,
         system: System,
-        tools: EpisodeConfig,
+        config: EpisodeConfig,
         renderer: Renderer,
         limits: Limits,
         shuffle: bool = False,
         unit: int = 1,
     ) -> None:
         self.tokenizer, self.retriever = tokenizer, retriever
-        self.system, self.tools, self.renderer, self.limits = system, tools, renderer, limits
+        self.system, self.episode_config, self.renderer, self.limits = system, config, renderer, limits
         self.shuffle, self.unit = shuffle, unit
         self.clock = RolloutClock()
         self.under_way: tuple[int, int] | None = None  # of `play_all`: trajectories that have ended, and all
@@ -198,7 +198,7 @@ class EpisodeRunner:
         """Return the ids of a question's prompt. UserError if they, and `room` tokens more, leave none in the
         context."""
         try:
-            ids = self.renderer.prompt(first_prompt(self.system, question, self.tools))
+            ids = self.renderer.prompt(first_prompt(self.system, question, self.episode_config))
         except UnencodableText as error:
             raise UserError(f"question {question.id}: {error}") from None
         if len(ids) + room + 1 > self.limits.max_context:
@@ -217,12 +217,12 @@ class EpisodeRunner:
         around: dict[str, int] = {}  # the tokens of a template without a question
         budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
         for question in questions:
-            request = first_prompt(self.system, question, self.tools)
+            request = first_prompt(self.system, question, self.episode_config)
             if request.template not in around:
                 around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
             longest = len(escape_tags(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
             if self.tokenizer.lacks_bytes or around[request.template] + longest + 1 > self.limits.max_context:
-                (shown,) = truncate_passages([question], self.system, self.tools, self.renderer).questions
+                (shown,) = truncate_passages([question], self.system, self.episode_config, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
 
     def retrieve_and_truncate(self, questions: Sequence[Question]) -> PromptBatch:
@@ -230,7 +230,7 @@ class EpisodeRunner:
         truncated to their budget; as they are where the system is not given passages."""
         if self.system.given_passages:
             questions = with_passages(questions, self.retriever, self.renderer.k)
-        return truncate_passages(questions, self.system, self.tools, self.renderer)
+        return truncate_passages(questions, self.system, self.episode_config, self.renderer)
 
     def run(
         self,
@@ -256,7 +256,7 @@ class EpisodeRunner:
         with ExitStack() as stack:
             play = _Play(self, writer, stack)
             samples = [
-                play.begin(job, prompt, self.system.episode(job.question, self.tools))
+                play.begin(job, prompt, self.system.episode(job.question, self.episode_config))
                 for members in groups.values()
                 for prompt in [SharedPrompt(self.prompt(members[0].question))]
                 for job in members
@@ -294,12 +294,12 @@ class Rollout(EpisodeRunner):
         tokenizer: Tokenizer,
         retriever: Retriever | None,
         system: System,
-        tools: EpisodeConfig,
+        config: EpisodeConfig,
         renderer: Renderer,
         limits: Limits,
         shuffle: bool = False,
     ) -> None:
-        super().__init__(tokenizer, retriever, system, tools, renderer, limits, shuffle)
+        super().__init__(tokenizer, retriever, system, config, renderer, limits, shuffle)
         self.policy = policy
         self.decoder = make_decoder(
             policy,
@@ -407,22 +407,22 @@ class _Play:
     def steps(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Step until all of them, and the branches that they ask for, have ended."""
         self._serve([(sample, None) for sample in samples])
-        yield self._news()
+        yield self._take_ended()
         while self.searches or not self.writer.idle:
             if self.searches and (self.writer.idle or self.searches[0][0].done()):
                 self._wait()
             else:
-                ended = [(sample, self._take(sample, written)) for sample, written in self.writer.step()]
+                ended = [(sample, self._store_turn(sample, written)) for sample, written in self.writer.step()]
                 self._serve([(sample, turn) for sample, turn in ended if turn is not None])
-            yield self._news()
+            yield self._take_ended()
         for owner, name, branch in self.branches:
             owner.branches[name] = branch
 
-    def _news(self) -> list[Sample]:
+    def _take_ended(self) -> list[Sample]:
         ended, self.ended = self.ended, []
         return ended
 
-    def _take(self, sample: Sample, written: Written) -> Turn | None:
+    def _store_turn(self, sample: Sample, written: Written) -> Turn | None:
         """Put the turn that has ended on the trajectory; None if a limit ended it, and the trajectory with it."""
         segment = sample.trajectory.segments[-1]
         segment.ids.extend(written.ids)

@@ -97,11 +97,11 @@ def _guarded(call: Callable[[RewardInput], T], what: str, path: Path) -> Callabl
 
 
 def _own_episode(
-    question: Question, tools: EpisodeConfig, *, path: Path, episode: Callable[[Question, EpisodeConfig], Episode]
+    question: Question, config: EpisodeConfig, *, path: Path, episode: Callable[[Question, EpisodeConfig], Episode]
 ) -> Episode:
     """Return the file's episode. UserError where it raises, or yields what the engine cannot answer."""
-    what = "episode(question, tools)"
-    running = _called(partial(episode, question, tools), what, path)
+    what = "episode(question, config)"
+    running = _called(partial(episode, question, config), what, path)
     answer, wanted = None, FIRST
     while True:
         try:

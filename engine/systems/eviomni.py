@@ -71,8 +71,8 @@ class Options(Section):
             raise FieldError("full", "expected one of rationale, evidence and full to be true, got none")
 
 
-def episode(question: Question, tools: EpisodeConfig, options: Options) -> Episode:
-    prompt = Prompt(tools.template, question.question, question.passages)
+def episode(question: Question, config: EpisodeConfig, options: Options) -> Episode:
+    prompt = Prompt(config.template, question.question, question.passages)
     yield prompt
     turn = yield Generate(stop=("</extract>",))
     if hidden := branches(prompt, turn.text, options):

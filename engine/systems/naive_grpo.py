@@ -33,8 +33,8 @@ class Options:
     passages: bool = True
 
 
-def closed_book(question: Question, tools: EpisodeConfig) -> Episode:
-    return answer_once(replace(question, passages=()), tools)
+def closed_book(question: Question, config: EpisodeConfig) -> Episode:
+    return answer_once(replace(question, passages=()), config)
 
 
 def system(options: Options) -> System:

@@ -49,7 +49,7 @@ class Options:
 
 def search_loop(
     question: Question,
-    tools: EpisodeConfig,
+    config: EpisodeConfig,
     answer_after_searches: bool = True,
     behind_information: str | None = None,
     around: tuple[str, str] = (BEFORE, AFTER),
@@ -59,8 +59,8 @@ def search_loop(
     behind_information: a turn up to this tag follows what was found, and is not counted. around: text before and after
     what was found.
     """
-    yield Prompt(tools.template, question.question)
-    for searches_left in reversed(range(tools.max_turns)):
+    yield Prompt(config.template, question.question)
+    for searches_left in reversed(range(config.max_turns)):
         if searches_left == 0 and not answer_after_searches:
             break
         turn = yield Generate(stop=("</search>", "</answer>"))

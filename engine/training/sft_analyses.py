@@ -48,8 +48,8 @@ def with_answer(question: Question) -> Question:
     return replace(question, question=text)
 
 
-def explain(question: Question, tools: EpisodeConfig) -> Episode:
-    yield Prompt(tools.template, question.question, question.passages)
+def explain(question: Question, config: EpisodeConfig) -> Episode:
+    yield Prompt(config.template, question.question, question.passages)
     yield Generate(stop=("</analysis>",))
     return "ended"
 

@@ -240,7 +240,7 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
     encoding = (
         context.tokenizer,
         context.renderer,
-        context.tools.template,
+        context.episode_config.template,
         next(iter(policy.config.eos_token_ids), None),
     )
     unused: list[Unused] = []

@@ -91,7 +91,10 @@ def train(
     decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
     decided = ranks.broadcast(lambda: decided)  # a rank with less memory would otherwise compute in another way
     if recipe.model.device == "cpu":  # kept memory spares a page fault for every 4 KiB of a step's activations
-        set_malloc(*(KEEP_MEMORY if plan.total_bytes * HOLES <= cpu_memory()[0] // ranks.on_machine else RETURN_MEMORY))
+        fits = plan.total_bytes * HOLES <= cpu_memory()[0] // ranks.on_machine
+        set_malloc(*(KEEP_MEMORY if fits else RETURN_MEMORY))
+    # Rollout and updater hold one policy, `context.policy`: what a step's update writes is what the next rollout reads.
+    # `decided` has no "auto" left in [optim] and [grpo], which the update alone reads.
     context = load_run_context(recipe, starting_weights(recipe, checkpoint))
     updater = load_updater(decided, context, checkpoint, ranks)
     retriever = load_retrieval(recipe, context.system)

@@ -264,7 +264,8 @@ class Updater:
         )
         if head_grad_VH is not None:
             # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
-            hidden_RH.backward(result.hidden_grad_TH)
+            grad_RH = result.hidden_grad_TH
+            hidden_RH.backward(grad_RH)
         else:  # the head is frozen
             result.loss.backward()
         self.weights.add_gradients()

@@ -66,7 +66,7 @@ class Memory:
             assert self.pool.ref_count_P[block] == 1, "written to by one of several owners"
             self.slots[block][at % self.size] = tuple(writer.ids[: at + 1])
             writer.written = at + 1
-        self.scheduler.computed(writer.sequence, writer.written)
+        self.scheduler.mark_computed(writer.sequence, writer.written)
 
     def grow(self, writer: Writer, ids: list[int]) -> None:
         """Tokens behind those that are all written, as far as there is room."""

@@ -68,7 +68,7 @@ class Simulation:
             if self.cached[sequence] == len(sequence.ids):
                 if self.scheduler.reuse and sequence.prompt.waiting and len(sequence.ids) == len(sequence.prompt.ids):
                     sequence.prompt.hidden_H = "computed"  # type: ignore[assignment]
-                self.scheduler.computed(sequence, self.cached[sequence])
+                self.scheduler.mark_computed(sequence, self.cached[sequence])
                 if sequence.writing:
                     sequence.ids.append(7)
                     sequence.room -= 1

@@ -238,7 +238,7 @@ def test_a_reply_is_cut_at_its_first_stop() -> None:
 def test_limits_end_a_turn_of_an_endpoint_and_a_server_searches_for_it(tiny_index: Retriever) -> None:
     """In bytes, of which 4 count as a token; a reply of more than the context has room for is cut there."""
 
-    def episode(question: Question, tools: EpisodeConfig) -> Any:
+    def episode(question: Question, config: EpisodeConfig) -> Any:
         yield Prompt("{question}", question.question)
         yield Retrieved((yield Search("mayor")), "<search>", "</search>")
         yield Generate(("</search>",), 2)
@@ -259,12 +259,12 @@ def test_limits_end_a_turn_of_an_endpoint_and_a_server_searches_for_it(tiny_inde
             return [Continued(Turn(texts.pop(0), None), full=True) for _ in asked_for]
 
     def played(limits: dict[str, int]) -> Trajectory:
-        tokenizer, system, tools = train_bpe((), 256), system_of(episode), EpisodeConfig("", 1)
+        tokenizer, system, config = train_bpe((), 256), system_of(episode), EpisodeConfig("", 1)
         renderer = Renderer(
             tokenizer=tokenizer, tags=system.tags, k=1, chat=False, max_passage_tokens=999, passage_format="{text}"
         )
         given = {"max_turn_tokens": 40, "max_policy_tokens": 999, "max_context": 999, "max_num_seqs": 1} | limits
-        rollout = ApiRollout(Scripted(), tokenizer, Remote(), system, tools, renderer, Limits(**given), False, 4)
+        rollout = ApiRollout(Scripted(), tokenizer, Remote(), system, config, renderer, Limits(**given), False, 4)
         (found,) = rollout.run([Job(Question("q", "Who?", ("Anna",)), 0, 0, 0)], 0.0)
         assert rollout.clock.search_queries == 1 and found.from_api
         return found

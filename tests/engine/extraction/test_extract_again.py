@@ -201,7 +201,7 @@ def test_figures_leave_out_what_has_no_value() -> None:
 
 
 def test_a_conversation_says_what_the_episode_says(tiny_index: Index) -> None:
-    def episode(question: Question, tools: EpisodeConfig) -> Any:
+    def episode(question: Question, config: EpisodeConfig) -> Any:
         yield Prompt("T {passages} {question}", question.question, question.passages)
         yield Retrieved((yield Search("mayor")), "<i>", "</i>")
         yield Feedback("Go </a> on.")

@@ -35,7 +35,7 @@ TAGS = ("<reason>", "</reason>", "<extract>", "</extract>", "<answer>", "</answe
 QUESTION = Question("q", "Who?", ("Bel",), passages=(Passage("a", "A", "Bel did."), Passage("b", "B", "Nobody.")))
 
 
-def episode(question: Question, tools: Any) -> Any:
+def episode(question: Question, config: Any) -> Any:
     yield Prompt(TEMPLATE, question.question, question.passages)
     turn = yield Generate(("</extract>",))
     if turn.stop is None:
@@ -120,7 +120,7 @@ def test_branches_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy) -
     """Turns end at letters that random weights soon write, so that branches are reached without a script."""
     needs_invariant_policy(tiny_policy)
 
-    def soon(question: Question, tools: Any) -> Any:
+    def soon(question: Question, config: Any) -> Any:
         yield Prompt("{question}", question.question)
         turn = yield Generate(("e", "a"))
         half = len(turn.text) // 2
@@ -149,7 +149,7 @@ def test_a_branch_without_room_is_counted_and_left_out(
     prompt = len(tiny_rollout(SYSTEM, max_passage_tokens=200).prompt(QUESTION))
     total = prompt + sum(len(tiny_tokenizer.encode(text)) for text in trunk)
 
-    def long(question: Question, tools: Any) -> Any:
+    def long(question: Question, config: Any) -> Any:
         yield Prompt(TEMPLATE, question.question, question.passages)
         yield Generate(("</extract>",))
         again = Prompt(TEMPLATE, "Who?", question.passages)
@@ -184,7 +184,7 @@ def test_kept_bytes_are_exact_and_whole_tokens_stay(
 
 
 def fitted(question: Question, run: Rollout) -> PromptBatch:
-    return truncate_passages([question], run.system, run.tools, run.renderer)
+    return truncate_passages([question], run.system, run.episode_config, run.renderer)
 
 
 @pytest.mark.parametrize("budget", [75, 90, 120, 150, 400])
@@ -273,7 +273,7 @@ def test_bytes_behind_a_stop_open_the_next_turn(between: bool, tiny_policy: Poli
     """So an episode reads what the reward reads; not where something was appended in between."""
     heard: list[Turn] = []
 
-    def listening(question: Question, tools: Any) -> Any:
+    def listening(question: Question, config: Any) -> Any:
         yield Prompt("{question}", question.question)
         for stops in (("</extract>",), ("</answer>", "<answer>Bel</answer>"), ("</answer>",)):
             heard.append((yield Generate(stops)))

@@ -29,9 +29,9 @@ READ = "{passages}\nRead for: {question}\n"
 TURNS: list[Turn] = []
 
 
-def reading(question: Question, tools: Any) -> Any:
+def reading(question: Question, config: Any) -> Any:
     """A turn; a call that reads, with what was written kept; what it wrote is shown; an answer."""
-    yield Prompt(tools.template, question.question)
+    yield Prompt(config.template, question.question)
     turn = yield Generate(("</search>",), 10)
     kept = KeptSpan(0, len(turn.text))
     read = yield SubCall(
@@ -98,8 +98,8 @@ def test_limits_of_a_call(written: Written) -> None:
     _, trajectory = written(turns, system(), QUESTION, {"call 1": "y" * 12}, max_passage_tokens=200)
     assert TURNS[0].stop is None and TURNS[0].text.startswith(b"yyy") and trajectory.reason == "answered"
 
-    def wide(question: Question, tools: Any) -> Any:
-        yield Prompt(tools.template, question.question)
+    def wide(question: Question, config: Any) -> Any:
+        yield Prompt(config.template, question.question)
         yield SubCall(BranchPrompt(Prompt(READ, "who " * 400), (), ("</answer>",)))
         raise AssertionError("there was no room for it")
 
@@ -109,8 +109,8 @@ def test_limits_of_a_call(written: Written) -> None:
     # Passages beyond the budget are cut, and counted.
     many = tuple(Passage(str(n), "T", "word " * 30) for n in range(3))
 
-    def long(question: Question, tools: Any) -> Any:
-        yield Prompt(tools.template, question.question)
+    def long(question: Question, config: Any) -> Any:
+        yield Prompt(config.template, question.question)
         yield SubCall(BranchPrompt(Prompt(READ, question.question, many), (), ("</answer>",), 1))
         yield Feedback("done")
         return "ended"

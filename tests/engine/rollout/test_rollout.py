@@ -34,10 +34,10 @@ def test_samples_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy, ti
         assert record(single_run.run([job], 1.0)[0]) == record(together)
 
 
-def babble(question: Question, tools: Any) -> Any:
+def babble(question: Question, config: Any) -> Any:
     """Letters that random weights soon write end a turn; some of them search, some are answered by the engine."""
     yield Prompt("{question}", question.question)
-    for _ in range(tools.max_turns):
+    for _ in range(config.max_turns):
         turn = yield Generate(("e", "a", "o"))
         if turn.stop == "o":
             return "answered"

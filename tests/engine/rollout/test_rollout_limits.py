@@ -137,7 +137,7 @@ def test_episodes_that_search_before_they_write_share_a_call(
 ) -> None:
     """Regression: those that started together were searched for one by one. And two searches in a row are two calls."""
 
-    def episode(question: Question, tools: Any) -> Any:
+    def episode(question: Question, config: Any) -> Any:
         yield Prompt("{question}", question.question)
         first = yield Search(question.question)
         second = yield Search(first[0].passage.text)
@@ -237,7 +237,7 @@ def test_shuffled_passages_depend_on_the_sample_alone(
 def asking(*requests: Any, reason: str | None = None) -> System:
     """A system whose episodes make these requests."""
 
-    def episode(question: Question, tools: Any) -> Any:
+    def episode(question: Question, config: Any) -> Any:
         yield from requests
         return reason
 

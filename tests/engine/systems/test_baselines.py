@@ -89,11 +89,11 @@ def test_the_prompt_of_evidence(tmp_path: Path) -> None:
     assert requests == [Prompt(system.template, "Who mapped Glass Bay?", (passage,)), ANSWERED]
     assert reason == "answered"
     assert not system.given_passages  # it searches for none where a question brings none
-    tools = EpisodeConfig(system.template, 1)
-    empty = next(system.episode(replace(QUESTION, id="r"), tools))
+    config = EpisodeConfig(system.template, 1)
+    empty = next(system.episode(replace(QUESTION, id="r"), config))
     assert isinstance(empty, Prompt) and empty.passages == ()
     with pytest.raises(UserError, match=r"e\.jsonl: holds no evidence for question s"):
-        next(system.episode(replace(QUESTION, id="s"), tools))
+        next(system.episode(replace(QUESTION, id="s"), config))
 
 
 @pytest.mark.parametrize(("baseline", "kind"), [("evidence", "qa"), ("full_passages", "qa"), ("direct", "closed-book")])

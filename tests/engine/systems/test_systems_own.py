@@ -196,17 +196,21 @@ def test_a_reward_that_no_step_could_use_ends_in_a_sentence_before_anything_is_m
 @pytest.mark.parametrize(
     ("right", "broken", "what"),
     [
-        ("yield Prompt(", "yield Prompts(", "episode(question, tools) raised NameError (name 'Prompts' is not defined"),
-        ("yield Prompt(", "return Prompt(", "episode(question, tools) returned Prompt("),
-        ("yield Prompt(tools.template,", "yield (tools.template,", "episode(question, tools) yielded first ("),
+        (
+            "yield Prompt(",
+            "yield Prompts(",
+            "episode(question, config) raised NameError (name 'Prompts' is not defined",
+        ),
+        ("yield Prompt(", "return Prompt(", "episode(question, config) returned Prompt("),
+        ("yield Prompt(config.template,", "yield (config.template,", "episode(question, config) yielded first ("),
         (
             "yield Generate(",
             "yield Prompt('{question}', question.question) or dict(",
-            "episode(question, tools) yielded behind its prompt Prompt(",
+            "episode(question, config) yielded behind its prompt Prompt(",
         ),
-        ("yield Generate(", "yield print(", "episode(question, tools) raised TypeError"),
-        ('return "answered"', "raise SystemExit", "episode(question, tools) raised SystemExit at line"),
-        ('return "answered"', "return 1", "episode(question, tools) returned 1"),
+        ("yield Generate(", "yield print(", "episode(question, config) raised TypeError"),
+        ('return "answered"', "raise SystemExit", "episode(question, config) raised SystemExit at line"),
+        ('return "answered"', "return 1", "episode(question, config) returned 1"),
     ],
 )
 def test_an_episode_that_fails_is_the_files(
