@@ -17,6 +17,7 @@ PARTS = {
     "autorefine": {"answer", "refinement"},
     "search_r1": {"answer"},
     "naive_grpo": {"format", "answer"},
+    "reading": set(),  # the measures are its parts
 }
 PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"], "r1": PARTS["search_r1"]}
 

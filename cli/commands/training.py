@@ -86,7 +86,6 @@ class ImportGguf(
 
         figures = import_gguf(self.file, self.out, dtype=DTYPES[self.dtype])
         console.figures(f"model in {self.out}", figures)
-        console.answer(figures)
 
 
 _FROM = "with --resume: go back to this step's checkpoint, and delete what came after it; 0: the beginning"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cli_cases import finished_folder, write
+from gguf_cases import make_model, write_gguf
 
 from thresher.cli import main as cli
 from thresher.cli.parser import commands_of
@@ -15,6 +16,7 @@ Run = Callable[..., tuple[int, Any, str]]
 # Command -> what is typed behind it, in this order; {at} is the folder, and the last words are keys of the object.
 SHOWN = {
     "init": ("--config {at}/config.json --tokenizer {at}/model --out {at}/init", "parameters out"),
+    "import-gguf": ("{at}/m.gguf --out {at}/imported", "architecture parameters tokens out"),
     "sft": ("{at}/recipe.toml --out {at}/warm", "steps out"),
     "plan": ("--recipe {at}/recipe.toml --gpu-memory 80GB", "fits phases"),
     "recipe": ("--show {at}/recipe.toml", "model rollout"),
@@ -94,6 +96,7 @@ def test_a_command_prints_one_object(run: Run, tmp_path: Path) -> None:
     write(at / "golds.jsonl", asked)
     contrast = {"question": "Who?", "positive": "Anna", "negatives": ["Carl"]}
     write(at / "contrasts.jsonl", contrast, contrast)
+    write_gguf(at / "m.gguf", *make_model("llama"))
     (at / "template.txt").write_text("{question} {passages}")
     for command, (words, keys) in SHOWN.items():
         status, found, said = run(*command.split(), *words.format(at=at).split())

@@ -50,6 +50,8 @@ def test_the_recipes_that_come_with_it(path: Path) -> None:
     recipe = load_recipe(path)
     assert ((recipe.retrieval or RetrievalSection()).url is not None) == path.stem.endswith("-server")
     folder = path.parent.name
+    if folder == "smollm2":  # a model's, with several systems
+        return
     assert recipe.need(SystemSection).name == {"demo": "eval_rar", "world": "search_r1"}.get(folder, folder)
 
 

@@ -231,7 +231,7 @@ def test_every_system_explains_its_reward(name: str) -> None:
         result = system.reward(attempt_of(text))
         assert PARTS[name] | {"em", "f1", "answered"} <= result.parts.keys()
         assert all(isinstance(value, int | float) for value in result.parts.values())
-        assert result.parts["em"] == ("<answer>Anna Bell" in text)
+        assert result.parts["em"] == ("<answer>Anna Bell" in text and bool(system.tags))  # `reading` has none
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -297,8 +297,8 @@ def test_the_recipes_are_filled_by_their_presets(path: Path) -> None:
     recipe = read_run_recipe(path, [])
     assert recipe.system is not None
     system = load_system(recipe.system.name, recipe.system.options)
-    places = recipe.retrieval.index, recipe.retrieval.url
-    assert any(places) or system.given_passages or "<information>" not in system.tags, "it has nowhere to search"
+    places = recipe.retrieval and (recipe.retrieval.index or recipe.retrieval.url)
+    assert places or system.given_passages or "<information>" not in system.tags, "it has nowhere to search"
     passages = recipe.rollout.max_passage_tokens if system.given_passages else 0
     turn = 0 if recipe.data is None else recipe.rollout.max_turn_tokens  # `sft` alone samples nothing
     assert passages + turn < recipe.rollout.max_context
@@ -308,4 +308,13 @@ def test_the_recipes_are_filled_by_their_presets(path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_there_is_a_recipe_for_every_system(name: str) -> None:
     kinds = {path.stem.split("-")[0] for path in (ROOT / "recipes" / name).glob("*.toml")}
-    assert "qwen2.5" in kinds and ("laptop" in kinds or name in ("evinote_code", "r1"))
+    assert "qwen2.5" in kinds and ("laptop" in kinds or name in ("evinote_code", "r1", "reading"))
+
+
+@pytest.mark.parametrize(
+    ("written", "earns"),
+    [("Anna", 1), ("Anna<|im_end|>", 1), ("Anna Bo Cy Di<|endoftext|>", 0.2), ("Bo", 0), ("<|im_end|>", 0), ("", 0)],
+)
+def test_reading_takes_the_whole_reply_for_its_answer(written: str, earns: float) -> None:
+    attempt = RewardInput(pieces=[TextSegment(Source.POLICY, written.encode())], golds=("Anna",), question="Who?")
+    assert load_system("reading", {}).reward(attempt).reward == pytest.approx(earns)
