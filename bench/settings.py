@@ -1,8 +1,8 @@
 """Shapes and texts of `thresher bench rollout` and `thresher bench step`: one model and texts of exact lengths.
 
-Texts are words of an invented world's facts, filled up with full stops. The vocabulary is trained on the same facts and
-has exactly as many tokens as the model has columns, so that all sides sample from the same distribution. The model's
-config has no end of text, so that every sample has its full length.
+Texts are words of an invented world's facts, filled up with full stops or the like. The vocabulary is trained on the
+same facts and has exactly as many tokens as the model has columns, so that all sides sample from the same distribution;
+a published model brings its own. The model's config has no end of text, so that every sample has its full length.
 """
 
 import json
@@ -22,20 +22,22 @@ from thresher.bench.roofline import MODELS
 from thresher.engine.world.facts import Size, invent, passages
 from thresher.engine.world.random_model import END_OF_TEXT
 from thresher.policy.config import config_from_dict
-from thresher.policy.model import Policy, init_policy
+from thresher.policy.model import Policy, init_policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 CONTEXT, ROPE_THETA = 4096, 10_000.0
 WORLD = Size(warmup_worlds=0, people=800, places=600, works=800, pieces=400)  # enough words for every vocabulary
-FILL = "."
+FILLS = (".", " a", " 1", "e")  # texts are filled up with one that is a token each, however often it stands there
 TRAINED = 1200  # tokens of a vocabulary that come from text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A Qwen2 by its sizes. Its random weights are small enough that the float32 angles of transformers' rotation, the
-    largest difference between two right implementations at position 1,000, stay below the proof's bound."""
+    """A Qwen2, or another family's model, by its sizes. Its random weights are small enough that the float32 angles of
+    transformers' rotation, the largest difference between two right implementations at position 1,000, stay below the
+    proof's bound."""
 
+    model_type: str = "qwen2"
     num_hidden_layers: int = 4
     hidden_size: int = 256
     num_attention_heads: int = 4
@@ -139,9 +141,19 @@ ROLLOUT_SHAPES: dict[str, tuple[RolloutShape, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerWay:
+    """How a peer computes an update: `batch` samples in one forward and backward (None: all of a step), added up over
+    the step; with its activations kept, or computed again in the backward."""
+
+    batch: int | None = None
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """One GRPO step. model: a name of roofline.MODELS in bfloat16, for CUDA; None: `lengths.sizes` in float32. lora:
-    rank of adapters, which then are all that is trained.
+    rank of adapters, which then are all that is trained. micro_batch_tokens: of our update. peer_ways: where there are
+    several, each is tried, and the quickest is the peer.
 
     TRL's GRPOTrainer has no retrieval between turns. In `search` it gets a prompt that is as long as ours with all its
     passages, and samples as many tokens in one turn: the same tokens a trajectory, sampled and given.
@@ -152,6 +164,8 @@ class StepShape:
     lora: int | None = None
     beta: float = 0.02
     lr: float = 1e-5
+    micro_batch_tokens: int = 16384
+    peer_ways: tuple[PeerWay, ...] = (PeerWay(),)
 
     @property
     def name(self) -> str:
@@ -185,11 +199,35 @@ _STEP_RAG = RolloutShape(name="rag", sizes=Sizes(vocab_size=20_000), questions=4
 _SEARCH = RolloutShape(
     name="search", sizes=Sizes(), questions=4, group=5, question=150, turns=(100, 100, 100), appended=275
 )
+# SmolLM2-135M at the lengths of recipes/smollm2/read.toml.
+_SMOLLM2 = RolloutShape(
+    name="smollm2",
+    sizes=Sizes(
+        model_type="llama",
+        num_hidden_layers=30,
+        hidden_size=576,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        vocab_size=49_152,
+    ),
+    questions=8,
+    group=8,
+    question=210,
+    turns=(32,),
+)
 
 STEP_SHAPES: dict[str, StepShape] = {
     "demo": StepShape(lengths=replace(ROLLOUT_SHAPES["demo"][0], question=56)),
     "rag": StepShape(lengths=_STEP_RAG),
     "search": StepShape(lengths=_SEARCH),
+    "smollm2": StepShape(
+        lengths=_SMOLLM2,
+        beta=0.0,
+        lr=2e-5,
+        micro_batch_tokens=4096,
+        peer_ways=(PeerWay(batch=16), PeerWay(batch=16, checkpointing=True)),
+    ),
     "0.5B": _gpu("0.5B", "0.5B"),
     "1.5B": _gpu("1.5B", "1.5B"),
     "7B-lora": _gpu("7B-lora", "7B", lora=16),
@@ -218,16 +256,22 @@ class RolloutSetting:
 
 
 def make_rollout_setting(
-    shape: RolloutShape, device: torch.device | None = None, policy: Policy | None = None, vocab: int | None = None
+    shape: RolloutShape,
+    device: torch.device | None = None,
+    policy: Policy | None = None,
+    vocab: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> RolloutSetting:
     """Make model and texts, a function of the shape, its seed included; the model in float32 on the device.
 
     policy: a model that was made already. vocab: tokens of the tokenizer, where they are not `sizes.vocab_size`.
+    tokenizer: a published model's.
     """
     facts = invented_facts(shape.seed)
-    tokenizer = make_tokenizer(facts, vocab or shape.sizes.vocab_size)
+    tokenizer = tokenizer or make_tokenizer(facts, vocab or shape.sizes.vocab_size)
     if policy is None:
         config = json.loads((files("thresher.recipes") / "demo" / "config.json").read_text(encoding="utf-8"))
+        del config["architectures"]  # of the family, which `sizes` may change
         config |= asdict(shape.sizes) | {"max_position_embeddings": CONTEXT, "rope_theta": ROPE_THETA}
         config = config_from_dict(config, "the bench's config").replace(eos_token_ids=())
         policy = init_policy(config, shape.seed).to(device or "cpu").requires_grad_(False)
@@ -271,7 +315,7 @@ def make_tokenizer(facts: Sequence[str], vocab: int) -> Tokenizer:
 
 
 def text_of(tokens: int, facts: Sequence[str], tokenizer: Tokenizer, rng: random.Random) -> str:
-    """Make a text of exactly so many tokens from facts that `rng` draws: as many words as fit, and `FILL`."""
+    """Make a text of exactly so many tokens from facts that `rng` draws: as many words as fit, and one of `FILLS`."""
     text, rest = "", tokens
     for word in " ".join(rng.sample(facts, 1 + tokens // 4)).split():
         longer = f"{text} {word}".strip()
@@ -279,10 +323,10 @@ def text_of(tokens: int, facts: Sequence[str], tokenizer: Tokenizer, rng: random
         if left < 0:
             break
         text, rest = longer, left
-    text += FILL * rest
-    if len(tokenizer.encode(text)) != tokens:
-        raise RuntimeError(f"a text of {tokens} tokens could not be made")
-    return text
+    for fill in FILLS:
+        if len(tokenizer.encode(text + fill * rest)) == tokens:
+            return text + fill * rest
+    raise RuntimeError(f"a text of {tokens} tokens could not be made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +350,12 @@ class Seconds:
 @dataclass(frozen=True, slots=True)
 class StepSetting:
     """Model and texts of our side of a step, and prompts for a peer of one turn, which hold as many tokens as ours and
-    its passages together."""
+    its passages together. end: the token that a peer ends texts with, and pads."""
 
     shape: StepShape
     rollout: RolloutSetting
     peer_prompts: list[str]
+    end: str = END_OF_TEXT
 
     @property
     def device(self) -> torch.device:
@@ -320,20 +365,29 @@ class StepSetting:
         return [self.rollout.tokenizer.encode(text) for text in self.peer_prompts]
 
 
-def make_step_setting(shape: StepShape, device: torch.device | None = None) -> StepSetting:
-    """Make model and texts of a step, a function of the shape, its seed included."""
-    lengths, device = shape.lengths, device or torch.device("cpu")
-    if shape.model is None:
+def make_step_setting(
+    shape: StepShape, device: torch.device | None = None, folder: str | Path | None = None
+) -> StepSetting:
+    """Make model and texts of a step, a function of the shape, its seed included. folder: of a published model, in
+    place of random weights."""
+    lengths, device, end = shape.lengths, device or torch.device("cpu"), END_OF_TEXT
+    if folder is not None:
+        policy = load_policy(folder, torch.float32 if shape.model is None else torch.bfloat16, device)
+        ends, tokenizer = policy.config.eos_token_ids, load_tokenizer(folder)
+        end = tokenizer.decode(ends[:1] or [tokenizer.vocab_size - 1])
+        policy.config = policy.config.replace(eos_token_ids=())
+        rollout = make_rollout_setting(lengths, device, policy.requires_grad_(False), tokenizer=tokenizer)
+    elif shape.model is None:
         rollout = make_rollout_setting(lengths, device)
     else:
         config = MODELS[shape.model]
         policy = random_policy(config, device, torch.bfloat16)
         rollout = make_rollout_setting(lengths, device, policy, config.vocab_size - UNDRAWN)
     if shape.peer_prompt == lengths.prompt:
-        return StepSetting(shape, rollout, rollout.questions)
+        return StepSetting(shape, rollout, rollout.questions, end)
     rng, facts = random.Random(lengths.seed), invented_facts(lengths.seed)
     prompts = [text_of(shape.peer_prompt, facts, rollout.tokenizer, rng) for _ in range(lengths.questions)]
-    return StepSetting(shape, rollout, prompts)
+    return StepSetting(shape, rollout, prompts, end)
 
 
 def reward_of(ids: Sequence[int]) -> float:

@@ -1,8 +1,10 @@
 """`thresher bench step`: a whole GRPO step of ours, prefixes shared and unshared, beside one of TRL's GRPOTrainer.
 
 All sides get the same model (random weights), prompts, group, number of tokens, reward, beta, learning rate and
-optimiser (settings.py); their steps alternate in one process. Before anything is timed, log-probs that were recorded
-while sampling must agree with a forward over the whole sequences, and with the peer's.
+optimiser (settings.py); their steps alternate in one process, so under the same settings of the allocator too
+(cli/process.py). Before anything is timed, log-probs that were recorded while sampling must agree with a forward over
+the whole sequences, and with the peer's. Where a shape has several ways for TRL to compute an update, each takes a step
+first, and the quickest goes on.
 
     rollout       sampling all completions (TRL: `_generate`, see step_trl.py)
     update        the rest of the step: rewards, advantages, reference, forward, backward, clip, optimiser
@@ -17,7 +19,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from thresher.bench.harness import (
 )
 from thresher.bench.rollout import LogitsOf, prove
 from thresher.bench.rollout_sides import RolloutSide
-from thresher.bench.settings import STEP_SHAPES, Seconds, StepSetting, StepShape, make_step_setting, reward_of
+from thresher.bench.settings import STEP_SHAPES, PeerWay, Seconds, StepSetting, StepShape, make_step_setting, reward_of
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout
@@ -57,10 +59,12 @@ SIDES = ("shared", "unshared", "peer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBench:
-    """Options: a name of STEP_SHAPES. threads None: as a run of this model takes (engine/threads.py). budget: seconds,
-    after which no round begins; one is measured in any case."""
+    """Options: a name of STEP_SHAPES. model: the folder of a published one, in place of random weights. threads None:
+    as a run of this model takes (engine/threads.py). budget: seconds, after which no round begins; one is measured in
+    any case."""
 
     shape: str = "demo"
+    model: str | None = None
     peer: str = "trl"
     steps: int = 5
     threads: int | None = None
@@ -76,6 +80,8 @@ class Steps:
     parts: list[dict[str, float]] = field(default_factory=list)
     asked: int = 0
     computed: int = 0
+    way: PeerWay | None = None
+    tried: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Ours:
@@ -89,14 +95,14 @@ class Ours:
     def __init__(self, setting: StepSetting) -> None:
         self.setting = setting
         shape, policy = setting.shape, copy.deepcopy(setting.rollout.policy)
-        weights, reference = _trained(policy, shape.lora)
+        weights, reference = _trained(policy, shape.lora, shape.beta > 0)
         self.side = RolloutSide(replace(setting.rollout, policy=policy))
         self.grpo = GrpoSection(beta=shape.beta, kl_value="k3_ratio")  # TRL's default is the same estimator
         self.updaters = {
             share: Updater(
                 weights=weights,
                 reference=reference,
-                optim=OptimSection(lr=shape.lr, share_prefix=share),
+                optim=OptimSection(lr=shape.lr, share_prefix=share, micro_batch_tokens=shape.micro_batch_tokens),
                 grpo=self.grpo,
                 vocab_size=setting.rollout.tokenizer.vocab_size,
                 total_steps=1,
@@ -132,13 +138,13 @@ class Ours:
         return seconds
 
 
-def _trained(policy: Policy, lora: int | None) -> tuple[MasterWeights, Policy]:
-    """Return (the trained weights, the reference); `policy` is made trainable in place."""
+def _trained(policy: Policy, lora: int | None, referred: bool) -> tuple[MasterWeights, Policy | None]:
+    """Return (the trained weights, the reference, if one is `referred` to); `policy` is made trainable in place."""
     if lora is not None:
         section = LoraSection(rank=lora)
         add_lora(policy, rank=lora, alpha=section.alpha, targets=section.targets, seed=section.seed)
-        return MasterWeights(policy), policy  # the reference is the policy with its adapters off
-    reference = copy.deepcopy(policy).requires_grad_(False)
+        return MasterWeights(policy), policy if referred else None  # the reference is the policy with its adapters off
+    reference = copy.deepcopy(policy).requires_grad_(False) if referred else None
     policy.requires_grad_(True)
     master = None if policy.dtype == torch.float32 else copy.deepcopy(policy).float().requires_grad_(True)
     return MasterWeights(policy, master), reference
@@ -158,7 +164,7 @@ def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | 
         out = root / "bench" / "results" / f"step-{'cpu' if bench.device == 'cpu' else 'gpu'}.jsonl"
     check_files(out, plot)
     begun = time.monotonic()
-    setting = make_step_setting(shape, torch.device(bench.device))
+    setting = make_step_setting(shape, torch.device(bench.device), bench.model)
     with use_threads(bench.threads or threads_for("auto", setting.rollout.policy.config)):
         ours = Ours(setting)
         gaps, steps = _measure(bench, ours, _peer(bench.peer, shape), begun + bench.budget)
@@ -204,10 +210,11 @@ def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[
         return done < 1 or (done < bench.steps and now + longest <= deadline)
 
     if peer == "trl":
-        from thresher.bench.step_trl import Theirs
+        from thresher.bench.step_trl import Theirs, quickest_way
 
         with tempfile.TemporaryDirectory() as scratch:
-            theirs = Theirs(ours.setting, Path(scratch), WARMUP + bench.steps)
+            steps.way, steps.tried = quickest_way(ours.setting, Path(scratch))
+            theirs = Theirs(ours.setting, Path(scratch), WARMUP + bench.steps, steps.way)
             gaps = prove_ours(ours, theirs.logits)
             last = time.monotonic()
             theirs.run(our_round)
@@ -234,6 +241,7 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
     """Return a run's row. Its ratios are the medians of neighbouring steps' wall seconds; `ratio` and `cpu_ratio` have
     their spread, None without a peer."""
     setting, shape, config = ours.setting, ours.setting.shape, ours.setting.rollout.policy.config
+    folder = setting.rollout.policy.folder
 
     def by_ours(side: str, part: str) -> dict[str, float] | None:
         theirs, shared = ([getattr(step, part) for step in steps.of[name]] for name in (side, "shared"))
@@ -263,6 +271,8 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
         "cpu_ratio": {part: by_ours("peer", f"{part}_cpu") for part in wall},
         "shared_gains": {"wall": gain, "cpu": cpu_gain},
         "logprob_gap": gaps,
+        "peer_way": None if steps.way is None else asdict(steps.way),
+        "peer_ways_tried": steps.tried,
         "lengths": shape.record()
         | {
             "layers": config.num_hidden_layers,
@@ -271,6 +281,7 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
             "parameters": setting.rollout.policy.parameter_count(),
             "peer_prompt": shape.peer_prompt,
             "peer_completion": shape.peer_completion,
+            "weights": None if folder is None else folder.name,
         },
     }
 
@@ -304,6 +315,9 @@ def show(row: dict[str, Any]) -> None:
         return spread_text(None if values is None or key is None else values[key])
 
     lengths = row["lengths"]
+    for way in row["peer_ways_tried"]:
+        how = "activations computed again" if way["checkpointing"] else "activations kept"
+        console.print(f"TRL, {way['batch']} samples at once, {how}: {way['step_s']:.3g} s a step", soft_wrap=True)
     console.print(
         f"shared prefixes: an update computes {row['computed_tokens']:,} of {row['asked_tokens']:,} tokens, "
         f"{row['shared_gain']:.2f} times as fast as unshared",

@@ -15,7 +15,7 @@ from thresher.common import console
 
 BENCH = Group("bench", "measure, beside peers", 120, "thresher bench step", "WHAT")
 
-StepShape = Literal["demo", "rag", "search", "0.5B", "1.5B", "7B-lora"]
+StepShape = Literal["demo", "rag", "search", "smollm2", "0.5B", "1.5B", "7B-lora"]
 RolloutShape = Literal["demo", "rag", "search", "branches"]
 Model = Literal["0.5B", "1.5B", "3B", "7B"]
 Chip = Literal["A100-40", "A100-80", "A800", "H100", "H200"]
@@ -44,6 +44,7 @@ class Step(
     example="thresher bench step --shape rag --peer none",
 ):
     shape: Annotated[StepShape, "default: demo; sizes in B take --device cuda"] = "demo"
+    model: Annotated[str | None, "FOLDER", "a published model, in place of random weights of the shape's sizes"] = None
     peer: Annotated[Literal["trl", "none"], "who is measured beside ours"] = "trl"
     steps: Annotated[Count, "N", "of each side; default: 5"] = 5
     device: CpuOrCuda = "cpu"

@@ -13,12 +13,13 @@ import torch
 
 from thresher.bench import step as step_module
 from thresher.bench.roofline import MODELS
-from thresher.bench.settings import STEP_SHAPES, Seconds, Sizes, StepShape, make_step_setting
+from thresher.bench.settings import STEP_SHAPES, PeerWay, Seconds, Sizes, StepShape, make_step_setting
 from thresher.bench.step import LARGEST_GAP, Ours, StepBench, Steps, make_row, prove_ours, rows_of_steps, run_step_bench
 from thresher.cli.commands import bench as command_line
 from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout
+from thresher.policy.model import Policy
 from thresher.rewards.reward import Source
 
 TINY = Sizes(num_hidden_layers=1, hidden_size=32, intermediate_size=48, vocab_size=600, initializer_range=0.08)
@@ -35,6 +36,8 @@ SMALL = {
     "demo": small("demo", question=24, turns=(9,)),
     "search": small("search", question=20, turns=(5, 5, 5), appended=7),
 }
+WAYS = (PeerWay(batch=3), PeerWay(batch=3, checkpointing=True))
+SMOLLM2 = replace(small("smollm2", question=24, turns=(9,)), peer_ways=WAYS)
 
 
 @pytest.fixture
@@ -151,13 +154,40 @@ def test_what_cannot_be_measured_is_said(
     assert 'TRL is not installed, so ours is measured alone; pip install "thresher[bench]"' in said
 
 
+def test_a_published_model_takes_the_place_of_random_weights(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_folder: Path, tiny_policy: Policy, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(STEP_SHAPES, "smollm2", SMOLLM2)
+    command = ["bench", "step", "--shape", "smollm2", "--model", str(tiny_model_folder), "--peer", "none"]
+    out = tmp_path / "rows.jsonl"
+    assert run([*command, "--steps", "1", "--out", str(out)]) == 0
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert row["lengths"]["weights"] == tiny_model_folder.name and row["peer_ways_tried"] == []
+    assert row["lengths"]["parameters"] == tiny_policy.parameter_count()
+    assert row["tokens"] == 2 * 3 * (24 + 9), "no sample ends early, whatever the model has learned"
+    setting = make_step_setting(SMOLLM2, folder=tiny_model_folder)
+    assert setting.end == "<|endoftext|>" and {len(ids) for ids in setting.rollout.prompts()} == {24}
+
+
 def test_beside_trl(at_small_sizes: None, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
     row = run_step_bench(StepBench(shape="search", steps=2), tmp_path / "rows.jsonl")
     assert row["logprob_gap"]["peer"] <= LARGEST_GAP[FLOAT]
     assert row["ratio_step"] > 0 and row["ratio_update"] > 0 and row["ratio_rollout"] > 0
+    assert row["peer_way"] == {"batch": None, "checkpointing": False} and row["peer_ways_tried"] == []
     assert isinstance(row["trl"], str) and row["peer"]["update_s"]["p50"] > 0 and row["steps"] == 2
+
+
+def test_the_quickest_way_of_trl_is_the_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    monkeypatch.setitem(STEP_SHAPES, "smollm2", SMOLLM2)
+    row = run_step_bench(StepBench(shape="smollm2", steps=1), tmp_path / "rows.jsonl")
+    first, second = row["peer_ways_tried"]
+    assert [(way["batch"], way["checkpointing"]) for way in (first, second)] == [(3, False), (3, True)]
+    assert row["peer_way"]["checkpointing"] == (second["step_s"] < first["step_s"])
+    assert row["logprob_gap"]["peer"] <= LARGEST_GAP[FLOAT] and row["lengths"]["weights"] is None
 
 
 def test_make_appends_where_the_command_does() -> None:
