@@ -246,6 +246,33 @@ def draw_step(rows: Rows, path: Path) -> None:
         figure.legend(*grid[0].get_legend_handles_labels(), loc="upper right", ncols=2, fontsize=8, frameon=False)
 
 
+# bench train
+
+
+def draw_train(rows: Rows, sides: Mapping[str, str], path: Path) -> None:
+    """Draw F1 and exact match on held-out questions against minutes of training, a curve a side."""
+    last = rows[-1]
+    with _figure(
+        path,
+        9.0,
+        3.2,
+        {"axes.titlesize": 10, "axes.titlepad": 8},
+        PADS,
+        "Answers to held-out questions while the same task is trained",
+        f"Evaluations are not in the time. {last['machine']}; torch {last['torch']}; commit {last['commit']}.",
+    ) as figure:
+        for axes, (key, name) in zip(figure.subplots(1, 2), (("f1", "F1"), ("em", "exact match")), strict=True):
+            for (side, label), color in zip(sides.items(), (BLUE, GREY), strict=True):
+                found = [row for row in rows if row["side"] == side and row["eval"]]
+                minutes, values = [row["seconds"] / 60 for row in found], [row["eval"][key] for row in found]
+                axes.plot(minutes, values, color=color, marker="o", markersize=3.5, label=label)
+            axes.set_title(name)
+            axes.set_xlabel("minutes of training")
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.legend()
+
+
 # bench retrieval
 
 RECALL_TICKS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)

@@ -3,7 +3,7 @@
 A step lasts from `on_step_begin` to `on_step_end`; the rollout is the trainer's own `_generate` (tokenise, generate,
 decode). Our steps run inside the `on_step_end` callback, after the clock was stopped. All samples of a step are one
 batch, without checkpointing: its fastest where memory allows it; for larger models a shape names the ways to try.
-`min_new_tokens` keeps samples at their full length.
+`min_new_tokens` keeps samples at their full length. bench/train.py uses the same trainer, without that.
 """
 
 import gc

@@ -117,6 +117,7 @@ REDUCED = {
         once=True,
     ),
     "bench step": Row(("--steps", "1", "--shape", "demo", "--peer", "none", "--out", "step.jsonl"), once=True),
+    "bench train": Row(("--peer", "none"), once=True),
     "bench rollout": Row(("--shape", "demo", "--rounds", "1", "--peer", "none"), once=True),
     "bench loss": Row(
         (

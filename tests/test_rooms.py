@@ -37,6 +37,8 @@ ROOMS = (
     ("bench/rollout_sides.py", "bench/step_trl.py"),
     ("bench/rollout.py",),
     ("bench/step.py",),
+    ("bench/train_trl.py",),
+    ("bench/train.py",),
     ("bench/studies",),
     ("cli/parser.py", "cli/process.py"),
     ("cli/flags.py",),

@@ -59,6 +59,29 @@ class Step(
         console.answer(run_step_bench(flags.fill(StepBench, self), self.out, self.plot))
 
 
+class Train(
+    flags.OfRecipe,
+    group=BENCH,
+    help="train a recipe's task by TRL: held-out answers against the clock",
+    place=12,
+    example="thresher bench train smollm2/read.toml --beside runs/read",
+):
+    """bench/train.py says what is the same as in `thresher train`."""
+
+    beside: Annotated[str | None, "RUN", "folder of `thresher train`, whose steps become rows too"] = None
+    peer: Annotated[Literal["trl", "none"], "none: only what --beside has"] = "trl"
+    batch: Annotated[Count, "N", "samples that TRL computes at once; default: 16"] = 16
+    checkpointing: Annotated[bool, "let TRL compute activations again in the backward"] = False
+    out: Rows = None
+    plot: Picture = None
+
+    def __call__(self) -> None:
+        from thresher.bench.train import TrainBench, run_train_bench
+
+        rows = run_train_bench(flags.fill(TrainBench, self), self.read_recipe(), self.out, self.plot)
+        console.answer({"rows": rows})
+
+
 class Rollout(
     Command,
     group=BENCH,

@@ -56,6 +56,7 @@ SHOWN = {
 # Work that takes too long here, or a GPU: command -> (module, function) of it, what that returns, keys of the object.
 LONG: dict[str, tuple[str, str, Any, str]] = {
     "bench step": ("thresher.bench.step", "run_step_bench", {"ours": 1}, "ours"),
+    "bench train": ("thresher.bench.train", "run_train_bench", [{}], "rows"),
     "bench rollout": ("thresher.bench.rollout", "run_rollout_bench", [{}], "rows"),
     "bench decode": ("thresher.bench.decode", "run_decode_bench", [{}], "rows"),
     "bench retrieval": ("thresher.bench.retrieval", "run_retrieval_bench", [], "rows"),
@@ -118,7 +119,8 @@ def test_long_work_is_answered_for(command: str, run: Run, tmp_path: Path, monke
     )
     monkeypatch.setattr("thresher.engine.reports.report.print_trajectories", lambda folder: print("shown"))
     monkeypatch.setattr(f"{module}.{function}", lambda *_, **__: returned)
-    named = ["--index", "i"] if command == "serve-retriever" else ["--out", str(tmp_path)] if "out" in keys else []
+    needed = {"serve-retriever": ["--index", "i"], "bench train": ["smollm2/read.toml"]}
+    named = needed.get(command, ["--out", str(tmp_path)] if "out" in keys else [])
     status, found, _ = run(*command.split(), *named)
     assert status == 0 and set(keys.split()) <= found.keys()
 

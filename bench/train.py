@@ -1,0 +1,310 @@
+"""`thresher bench train`: the task of a recipe trained by TRL's GRPOTrainer, held-out answers against the clock.
+
+What is the same as in `thresher train` of that recipe: weights, questions and their order, ids of the prompts,
+reward, group, lengths, temperature, clip, AdamW with its learning rate and schedule, threads, settings of the
+allocator. Before the first step, log-probs that our rollout recorded must agree with those of TRL's model. Held-out
+questions are answered greedily by our engine with TRL's weights; the clock stands meanwhile.
+
+What stays TRL's: padded batches, the noise of its samples, warm-up that begins at a rate of 0, and advantages divided
+by the sample's deviation + 1e-4, which ours are with grpo.sample_std = true and grpo.std_eps = 1e-4.
+
+A row is a step, as it ends (0: before the first): `seconds` of training up to then, `reward` of its samples, and
+`eval`, the measures of the held-out questions, None where none were asked. With `beside`, a run folder of `thresher
+train`, its steps are rows as well, of the side "ours".
+"""
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from thresher.bench.harness import append_rows, check_files, facts, print_files
+from thresher.bench.rollout import gap_of
+from thresher.bench.rollout_sides import Written
+from thresher.bench.settings import PeerWay, Seconds
+from thresher.bench.step import LARGEST_GAP
+from thresher.common.console import console, table
+from thresher.common.errors import UserError
+from thresher.engine.assemble import RunContext, load_questions, load_retrieval, load_run_context
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import GrpoSection, OptimSection
+from thresher.engine.episode import Generate
+from thresher.engine.evaluation.evaluate import evaluate
+from thresher.engine.evaluation.metrics import measured, summary_of
+from thresher.engine.protocol.trajectory import Segment, Trajectory
+from thresher.engine.rollout.rollout import Job
+from thresher.engine.scoring.score import score
+from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.training.step import questions_of_step
+from thresher.policy.model import hf_views
+from thresher.retrieval.questions import Question
+from thresher.rewards.reward import Source
+
+# Keys that TRL's trainer is given, or that change nothing that it could see; those beside them have their defaults.
+FREE = {
+    *("clip_low", "clip_high", "std_floor", "std_eps", "sample_std", "reference", "kl_value", "kl_gradient"),
+    *("drop_zero_advantage", "lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_ratio"),
+    *("micro_batch_tokens", "attention", "share_prefix", "loss_workspace_bytes", "checkpoint_activations"),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grpo": {key: value for key, value in vars(GrpoSection(beta=0.0)).items() if key not in FREE},
+    "optim": {key: value for key, value in vars(OptimSection()).items() if key not in FREE},
+    "model": {"dtype": "float32"},
+    "rollout": {"max_turns": 1},
+}
+MEASURES = ("questions", "f1", "em", "reward", "response_tokens")
+STEP_SECONDS = ("rollout_seconds", "reward_seconds", "update_seconds")
+SIDES = {"ours": "ours", "trl": "TRL"}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBench:
+    """Options. peer: "trl", or "none" for the rows of `beside`, a folder of `thresher train`, alone. batch: samples in
+    one forward and backward of TRL's; checkpointing: it computes activations again."""
+
+    peer: str = "trl"
+    batch: int = 16
+    checkpointing: bool = False
+    beside: str | None = None
+
+
+def run_train_bench(
+    bench: TrainBench, recipe: Recipe, out: str | Path | None = None, plot: str | Path | None = None
+) -> list[Row]:
+    """Train, append a row to `out` as each step ends, print a table, draw `plot`; return the rows."""
+    if bench.peer == "none" and bench.beside is None:
+        raise UserError("--peer none: there is nothing to show; name a run by --beside")
+    if bench.peer == "trl":
+        check_comparable(recipe, bench.batch)
+        if not all(map(find_spec, ("trl", "datasets"))):
+            raise UserError(
+                '--peer trl: TRL is not installed; pip install "thresher[bench]" brings it, and --peer none shows the '
+                "run of --beside alone"
+            )
+    check_files(out, plot)
+    rows = [] if bench.beside is None else rows_of_run(bench.beside)
+    append_rows(out, *rows)
+    if bench.peer == "trl":
+        context = load_run_context(recipe)
+        check_plain(context)
+        with context.threads():
+            rows += _train(Task(context), PeerWay(batch=bench.batch, checkpointing=bench.checkpointing), out)
+    show(rows)
+    if plot is not None:
+        from thresher.bench.plots import draw_train
+
+        draw_train(rows, SIDES, Path(plot))
+    print_files(out, plot)
+    return rows
+
+
+def check_comparable(recipe: Recipe, batch: int) -> None:
+    """Raise UserError for a recipe that says what TRL's trainer is not given."""
+
+    for section, defaults in SETTINGS.items():
+        for key, expected in defaults.items():
+            value = getattr(getattr(recipe, section), key)
+            if value != expected:
+                raise UserError(f"{section}.{key} is {value!r}, which TRL is not given; set it to {expected!r}")
+    if recipe.lora is not None:
+        raise UserError("[lora]: TRL's adapters are another library's; leave the section out")
+    samples = recipe.rollout.questions_per_step * recipe.rollout.group_size
+    if samples % batch:
+        raise UserError(f"--batch {batch} does not divide the {samples} samples of a step; choose one that does")
+
+
+def check_plain(context: RunContext) -> None:
+    """Raise UserError for a system whose turn ends at a tag, which TRL's would not, or that asks for more than a turn
+    or for judges."""
+    system, question = context.system, Question("", "", ())
+    episode = system.episode(question, context.episode_config)
+    next(episode)
+    turn = episode.send(None)
+    if not isinstance(turn, Generate) or turn.stop or system.claims is not None or system.wants_verdict:
+        raise UserError(
+            f"system {system.name}: TRL's trainer writes one turn, up to the end of text, and asks no judge; use a "
+            "system that does the same, such as reading"
+        )
+
+
+class Task:
+    """A recipe's questions with the ids of their prompts, its reward, and its held-out questions.
+
+    asked: the questions of all steps, one behind the other, as `thresher train` asks them.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.context, recipe = context, context.recipe
+        limits = context.limits
+        self.rollout = context.rollout(load_retrieval(recipe, context.system))
+        train, dev = load_questions(recipe, context.system)
+        count, steps = recipe.rollout.questions_per_step, range(1, recipe.run.steps + 1)
+        asked = [question for step in steps for question in questions_of_step(train, count, recipe.run.seed, step)]
+        self.asked = self.rollout.retrieve_and_truncate(asked).questions
+        self.dev = self.rollout.retrieve_and_truncate(dev).questions
+        self.completion = min(limits.max_turn_tokens, limits.max_policy_tokens)
+        self.prompts = [self.rollout.prompt(question) for question in self.asked]
+        longest = max(map(len, self.prompts)) + self.completion
+        if longest > limits.max_context:
+            raise UserError(
+                f"rollout.max_context is {limits.max_context}, but a prompt and an answer may take {longest}, and TRL "
+                "has no such limit; raise it"
+            )
+
+    def rewards(self, numbers: Sequence[int], completions: Sequence[list[int]]) -> list[float]:
+        """Return the rewards of completions of the questions with these numbers."""
+        questions = [self.asked[number] for number in numbers]
+        trajectories = [
+            Trajectory(
+                question.id, number, 0, [Segment(Source.PROMPT, self.prompts[number]), Segment(Source.POLICY, ids)]
+            )
+            for question, number, ids in zip(questions, numbers, completions, strict=True)
+        ]
+        scored = score(questions, trajectories, self.context.system, self.context.tokenizer)
+        return [entry.result.reward for entry in scored]
+
+    def sampled(self) -> list[Written]:
+        """Return a group of our own samples, with their log-probs."""
+        recipe = self.context.recipe
+        jobs = [Job(self.asked[0], 0, sample, sample) for sample in range(recipe.rollout.group_size)]
+        found = self.rollout.run(jobs, recipe.rollout.temperature)
+        return [Written(one.ids(), one.policy_positions(), one.policy_logprobs()) for one in found]
+
+    @torch.no_grad()
+    def evaluate(self, weights: dict[str, torch.Tensor]) -> Row | None:
+        """Return the measures of greedy answers to the held-out questions with these weights, by Hugging Face's names;
+        None without questions."""
+        if not self.dev:
+            return None
+        for name, view in hf_views(self.context.policy).items():
+            view.copy_(weights[name])
+        summary = summary_of(measured(evaluate(self.rollout, self.dev), self.context.system.tags))
+        return {name: summary[name] for name in MEASURES}
+
+
+def _train(task: Task, way: PeerWay, out: str | Path | None) -> list[Row]:
+    """Train by TRL; return a row a step, each appended to `out` as its step ends."""
+    from thresher.bench.step_trl import Clock
+    from thresher.bench.train_trl import make_trainer
+
+    context, run = task.context, task.context.recipe.run
+    ends = context.policy.config.eos_token_ids or (context.vocab_size - 1,)
+    clock, rows = Clock(), list[Row]()
+    rewards: list[float] = []
+    lengths: list[int] = []
+    head = {"bench": "train", "side": "trl", **facts(("trl", "transformers")), "seed": run.seed, "way": asdict(way)}
+
+    def reward(numbers: list[int], completions: list[list[int]]) -> list[float]:
+        rewards[:], lengths[:] = task.rewards(numbers, completions), map(len, completions)
+        return list(rewards)
+
+    def record(spent: Seconds | None) -> None:
+        step, before = len(rows), rows[-1]["seconds"] if rows else 0.0
+        due = step in (0, run.steps) or (run.eval_every and step % run.eval_every == 0)
+        row = head | {
+            "step": step,
+            "seconds": before + (spent.total if spent else 0.0),
+            "step_s": spent.total if spent else None,
+            "rollout_s": spent.rollout if spent else None,
+            "reward": fmean(rewards) if rewards else None,
+            "response_tokens": fmean(lengths) if lengths else None,
+            "eval": task.evaluate(trainer.model.state_dict()) if due else None,
+        }
+        rows.append(row)
+        append_rows(out, row)
+        said = f", held-out F1 {row['eval']['f1']:.3f}, EM {row['eval']['em']:.3f}" if row["eval"] else ""
+        console.print(f"TRL, step {step} of {run.steps}: {row['seconds']:,.0f} s of training{said}", soft_wrap=True)
+
+    def between(spent: Seconds) -> bool:
+        record(spent)
+        return True
+
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = make_trainer(
+            context.recipe,
+            way,
+            task.prompts,
+            reward,
+            completion=task.completion,
+            end=context.tokenizer.decode(ends[:1]),
+            unknown=range(context.vocab_size, context.policy.config.vocab_size),
+            clock=clock,
+            scratch=scratch,
+        )
+        head["logprob_gap"] = _prove(task, trainer.model)
+        record(None)
+        clock.between = between
+        trainer.train()
+    return rows
+
+
+@torch.no_grad()
+def _prove(task: Task, model: Any) -> float:
+    """Return the largest gap between log-probs that our rollout recorded and those of TRL's model. RuntimeError where
+    it is more than rounding."""
+    temperature, vocab = task.context.recipe.rollout.temperature, task.context.vocab_size
+    gaps = [
+        float(gap_of(model(torch.tensor([one.ids], device=model.device)).logits[0] / temperature, one, vocab))
+        for one in task.sampled()
+    ]
+    if not max(gaps) <= LARGEST_GAP[torch.float32]:
+        raise RuntimeError(f"log-probs differ by {max(gaps)} nats from TRL's model: there is nothing to compare")
+    console.print(f"sampled log-probs agree with TRL's model to {max(gaps):.1e} nats", soft_wrap=True)
+    return max(gaps)
+
+
+def rows_of_run(path: str | Path) -> list[Row]:
+    """Return the steps of a folder of `thresher train` as rows of the side "ours"."""
+    run = RunFolder.existing(path)
+    records, starts = run.metrics(), run.starts()
+    evals = {record["step"]: record["eval"] for record in records if "eval" in record}
+    steps = [record for record in records if "eval" not in record]
+    ends = itertools.accumulate((sum(step[key] for key in STEP_SECONDS) for step in steps), initial=0.0)
+    head = {"bench": "train", "side": "ours"} | {
+        key: starts[-1].get(key) for key in ("at", "commit", "machine", "torch") if starts
+    }
+    rows = []
+    for record, seconds in zip([{"step": 0}, *steps], ends, strict=True):
+        found = evals.get(record["step"])
+        own = {"step_s": sum(record[key] for key in STEP_SECONDS) if record["step"] else None}
+        own |= {"rollout_s": record.get("rollout_seconds")}
+        own |= {key: record.get(key) for key in ("reward", "response_tokens")}
+        measures = None if found is None else {name: found.get(name) for name in MEASURES}
+        rows.append(head | {"step": record["step"], "seconds": seconds, **own, "eval": measures})
+    return rows
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the evaluations, a line each, and how much longer TRL took to reach what both reached."""
+    sides = {side: [row for row in rows if row["side"] == side and row["eval"]] for side in SIDES}
+    lines = [
+        (
+            SIDES[side],
+            row["step"],
+            f"{row['seconds'] / 60:.1f}",
+            *(f"{row['eval'][key]:.3f}" for key in ("f1", "em")),
+            f"{row['eval']['response_tokens']:.1f}",
+        )
+        for side, found in sides.items()
+        for row in found
+    ]
+    heads = ("", "step", "minutes of training", "F1", "exact match", "tokens of an answer")
+    table("held-out questions, greedy", heads, lines)
+    ours, theirs = sides.values()
+    if len(ours) > 1 and len(theirs) > 1:
+        best = min(max(row["eval"]["f1"] for row in found) for found in (ours, theirs))
+        first = [next(row["seconds"] for row in found if row["eval"]["f1"] >= best) for found in (ours, theirs)]
+        if first[0] > 0:
+            console.print(
+                f"F1 {best:.3f}, which both reached: ours in {first[0] / 60:.1f} minutes, TRL in {first[1] / 60:.1f}, "
+                f"{first[1] / first[0]:.1f} times as long",
+                soft_wrap=True,
+            )
