@@ -17,6 +17,7 @@ import transformers
 from thresher.bench.roofline import MODELS
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import RetrievalSection
 from thresher.policy.config import ModelConfig, config_from_dict
 from thresher.policy.model import init_policy
 from thresher.policy.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ def make_world(folder: Path, tokenizer: Tokenizer, index: Path, questions: Seque
 def shortened(path: Path, world: World, url: str) -> Recipe:
     """The recipe with its paths filled in, and of everything little."""
     whole = read_run_recipe(path, [])
-    assert whole.retrieval is not None
+    retrieval = whole.retrieval or RetrievalSection()
     changes = {
         "model.path": world.model(path, whole.model.path),
         "model.device": "cpu",
@@ -125,9 +126,9 @@ def shortened(path: Path, world: World, url: str) -> Recipe:
         changes["system.template"] = ROOT / "recipes" / "demo" / "prompt.txt"
     else:
         changes["rollout.max_context"] = 2560  # room for the paper's prompt in a vocabulary of 380 tokens
-    if whole.retrieval.url is not None:
+    if retrieval.url is not None:
         changes["retrieval.url"] = url
-    elif whole.retrieval.index is not None or path.parent.name in OWN_MODEL:
+    elif retrieval.index is not None or path.parent.name in OWN_MODEL:
         changes["retrieval.index"] = world.index
     if whole.judge.entailment is not None:
         changes |= {"judge.entailment": world.judge(whole.judge.entailment), "judge.device": "cpu"}
