@@ -17,7 +17,7 @@ from thresher.engine.packing import (
     OrderedIds,
     PrefixTrie,
     build_trie,
-    common,
+    common_length,
     cut_group,
     group_tokens,
     in_order,
@@ -33,7 +33,7 @@ def ordered(given_sequences: Sequences) -> OrderedIds:
 
 
 def shared_tokens(a: list[int], b: list[int]) -> int:
-    return common(np.array(a, np.int64), np.array(b, np.int64))
+    return common_length(np.array(a, np.int64), np.array(b, np.int64))
 
 
 @contextmanager

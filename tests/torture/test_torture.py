@@ -277,7 +277,7 @@ def test_every_system_pays_what_its_formula_does_and_the_page_lists_what_is_paid
     found = list(inputs.holes(campaign_of(misbehave, tmp_path)))
     assert [one for one in found if one.verdict != "right"] == []
     page = (ROOT / "docs" / "papers.md").read_text()
-    for system in NAMES:
+    for system in sorted({*NAMES} - {"reading"}):  # without tags there is no form to abuse
         tried = [hole for hole in inputs.read_holes() if system in hole.systems]
         assert len(tried) >= 10 and len({hole.what for hole in tried}) == len(tried), system
         assert all(hole.by for hole in tried if hole.reward), system
