@@ -224,7 +224,7 @@ STEP_SHAPES: dict[str, StepShape] = {
     "smollm2": StepShape(
         lengths=_SMOLLM2,
         beta=0.0,
-        lr=2e-5,
+        lr=3e-5,
         micro_batch_tokens=4096,
         peer_ways=(PeerWay(batch=16), PeerWay(batch=16, checkpointing=True)),
     ),

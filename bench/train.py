@@ -1,11 +1,11 @@
 """`thresher bench train`: the task of a recipe trained by TRL's GRPOTrainer, held-out answers against the clock.
 
-What is the same as in `thresher train` of that recipe: weights, questions and their order, ids of the prompts,
+The same as in `thresher train` of that recipe are weights, questions and their order, ids of the prompts,
 reward, group, lengths, temperature, clip, AdamW with its learning rate and schedule, threads, settings of the
 allocator. Before the first step, log-probs that our rollout recorded must agree with those of TRL's model. Held-out
 questions are answered greedily by our engine with TRL's weights; the clock stands meanwhile.
 
-What stays TRL's: padded batches, the noise of its samples, warm-up that begins at a rate of 0, and advantages divided
+TRL's own are padded batches, the noise of its samples, warm-up that begins at a rate of 0, and advantages divided
 by the sample's deviation + 1e-4, which ours are with grpo.sample_std = true and grpo.std_eps = 1e-4.
 
 A row is a step, as it ends (0: before the first): `seconds` of training up to then, `reward` of its samples, and

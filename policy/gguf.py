@@ -195,7 +195,8 @@ def _config(fields: _Fields, architecture: str, tensors: Mapping[str, Any]) -> M
 
 
 def _is_scaling(scaling: RopeScaling, divisors: torch.Tensor, head_dim: int, base: float) -> bool:
-    """Return whether the divisors of the angles [D/2] are those of `scaling`."""
+    """Return whether the divisors of the angles [D/2], float32 in the file, are those of `scaling`; the largest is
+    its factor, so two scalings differ by far more than rounding."""
     plain, scaled = (wavelengths(head_dim, base, divisors.device, s) for s in (None, scaling))
     return divisors.shape == plain.shape and torch.allclose(scaled / plain, divisors, rtol=1e-4)
 
