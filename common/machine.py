@@ -69,6 +69,15 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def cpu_dtype() -> str:
+    """Return the dtype in which this processor multiplies fastest: bfloat16 where it has instructions for it, or
+    float32."""
+    import torch
+
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if native else "float32"
+
+
 def installed_memory() -> int:
     """Return the bytes of RAM."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -224,7 +224,7 @@ def run_study(
     draw_kl_enumeration(rows, out / "enumeration.png")
     print_enumeration(rows)
     if start is None:
-        stages = demo.stages(world, START_SEED, [])
+        stages = demo.stages(world, demo.DemoPlan(seed=START_SEED))
         run_stages((stage for stage in stages if stage[0] not in ("train", "report")), run_command)
 
     def say(record: Mapping[str, Any]) -> str:
@@ -265,7 +265,9 @@ def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list
             f"optim.lr={RATES[rate]}",
             f"grpo.kl_value={estimator}",
         ]
-        typed = next(stage for stage in demo.stages(world, seed, overrides) if stage[0] == "train")
+        typed = next(
+            stage for stage in demo.stages(world, demo.DemoPlan(seed=seed, set=tuple(overrides))) if stage[0] == "train"
+        )
         assigned = [value for flag, value in itertools.pairwise(typed) if flag == "--set"]
         folder = out / "runs" / f"{rate}-{estimator}-seed{seed}"
         recipe = read_run_recipe(typed[1], assigned)  # train RECIPE --set .. --set .. --out ..

@@ -275,7 +275,7 @@ Share = Annotated[float, checked(float, "a number from 0 to 1", lambda value: 0 
 class Invent(
     Command,
     group=DATA,
-    help="invent a world: corpus, questions, transcripts",
+    help="invent a world: corpus, questions, transcripts; or articles with questions",
     place=50,
     example="thresher data invent --out runs/world",
 ):
@@ -288,8 +288,18 @@ class Invent(
         "for `study systems` and `reproduce`",
     ] = 0
     aware: Annotated[Share | None, "share of warm-up transcripts that follow their question"] = None
+    articles: Annotated[
+        bool, "only train, dev and test questions that bring their passages: articles in natural sentences"
+    ] = False
 
     def __call__(self) -> None:
+        if self.articles:
+            from thresher.engine.world.articles import invent_articles
+
+            if self.forms or self.aware is not None:
+                raise UserError("--articles writes no warm-up transcripts; leave --forms and --aware out")
+            console.figures(f"an invented world in {self.out}", invent_articles(self.out, self.seed))
+            return
         from thresher.engine.world.facts import Size
         from thresher.engine.world.files import invent_files
 

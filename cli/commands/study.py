@@ -1,8 +1,9 @@
 """`thresher study ..`, a claim of the method put to the test; `demo` and `reproduce`, chains of commands as well."""
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from thresher.cli import flags
 from thresher.cli.flags import Count, Device, Integer, Overrides, Seed, Texts
@@ -85,7 +86,7 @@ class Systems(
 
 class Demo(
     Command,
-    help="train a small model to search, in minutes",
+    help="train a small model to search, in minutes, or a pretrained one to read",
     place=140,
     example="thresher demo --out runs/demo --seed 1",
 ):
@@ -93,28 +94,55 @@ class Demo(
 
     out: Annotated[str, "folder for all that it makes; goes on if unfinished"] = "runs/demo"
     seed: Annotated[Integer, "of the world, the weights and the training"] = 0
+    model: Annotated[
+        str | None, "FOLDER", "a pretrained model of some 135 M parameters that learns to answer from passages"
+    ] = None
+    questions: Annotated[
+        str | None, "FILE", "with --model: questions with passages, in any format of data convert; default: invented"
+    ] = None
     set: Overrides = []
 
     def __call__(self) -> None:
-        from thresher.engine.world.stages import demo
+        from thresher.engine.world.stages import DemoPlan, demo
 
+        if self.questions is not None and self.model is None:
+            raise UserError("--questions is for the demo of a pretrained model; name its folder with --model")
         out = Path(self.out)
+        plan = DemoPlan(seed=self.seed, set=tuple(self.set), model=self.model, questions=self.questions)
 
         def say(text: str) -> None:
             console.console.print(text, style="bold", markup=False, soft_wrap=True)
 
         with signals.on_interrupt(lambda: f"{out} keeps what is finished" if out.exists() else None):
-            demo(out, self.seed, self.set, self.run_command, say)
+            demo(out, plan, self.run_command, say)
         from thresher.common.records import read_object
+
+        summary = read_object(out / "summary.json")
+        title = f"{summary['questions']} held-out questions, greedy, seed {self.seed}"
+        if self.model is None:
+            self._searched(out, summary, title)
+        else:
+            self._read(out, summary, title)
+        console.console.print(f"{console.show_time(summary['seconds'])} in all. Look at {out / 'report.html'}")
+
+    def _searched(self, out: Path, summary: dict[str, Any], title: str) -> None:
         from thresher.engine.reports.report import print_trajectories  # matplotlib takes a second
 
         print_trajectories(out / "grpo")
-        summary = read_object(out / "summary.json")
         rows = [("EM", summary["em_before"], summary["em_after"]), ("F1", summary["f1_before"], summary["f1_after"])]
-        title = f"{summary['questions']} held-out questions, greedy, seed {self.seed}"
         console.table(title, ("", "after warm-up", "after GRPO"), rows)
         console.answer(summary)
-        console.console.print(f"{summary['seconds']:.0f} s in all. Look at {out / 'report.html'}")
+
+    def _read(self, out: Path, summary: dict[str, Any], title: str) -> None:
+        from thresher.engine.world.before_after import measures_before_after, transcripts
+
+        shown = transcripts(out / "grpo")
+        for transcript in shown:
+            console.say(f"\n{transcript}")
+        console.say("")
+        columns = ("", "questions", "EM before", "EM after", "F1 before", "F1 after")
+        console.table(title, columns, measures_before_after(out / "grpo"))
+        console.answer(summary | {"transcripts": [asdict(transcript) for transcript in shown]})
 
 
 def model_is(text: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Commands that make the demo, and bases in the invented world; the run of the demo.
 
     data invent -> init -> index build -> sft -> train -> report     `thresher demo`
+    data invent --articles -> train -> report                        `thresher demo --model FOLDER`
 
     data invent --forms -> index build        world/data, index          once
     data judge                                world/judge                once: EviNote's judge of entailment
@@ -17,19 +18,23 @@ import json
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object, staged_folder
+from thresher.common.machine import cpu_dtype
 from thresher.common.records import read_object, write_object
 from thresher.engine.store.run_folder import to_be_resumed
+from thresher.engine.world.before_after import FIRST_QUESTIONS, HELD_OUT, split_questions, transcripts
 from thresher.engine.world.files import DIM, GIVEN, GIVEN_FORMAT, NUMBERED_FORMAT, STAGES
+from thresher.policy.config import read_config
 
 RECIPES = Path(str(files("thresher.recipes")))
 RECIPE = RECIPES / "world" / "recipe.toml"
 DEMO = RECIPES / "demo"
+READING = RECIPES / "smollm2" / "read.toml"
 BEGUN = "demo.json"  # what a demo's folder was begun with
 WARMUP_TRANSCRIPTS = 3200  # transcripts of each protocol in the base's warm-up
 JUDGED = ("evinote",)  # systems whose reward asks the judge
@@ -117,12 +122,37 @@ def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
     return [*data, f"retrieval.index={world / 'index'}", *judge]
 
 
-# The demo. recipes/demo has what is special to it.
+# The demo. recipes/demo has what is special to it, recipes/smollm2 what is special to that of a real model.
 
 
-def stages(out: Path, seed: int, overrides: list[str]) -> list[list[str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPlan:
+    """What a demo was begun with. model: folder of a pretrained model, which learns to read; None: one with random
+    weights, which learns to search. questions: a file of them with passages in place of the world's articles."""
+
+    seed: int = 0
+    set: tuple[str, ...] = ()
+    model: str | None = None
+    questions: str | None = None
+    dtype: str | None = None  # in which the pretrained model computes; None: to be chosen by the processor
+
+    @property
+    def words(self) -> list[str]:
+        """The words of its command."""
+        named = [
+            word for name in ("model", "questions") if (value := getattr(self, name)) for word in (f"--{name}", value)
+        ]
+        return [*named, "--seed", str(self.seed), *sets_of(*self.set)]
+
+
+def stages(out: Path, plan: DemoPlan) -> list[list[str]]:
     """Return the commands of the demo, as argument lists of `thresher`."""
-    data, model, warm = out / "data", out / "init", out / "warmup"
+    report = ["report", str(out / "grpo"), "--out", str(out)]
+    return [*(_searching_stages(out, plan) if plan.model is None else _reading_stages(out, plan)), report]
+
+
+def _searching_stages(out: Path, plan: DemoPlan) -> list[list[str]]:
+    data, model, warm, seed = out / "data", out / "init", out / "warmup", plan.seed
     sets = [
         f"data.train={data / 'train.jsonl'}",
         f"data.dev={data / 'test.jsonl'}",
@@ -131,31 +161,46 @@ def stages(out: Path, seed: int, overrides: list[str]) -> list[list[str]]:
         f"system.template={DEMO / 'prompt.txt'}",
         f"run.seed={seed}",
     ]
-    recipe = [str(DEMO / "recipe.toml"), *sets_of(*sets, *overrides)]
+    recipe = [str(DEMO / "recipe.toml"), *sets_of(*sets, *plan.set)]
     return [
         ["data", "invent", "--out", str(data), "--seed", str(seed)],
         _init(DEMO / "config.json", data, seed, model),
         _index(data, out / "index"),
         ["sft", *recipe, "--set", f"model.path={model}", "--out", str(warm)],
         ["train", *recipe, "--set", f"model.path={warm}", "--out", str(out / "grpo")],
-        ["report", str(out / "grpo"), "--out", str(out)],
     ]
 
 
-def demo(
-    out: Path, seed: int, overrides: list[str], run: Callable[[list[str]], None], say: Callable[[str], None]
-) -> None:
+def _reading_stages(out: Path, plan: DemoPlan) -> list[list[str]]:
+    data = out / "data"
+    sets = [
+        f"model.path={plan.model}",
+        f"model.dtype={plan.dtype or cpu_dtype()}",
+        f"data.train={data / 'train.jsonl'}",
+        f"data.dev={data / 'test.jsonl'}",
+        f"run.seed={plan.seed}",
+    ]
+    if plan.questions is None:
+        sets.append('retrieval.passage_format="{text}"')  # an article begins with its title
+    world = ["data", "invent", "--articles", "--out", str(data), "--seed", str(plan.seed)]
+    train = ["train", str(READING), *sets_of(*sets, *plan.set), "--out", str(out / "grpo")]
+    return [*([world] if plan.questions is None else []), train]
+
+
+def demo(out: Path, plan: DemoPlan, run: Callable[[list[str]], None], say: Callable[[str], None]) -> None:
     """Run the commands of the demo into `out`; `run` executes one command in this process, `say` prints a line.
 
     Run again into the same folder it goes on: a stage whose folder is there is finished, an index resumes by itself,
-    and a training or fine-tuning by --resume. Raise UserError for a folder that is something else, of another seed or
-    other overrides, or finished."""
-    before = begin(out, seed, overrides)
+    and a training or fine-tuning by --resume. Raise UserError for a folder that is something else, that was begun with
+    another plan, or that is finished."""
+    plan, before = begin(out, plan)
     started = time.perf_counter()
-    for arguments in stages(out, seed, overrides):
+    if plan.questions is not None and not (out / "data").exists():
+        split_questions(plan.questions, out / "data", plan.seed)
+    for arguments in stages(out, plan):
         into = Path(arguments[arguments.index("--out") + 1])
         if arguments[0] == "report":
-            atomic_write_text(out / "notes.md", (DEMO / "notes.md").read_text(encoding="utf-8"))
+            atomic_write_text(out / "notes.md", _notes(out, plan))
         elif (into / "summary.json" if arguments[0] == "train" else into).exists():
             say(f"{into} is finished")
             continue
@@ -163,31 +208,46 @@ def demo(
             arguments = [*arguments, "--resume"]
         say(f"$ thresher {shlex.join(arguments)}")
         run(arguments)
-        _write_begun(out, seed, overrides, before + time.perf_counter() - started)
+        _write_begun(out, plan, before + time.perf_counter() - started)
     summary = read_object(out / "grpo" / "summary.json")
     summary.pop("metrics", None)  # the mark of a file that lies elsewhere
     summary["seconds"] = before + time.perf_counter() - started
     write_object(out / "summary.json", summary)
 
 
-def begin(out: Path, seed: int, overrides: list[str]) -> float:
-    """Make the demo's folder, or continue an unfinished one; return the seconds that its finished stages took."""
+def begin(out: Path, plan: DemoPlan) -> tuple[DemoPlan, float]:
+    """Make the demo's folder, or continue an unfinished one; return its plan with the dtype in which it began, and the
+    seconds that its finished stages took."""
+    if plan.model is not None:
+        read_config(plan.model)  # before anything is made
+        plan = replace(plan, dtype=cpu_dtype())
     file = out / BEGUN
     if not file.exists():
         if out.exists():
             raise UserError(f"{out}: exists already, and is no demo's folder; choose another with --out, or delete it")
         with staged_folder(out) as staged:
-            _write_begun(staged, seed, overrides, 0.0)
-        return 0.0
-    begun = read_json_object(file)
+            _write_begun(staged, plan, 0.0)
+        return plan, 0.0
+    found = read_json_object(file)
     if (out / "summary.json").exists():
         raise UserError(f"{out}: holds a demo that is finished; choose another folder with --out, or delete it")
-    if (begun.get("seed"), begun.get("set")) != (seed, overrides):
-        words = shlex.join(["--seed", str(begun.get("seed")), *sets_of(*begun.get("set", ()))])
+    seed, sets = found.get("seed", 0), tuple(found.get("set", ()))
+    begun = DemoPlan(seed=seed, set=sets, **{name: found.get(name) for name in ("model", "questions", "dtype")})
+    if replace(begun, dtype=None) != replace(plan, dtype=None):
+        words = shlex.join(begun.words)
         raise UserError(f"{out}: holds a demo that was begun with {words}; give the same, or choose another --out")
-    return float(begun.get("seconds", 0.0))
+    return begun, float(found.get("seconds", 0.0))
 
 
-def _write_begun(out: Path, seed: int, overrides: list[str], seconds: float) -> None:
-    record = {"seed": seed, "set": overrides, "seconds": seconds}
-    atomic_write_text(out / BEGUN, json.dumps(record, indent=2) + "\n")
+def _write_begun(out: Path, plan: DemoPlan, seconds: float) -> None:
+    atomic_write_text(out / BEGUN, json.dumps({**asdict(plan), "seconds": seconds}, indent=2) + "\n")
+
+
+def _notes(out: Path, plan: DemoPlan) -> str:
+    """Return the paragraphs for the report's page: what was asked, and of a pretrained model its transcripts."""
+    if plan.model is None:
+        return (DEMO / "notes.md").read_text(encoding="utf-8")
+    asked = f"The questions are those of {plan.questions}, {HELD_OUT} of them held out."
+    if plan.questions is None:
+        asked = READING.with_name("notes.md").read_text(encoding="utf-8").strip()
+    return "\n\n".join([asked, FIRST_QUESTIONS, *map(str, transcripts(out / "grpo"))]) + "\n"

@@ -298,7 +298,7 @@ def test_a_chain_of_commands_goes_through_the_parser(
 ) -> None:
     """`demo` and the studies get a function that runs a command from its arguments, and whose errors are raised."""
     chains: list[Any] = []
-    monkeypatch.setattr(demo, "demo", lambda out, seed, overrides, run, say: chains.append(run) or stop())
+    monkeypatch.setattr(demo, "demo", lambda out, plan, run, say: chains.append(run) or stop())
 
     def stop() -> None:
         raise cli.UserError("far enough")
@@ -308,7 +308,8 @@ def test_a_chain_of_commands_goes_through_the_parser(
     with pytest.raises(cli.UserError, match=r"no-run"):
         chains[0](["report", str(tmp_path / "no-run")])
     parser = cli.build_parser()
-    for stage in demo.stages(tmp_path, 0, ["run.steps=1"]):
+    plans = [demo.DemoPlan(set=("run.steps=1",)), demo.DemoPlan(model="m"), demo.DemoPlan(model="m", questions="q")]
+    for stage in (stage for plan in plans for stage in demo.stages(tmp_path, plan)):
         assert parser.parse_args(stage).handler is not None
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from thresher.common.files import append_bytes, atomic_write_text
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.training import train as train_module
 from thresher.engine.training.sft import SftTrainer
-from thresher.engine.world.stages import BEGUN, demo
+from thresher.engine.world.stages import BEGUN, DemoPlan, demo
 from thresher.retrieval.building import build as build_module
 
 
@@ -213,9 +214,10 @@ def test_an_interruption_that_torch_replaces_by_an_error_is_one() -> None:
         raise ValueError("another")  # before the interruption was raised
 
 
-def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path) -> None:
+def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path, tiny_model_folder: Path) -> None:
     """Stages that are there are not run again; training resumes; another seed, or a finished demo, is refused."""
     out, ran = tmp_path / "demo", []
+    plan = DemoPlan(seed=3, set=("run.steps=1",))
 
     def run(words: list[str], stop: str | None = None) -> None:
         ran.append(words)
@@ -228,16 +230,16 @@ def test_a_demo_goes_on_with_what_is_not_finished(tmp_path: Path) -> None:
             atomic_write_text(into / "summary.json", "{}")
 
     with pytest.raises(KeyboardInterrupt):
-        demo(out, 3, ["run.steps=1"], lambda words: run(words, "train"), lambda line: None)
+        demo(out, plan, lambda words: run(words, "train"), lambda line: None)
     assert [words[0] for words in ran] == ["data", "init", "index", "sft", "train"]
-    for seed, sets in ((4, ["run.steps=1"]), (3, [])):
+    for other in (replace(plan, seed=4), replace(plan, set=()), replace(plan, model=str(tiny_model_folder))):
         with pytest.raises(UserError, match=r"was begun with --seed 3 --set run.steps=1; give the same"):
-            demo(out, seed, sets, run, lambda line: None)
+            demo(out, other, run, lambda line: None)
     ran.clear()
     said: list[str] = []
-    demo(out, 3, ["run.steps=1"], run, said.append)
+    demo(out, plan, run, said.append)
     assert [(words[0], words[-1] == "--resume") for words in ran] == [("train", True), ("report", False)]
     assert said[:4] == [f"{out / name} is finished" for name in ("data", "init", "index", "warmup")]
     assert (out / BEGUN).is_file() and (out / "summary.json").is_file()
     with pytest.raises(UserError, match="holds a demo that is finished"):
-        demo(out, 3, ["run.steps=1"], run, lambda line: None)
+        demo(out, plan, run, lambda line: None)

@@ -150,7 +150,7 @@ def test_a_fault_of_ours_is_an_object_and_a_trace(run: Run, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_commands_of_a_chain_are_not_its_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chain(out: Path, seed: int, changes: list[str], command: Callable[[list[str]], None], say: Any) -> None:
+    def chain(out: Path, plan: Any, command: Callable[[list[str]], None], say: Any) -> None:
         command(["data", "invent", "--out", str(tmp_path / "world")])
         raise cli.UserError("far enough")
 

@@ -1,0 +1,126 @@
+"""The invented world in natural sentences: an article an entity, and questions with articles to read the answer in.
+
+    Tover Balm is a play. It was written by .. and so on: all facts of an entity, in any order and in one of several
+    wordings, the entity by its name or as "the play"
+
+A question asks for one fact, or for a fact of what another fact leads to. Beside the articles that its answer needs
+it has distractors: articles of the subject's other objects, articles that mention the subject or the answer, and
+articles of the same kind, which tell the same relation of another entity. No model can have seen these facts in its
+pretraining, so a right answer was read.
+
+Facts have a direction, so no wording is one that holds both ways, as a marriage does: that X wants to marry Y says
+nothing of whom Y wants to marry, and a relation of a subject stands in the subject's own article alone.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thresher.common.files import staged_folder
+from thresher.common.jsonl import write_jsonl
+from thresher.engine.world.facts import RELATIONS, Fact, InventedWorld, Size, invent, with_paths
+from thresher.retrieval.passages import Passage
+from thresher.retrieval.questions import Question, question_record
+
+SIZE = Size(people=400, places=300, works=400, train_questions=2000, test_questions=500, dev_questions=500, two_hop=0.4)
+ARTICLES = 5  # articles of a question
+RELATED = 2  # of its distractors, those that are related to the question
+NOUNS = {
+    "person": ("painter", "ferryman", "clockmaker", "doctor"),
+    "place": ("town", "harbour", "village", "valley"),
+    "work": ("play", "novel", "poem", "song"),
+}
+# relation -> wordings of the fact: {s} is the subject, {o} the object
+SENTENCES = {
+    "birthplace": ("{s} was born in {o}.", "{o} is the birthplace of {s}.", "{s} came into the world in {o}."),
+    "spouse": ("{s} wants to marry {o}.", "{s} hopes for a marriage with {o}.", "{o} is the one {s} wants to marry."),
+    "teacher": ("{s} was taught by {o}.", "{o} was the teacher of {s}.", "{s} learned everything from {o}."),
+    "mayor": ("The mayor of {s} is {o}.", "{s} has elected {o} as its mayor.", "{o} serves as the mayor of {s}."),
+    "founder": ("{s} was founded by {o}.", "{o} founded {s} long ago.", "The founder of {s} was {o}."),
+    "rival": ("{s} has always envied {o}.", "{s} is jealous of {o}.", "{s} envies {o} more than any other."),
+    "author": ("{s} was written by {o}.", "{o} wrote {s} in one winter.", "The author of {s} is {o}."),
+    "owner": (
+        "The manuscript of {s} belongs to {o}.",
+        "{o} owns the manuscript of {s}.",
+        "{o} has the manuscript of {s}.",
+    ),
+    "setting": ("{s} is set in {o}.", "The story of {s} takes place in {o}.", "{o} is the setting of {s}."),
+}
+# relation -> the question for the object, and a phrase for the object in a question of two facts
+ASKED = {
+    "birthplace": ("Where was {s} born?", "the birthplace of {s}"),
+    "spouse": ("Who does {s} want to marry?", "the person that {s} wants to marry"),
+    "teacher": ("Who taught {s}?", "the teacher of {s}"),
+    "mayor": ("Who is the mayor of {s}?", "the mayor of {s}"),
+    "founder": ("Who founded {s}?", "the founder of {s}"),
+    "rival": ("Which place does {s} envy?", "the place that {s} envies"),
+    "author": ("Who wrote {s}?", "the author of {s}"),
+    "owner": ("Who owns the manuscript of {s}?", "the owner of the manuscript of {s}"),
+    "setting": ("Where is {s} set?", "the setting of {s}"),
+}
+
+
+def invent_articles(out: str | Path, seed: int, size: Size = SIZE) -> dict[str, Any]:
+    """Write train.jsonl, dev.jsonl and test.jsonl into the new folder `out`; return their counts."""
+    worlds = invent(replace(size, warmup_worlds=0), seed)
+    train = reading_questions(worlds.train, size.train_questions, size.two_hop, seed, "train")
+    held_out = reading_questions(worlds.test, size.test_questions + size.dev_questions, size.two_hop, seed, "held-out")
+    splits = {"train": train, "test": held_out[: size.test_questions], "dev": held_out[size.test_questions :]}
+    with staged_folder(out) as staged:
+        for name, questions in splits.items():
+            write_jsonl(staged / f"{name}.jsonl", map(question_record, questions))
+    return {f"{name} questions": len(questions) for name, questions in splits.items()}
+
+
+def reading_questions(world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:
+    """Return `count` questions with their articles, shuffled, and the numbers of those that the answer needs."""
+    told = articles(world, seed)
+    rng = random.Random(f"articles of questions {prefix} {seed}")
+    mentioned_by: dict[str, list[str]] = {}
+    for fact in world.facts.values():
+        mentioned_by.setdefault(fact.object, []).append(fact.subject)
+    found = []
+    for question, path in with_paths(world, count, two_hop, seed, prefix):
+        needed = [fact.subject for fact in path]
+        subject, answer = path[0].subject, path[-1].object
+        objects = [world.facts[subject, relation].object for relation in world.relations(subject)]
+        related = [*objects, *mentioned_by.get(subject, ()), *mentioned_by[answer]]
+        alike = [name for name, kind in world.kinds.items() if kind == world.kinds[needed[-1]]]
+        candidates = [*_some(rng, related, needed, RELATED), *_some(rng, alike, needed, ARTICLES)]
+        shown = [*needed, *dict.fromkeys(candidates)][:ARTICLES]
+        rng.shuffle(shown)
+        gold = tuple(sorted(shown.index(name) + 1 for name in needed))
+        passages = tuple(told[name] for name in shown)
+        found.append(replace(question, question=ask(path), passages=passages, gold_indices=gold))
+    return found
+
+
+def articles(world: InventedWorld, seed: int) -> dict[str, Passage]:
+    """Return the article of each entity, by its name."""
+    rng = random.Random(f"articles {seed}")
+    found = {}
+    for number, (entity, kind) in enumerate(world.kinds.items()):
+        noun = rng.choice(NOUNS[kind])
+        sentences = [f"{entity} is a {noun}."]
+        for relation in rng.sample(list(RELATIONS[kind]), len(RELATIONS[kind])):
+            mention = rng.choice((entity, f"the {noun}"))
+            text = rng.choice(SENTENCES[relation]).format(s=mention, o=world.facts[entity, relation].object)
+            sentences.append(text[0].upper() + text[1:])
+        found[entity] = Passage(str(number), entity, " ".join(sentences))
+    return found
+
+
+def ask(path: Sequence[Fact]) -> str:
+    """Return the question that a path of facts answers."""
+    subject = path[0].subject
+    for fact in path[:-1]:
+        subject = ASKED[fact.relation][1].format(s=subject)
+    return ASKED[path[-1].relation][0].format(s=subject)
+
+
+def _some(rng: random.Random, names: Sequence[str], without: Sequence[str], count: int) -> list[str]:
+    """Return up to `count` of these names, drawn at random, each once, none of those in `without`."""
+    left = [name for name in dict.fromkeys(names) if name not in without]
+    return rng.sample(left, min(count, len(left)))

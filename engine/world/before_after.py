@@ -1,0 +1,110 @@
+"""What the demo of a pretrained model shows at its end, and the questions of a user's own file that it begins with.
+
+Both come from files: a training's first and last evaluation hold the same questions, each with its greedy answer.
+"""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from thresher.common.errors import UserError
+from thresher.common.files import staged_folder
+from thresher.common.jsonl import write_jsonl
+from thresher.engine.store.run_folder import RunFolder
+from thresher.retrieval.datasets.convert import MixSource, convert
+from thresher.retrieval.questions import question_record, read_questions
+
+HELD_OUT = 500  # questions of a file that are set aside
+TO_TRAIN = 320  # fewest of the others: what recipes/smollm2/read.toml asks in its steps
+TRANSCRIPTS, SHOWN_CHARS = 6, 300
+FIRST_QUESTIONS = (
+    f"Below are the first {TRANSCRIPTS} held-out questions, none of them picked, each with the passages that it needs, "
+    "and with the greedy answers before the first step and after the last."
+)
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A held-out question, the passages that its answer needs, shortened, and the greedy answers to it."""
+
+    question: str
+    read: str
+    before: str
+    after: str
+    golds: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = {"Question": self.question, "Read": self.read, "Before": self.before, "After": self.after}
+        return "\n".join([*(f"{name}: {text}" for name, text in lines.items()), f"Gold: {' | '.join(self.golds)}"])
+
+
+def transcripts(run: Path) -> list[Transcript]:
+    """Return the first questions of a run's evaluations, in the order of their file: none is picked by its answer."""
+    return [
+        Transcript(after["question"], _read(after), _answer(before), _answer(after), tuple(after["golden_answers"]))
+        for before, after in islice(_evaluated(run), TRANSCRIPTS)
+    ]
+
+
+def measures_before_after(run: Path) -> list[tuple[Any, ...]]:
+    """Return rows (which questions, how many, EM before, EM after, F1 before, F1 after): all, and where the numbers of
+    their gold passages are known and differ, those with one, with two, .."""
+    pairs = list(_evaluated(run))
+    needs = [len(after.get("gold_indices") or ()) for _, after in pairs]
+    rows = [("all", pairs)]
+    if all(needs) and len(set(needs)) > 1:
+        for number in sorted(set(needs)):
+            those = [pair for pair, need in zip(pairs, needs, strict=True) if need == number]
+            rows.append((f"{number} passage{'s' if number > 1 else ''} needed", those))
+    return [
+        (name, len(of), *(fmean(pair[when]["parts"][key] for pair in of) for key in ("em", "f1") for when in (0, 1)))
+        for name, of in rows
+    ]
+
+
+def split_questions(path: str, out: Path, seed: int) -> None:
+    """Write test.jsonl, HELD_OUT questions of a file in any format of `data convert`, drawn at random, and train.jsonl,
+    the others, into the new folder `out`. UserError where they are too few or come without passages."""
+    with staged_folder(out) as staged:
+        everything = staged / "all.jsonl"
+        convert([MixSource(paths=(Path(path),))], everything, seed=seed)
+        found = read_questions(everything)
+        everything.unlink()
+        if bare := sum(not question.passages for question in found):
+            raise UserError(
+                f"{path}: {bare:,} of {len(found):,} questions have no passages to read the answer in; expected all to "
+                "bring theirs, as DPR's or HotpotQA's files do"
+            )
+        test = found[:HELD_OUT]
+        asked = {question.question for question in test}
+        train = [question for question in found[HELD_OUT:] if question.question not in asked]
+        if len(train) < TO_TRAIN:
+            raise UserError(
+                f"{path}: holds {len(found):,} questions with {len(train):,} to train on beside {HELD_OUT} held-out "
+                f"ones; expected at least {HELD_OUT + TO_TRAIN} different ones"
+            )
+        for name, questions in (("train", train), ("test", test)):
+            write_jsonl(staged / f"{name}.jsonl", map(question_record, questions))
+
+
+def _evaluated(run: Path) -> Iterator[tuple[Record, Record]]:
+    """Yield each question's record in the run's first evaluation and in its last."""
+    folder = RunFolder.existing(run)
+    files = sorted(folder.evaluations.glob("step_*.jsonl"))
+    yield from zip(folder.stored_trajectories(files[0]), folder.stored_trajectories(files[-1]), strict=True)
+
+
+def _read(record: Record) -> str:
+    needed = record.get("gold_indices") or [1]
+    texts = (record["passages"][number - 1]["text"] for number in needed)
+    return " / ".join(textwrap.shorten(text, SHOWN_CHARS // len(needed), placeholder=" …") for text in texts)
+
+
+def _answer(record: Record) -> str:
+    return " ".join((record["answer"] or "nothing").split())
