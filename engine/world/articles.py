@@ -1,12 +1,14 @@
 """The invented world in natural sentences: an article an entity, and questions with articles to read the answer in.
 
-    Tover Balm is a play. It was written by .. and so on: all facts of an entity, in any order and in one of several
-    wordings, the entity by its name or as "the play"
+    The Silver Orchard is a play. The author of the play is Greta Holm. The Silver Orchard is set in Ash Creek. ..
+
+An article tells all facts of its entity, in any order and in one of several wordings, the entity by its name or as "the
+play". Names are common words in new pairs, which a small model can copy; `facts` invents words for them.
 
 A question asks for one fact, or for a fact of what another fact leads to. Beside the articles that its answer needs
 it has distractors: articles of the subject's other objects, articles that mention the subject or the answer, and
-articles of the same kind, which tell the same relation of another entity. No model can have seen these facts in its
-pretraining, so a right answer was read.
+articles of the same kind, which tell the same relation of another entity. The facts are drawn at random, so that no
+pretraining tells them, and a right answer was read.
 
 Facts have a direction, so no wording is one that holds both ways, as a marriage does: that X wants to marry Y says
 nothing of whom Y wants to marry, and a relation of a subject stands in the subject's own article alone.
@@ -27,9 +29,28 @@ from thresher.retrieval.questions import Question, question_record
 SIZE = Size(people=400, places=300, works=400, train_questions=2000, test_questions=500, dev_questions=500, two_hop=0.4)
 ARTICLES = 5  # articles of a question
 RELATED = 2  # of its distractors, those that are related to the question
+NAMES = {  # kind -> first words of a name, second words
+    "person": (
+        "Ada Agnes Albert Amos Anna Arthur Bella Boris Carl Clara Daniel Edith Elsa Emil Felix Flora George Greta "
+        "Hannah Henry Hugo Ida Ivan Jacob Julia Karl Laura Leo Lydia Martin Mary Nora Oscar Paula Rosa Simon Victor",
+        "Abbot Baker Barnes Bishop Carter Cole Cooper Dawson Fisher Fletcher Gardner Grant Harper Holm Hunter Keller "
+        "Knight Lang Marsh Mason Miller Moore Norton Palmer Porter Reed Ross Sawyer Shepherd Stone Turner Vogel Weaver",
+    ),
+    "place": (
+        "Amber Apple Ash Bear Birch Black Cedar Cherry Clay Cold Copper Crane Deer Eagle Elm Fern Fox Glen Gold Green "
+        "Gull Hazel Iron Maple Moss Oak Otter Owl Pine Raven Red Salt Sand Silver Swan Thorn Willow Wolf",
+        "Bay Beach Bridge Creek Falls Ford Gate Grove Harbor Hill Island Lake Mill Point Ridge River Rock Springs",
+    ),
+    "work": (
+        "Blue Broken Burning Cold Dark Distant Empty Endless Fallen Final First Frozen Gentle Glass Golden Hidden Last "
+        "Little Lonely Long Lost Narrow Old Paper Quiet Second Secret Silent Silver Stolen Strange Sunken White Wild",
+        "Bell Bird Boat Book Bridge Candle Castle Clock Crown Dance Door Dream Feast Fire Garden Ghost House Island "
+        "Journey King Lamp Letter Mirror Moon Night Orchard Promise Road Sea Ship Song Storm Summer Tower Winter",
+    ),
+}
 NOUNS = {
-    "person": ("painter", "ferryman", "clockmaker", "doctor"),
-    "place": ("town", "harbour", "village", "valley"),
+    "person": ("painter", "lawyer", "farmer", "doctor"),
+    "place": ("town", "village", "city", "port"),
     "work": ("play", "novel", "poem", "song"),
 }
 # relation -> wordings of the fact: {s} is the subject, {o} the object
@@ -65,13 +86,30 @@ ASKED = {
 def invent_articles(out: str | Path, seed: int, size: Size = SIZE) -> dict[str, Any]:
     """Write train.jsonl, dev.jsonl and test.jsonl into the new folder `out`; return their counts."""
     worlds = invent(replace(size, warmup_worlds=0), seed)
-    train = reading_questions(worlds.train, size.train_questions, size.two_hop, seed, "train")
-    held_out = reading_questions(worlds.test, size.test_questions + size.dev_questions, size.two_hop, seed, "held-out")
+    train_world, test_world = renamed((worlds.train, worlds.test), seed)
+    train = reading_questions(train_world, size.train_questions, size.two_hop, seed, "train")
+    held_out = reading_questions(test_world, size.test_questions + size.dev_questions, size.two_hop, seed, "held-out")
     splits = {"train": train, "test": held_out[: size.test_questions], "dev": held_out[size.test_questions :]}
     with staged_folder(out) as staged:
         for name, questions in splits.items():
             write_jsonl(staged / f"{name}.jsonl", map(question_record, questions))
     return {f"{name} questions": len(questions) for name, questions in splits.items()}
+
+
+def renamed(worlds: Sequence[InventedWorld], seed: int) -> list[InventedWorld]:
+    """Return the worlds with other names, no two entities with the same."""
+    rng = random.Random(f"names {seed}")
+    pools = {}
+    for kind, (firsts, seconds) in NAMES.items():
+        pairs = [f"{first} {second}" for first in firsts.split() for second in seconds.split() if first != second]
+        pools[kind] = iter(rng.sample(pairs, len(pairs)))
+    found = []
+    for world in worlds:
+        names = {entity: ("The " if kind == "work" else "") + next(pools[kind]) for entity, kind in world.kinds.items()}
+        facts = [Fact(names[fact.subject], fact.relation, names[fact.object]) for fact in world.facts.values()]
+        kinds = {names[entity]: kind for entity, kind in world.kinds.items()}
+        found.append(InventedWorld(kinds, {(fact.subject, fact.relation): fact for fact in facts}))
+    return found
 
 
 def reading_questions(world: InventedWorld, count: int, two_hop: float, seed: int, prefix: str) -> list[Question]:

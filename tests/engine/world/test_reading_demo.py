@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts_told(passage: str) -> list[tuple[str, str, str]]:
     """(subject, relation, object) of every sentence of an article, read by its words alone."""
-    name = r"[A-Z][a-z]+ [A-Z][a-z]+"
+    name = r"(?:The )?[A-Z][a-z]+ [A-Z][a-z]+"
     opening = re.match(rf"({name}) is a (\w+)\. ", passage)
     assert opening
     subject, noun = opening.groups()
