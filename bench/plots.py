@@ -366,12 +366,13 @@ ESTIMATOR_COLORS = {"k1": GREY, "k2": BLUE, "k3": ORANGE, "k3_ratio": GREEN}
 SAMPLED = {"on policy": BLUE, "off policy": ORANGE}
 ERROR_FLOOR = 1e-17  # where an error of exactly 0 is drawn; float64 resolves 1e-16
 FINDINGS = {"zero": "zero in expectation", "forward": "exactly that of KL(ref ‖ π)"}
-TRAINED = (
-    ("kl_coefficient_largest", "Largest |dKL / d log π| of a token"),
-    ("kl_largest", "Largest KL of a token (nats)"),
-    ("grad_norm", "Gradient norm before clipping"),
-    ("em", "Exact match, sampled"),
-)
+TRAINED = {
+    "kl_coefficient_largest": "Largest |dKL / d log π| of a token",
+    "kl_largest": "Largest KL of a token (nats)",
+    "kl_k1": "Mean KL of a token (nats)",
+    "grad_norm": "Gradient norm before clipping",
+}
+SCORES = {"em": "Exact match, sampled", "f1": "F1, sampled"}
 
 
 def draw_kl_curves(curves: Sequence[Any], path: Path) -> None:
@@ -449,22 +450,23 @@ def draw_kl_enumeration(rows: Rows, path: Path) -> None:
         figure.legend(handles=handles, loc="outside upper right", ncols=2)
 
 
-def draw_kl_training(runs: Rows, records: Mapping[str, Rows], max_grad_norm: float, path: Path) -> None:
+def draw_kl_training(runs: Rows, records: Mapping[str, Rows], score: str, max_grad_norm: float, path: Path) -> None:
     """Draw a row of panels for each learning rate, a line for each run; `records` are a run's steps, by its name.
 
-    Greedy exact match on held-out questions, before and after, are dots in the last panel.
+    score: of SCORES, in the last panel; on held-out questions, greedy, before and after, it is a dot there.
     """
+    panels = {**TRAINED, score: SCORES[score]}
     rates = list(dict.fromkeys((run["rate"], run["lr"]) for run in runs))
     style = {"axes.titlepad": 10, "axes.titlesize": 10}
-    with _figure(path, 13.4, 2.9 * len(rates) + 0.4, style) as figure:
-        grid = figure.subplots(len(rates), len(TRAINED), squeeze=False, sharex=True)
+    with _figure(path, 16.4, 2.9 * len(rates) + 0.4, style) as figure:
+        grid = figure.subplots(len(rates), len(panels), squeeze=False, sharex=True)
         for across, (rate, lr) in zip(grid, rates, strict=True):
-            for axes, (key, _) in zip(across, TRAINED, strict=True):
+            for axes, key in zip(across, panels, strict=True):
                 for run in runs:
                     if run["rate"] == rate:
                         _kl_run(axes, run, records[run["name"]], key)
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-                if key == "em":
+                if key == score:
                     axes.set_ylim(0, 1.04)
                     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
                     continue
@@ -475,7 +477,7 @@ def draw_kl_training(runs: Rows, records: Mapping[str, Rows], max_grad_norm: flo
                     text, at = f"clipped above {max_grad_norm:g}", (0.02, max_grad_norm)
                     _note(axes, text, at, (0, 3), xycoords=("axes fraction", "data"), color=GREY_TEXT)
             across[0].set_ylabel(f"{rate}: learning rate {lr:g}", fontweight="bold", fontsize=10, labelpad=8)
-        for axes, column, (_, title) in zip(grid[-1], grid.T, TRAINED, strict=True):
+        for axes, column, title in zip(grid[-1], grid.T, panels.values(), strict=True):
             column[0].set_title(title)
             axes.set_xlabel("step")
             limits = [one.get_ylim() for one in column]
@@ -491,14 +493,16 @@ def draw_kl_training(runs: Rows, records: Mapping[str, Rows], max_grad_norm: flo
 
 def _kl_run(axes: Axes, run: Row, steps: Rows, key: str) -> None:
     values = np.array([np.nan if step.get(key) is None else step[key] for step in steps], np.float64)
-    if key != "em":
+    if key not in SCORES:
         values[values <= 0] = np.nan  # the first step stands at its reference, and 0 has no place on a log axis
     color = ESTIMATOR_COLORS[run["estimator"]]
     axes.plot([step["step"] for step in steps], values, color=color, lw=1.4, alpha=0.85)
-    if key == "em":
-        ends = [(0, run["em_before"]), (steps[-1]["step"] if steps else 0, run["em_after"])]
-        shown = [(step, em) for step, em in ends if em is not None]
-        axes.plot([step for step, _ in shown], [em for _, em in shown], "o", color=color, ms=5, clip_on=False, zorder=4)
+    if key in SCORES:
+        ends = [(0, run[f"{key}_before"]), (steps[-1]["step"] if steps else 0, run[f"{key}_after"])]
+        shown = [(step, value) for step, value in ends if value is not None]
+        axes.plot(
+            [step for step, _ in shown], [value for _, value in shown], "o", color=color, ms=5, clip_on=False, zorder=4
+        )
 
 
 # study mask

@@ -110,6 +110,15 @@ REDUCED = {
     "reproduce": Row(("--list",), once=True),  # what it runs is run where a rehearsal is shown
     "reproduce --limit": Row(("--limit", "1", *SHORT, *REHEARSED), ("runs", "evaluations")),
     "study kl": Row(("--start", "runs/demo", "--steps", "1", "--seeds", "0"), ("kl.json", "training.png"), once=True),
+    "study kl --recipe": Row(
+        (
+            *("--model", "models/Qwen2.5-0.5B", "--steps", "1", *BRIEF),
+            *sets(data__train="train.jsonl", data__dev="dev.jsonl", run__eval_questions=1),
+            *sets(rollout__questions_per_step=2, rollout__group_size=2),
+        ),
+        ("kl.json", "training.png"),
+        once=True,
+    ),
     "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
     "study systems": Row(
         ("--system", "search_r1", "--system", "arena", "--seeds", "0", "--controls", "0", *STUDIED),
@@ -143,6 +152,7 @@ REDUCED = {
 }
 FLAGS_OF_THEIR_OWN = (
     *("--refiner", "recomp", "--resume", "--model", "--chip", "--measure", "--tokens", "--limit", "--device", "--out"),
+    "--recipe",
 )
 
 

@@ -4,15 +4,17 @@
 2. Expected values and gradients by enumeration, without sampling: which estimators are exact, and of what.
 3. Training: the demo's small policy, warmed up once, then GRPO with k2 and with k3 from that start, with the same
    questions and noise, at a mild and at a hot learning rate. Two runs of a pair differ in `grpo.kl_value` alone.
+   A pretrained model is trained by a recipe of its own, at that recipe's learning rate, with k1, k2 and k3.
 
-    start/       world, index and warm-up of `thresher demo`, unless --start names a folder that has them
+    start/       world, index and warm-up of `thresher demo`, unless --start or --recipe names another start
     runs/        mild-k2-seed0/ ..
     curves.png, enumeration.json, enumeration.png, training.png
     pairs.jsonl  each step of each run; kl.json: each run, and the settings
 
 The learning rate alone pushes the policy off its reference; it is constant, and batch, beta and clipping are the
 demo's. A coefficient of k3 above 1 belongs to a token that became less likely; k2's grows alike on both sides. Two
-seeds of a small model give no verdict on which estimator trains better.
+seeds of a small model give no verdict on which estimator trains better. k1 has no gradient in expectation: its run
+shows where the reward leads without a pull.
 
 Axes: V outcomes, X points of a curve (docs/notation.md).
 """
@@ -29,12 +31,22 @@ import torch
 from torch import Tensor
 
 from thresher.bench.plots import draw_kl_curves, draw_kl_enumeration, draw_kl_training, estimator_label
-from thresher.bench.studies.runs import StudyRun, check_folder, check_out, run_stages, train_all, write_json
+from thresher.bench.studies.runs import (
+    ModelRecipe,
+    StudyRun,
+    check_folder,
+    check_out,
+    load_task,
+    run_stages,
+    train_all,
+    write_json,
+)
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.jsonl import write_jsonl
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import load_recipe
+from thresher.engine.config.sections import SystemSection
 from thresher.engine.store.run_folder import read_metrics
 from thresher.engine.world import stages as demo
 from thresher.kernels import grpo_loss
@@ -49,11 +61,16 @@ EXACT = 1e-10
 # The demo's own learning rate, and twice that. At four times it neither estimator learns anything.
 RATES = {"mild": 1e-3, "hot": 2e-3}
 TRAINED = ("k2", "k3")
+MODEL_TRAINED = ("k1", "k2", "k3")
+# Where the recipe has 0. Advantages are about 1, so k2 pulls a token that became e^5 times as likely as it was at the
+# start back half as strongly as a reward pushes.
+MODEL_BETA = 0.1
 START_SEED = 0
 # Of all runs. A constant rate goes on pushing to the last step; greedy exact match is measured before and after.
 SETTINGS = ("optim.schedule=constant", "run.save_every=10", "run.keep_checkpoints=1", "run.keep_trajectories=0")
-LOGGED = ("kl_largest", "kl_coefficient_largest", "grad_norm", "em", "reward", "capped", "kl_k1", "entropy")
-LAST = 5  # sampled exact match at the end is the mean of so many steps
+LOGGED = ("kl_largest", "kl_coefficient_largest", "grad_norm", "em", "f1", "reward", "capped", "kl_k1", "entropy")
+SCORES = ("em", "f1")
+LAST = 5  # what is sampled at the end is the mean of so many steps
 
 
 # curves and enumeration
@@ -192,29 +209,46 @@ def _finding(measured: Mapping[str, dict[str, float] | None]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlRun(StudyRun):
-    """One training run: a name of RATES, and one of TRAINED."""
+    """One training run. rate: a name of RATES, or the system of a model's recipe. estimator: one of TRAINED, or of
+    MODEL_TRAINED."""
 
     rate: str
     estimator: str
 
 
 def run_study(
-    out: Path, start: str | None, steps: int, seeds: Sequence[int], run_command: Callable[[list[str]], None]
+    out: Path,
+    start: str | ModelRecipe | None,
+    steps: int,
+    seeds: Sequence[int],
+    run_command: Callable[[list[str]], None],
 ) -> None:
-    """Write the whole study into the folder `out`; `run_command` runs a command of the demo from its arguments."""
+    """Write the whole study into the folder `out`. `start`: a folder of the demo, None to make one, or a model with its
+    recipe; `run_command` runs a command of the demo from its arguments."""
     check_out(out)
     seeds = sorted(set(seeds))
-    world = out / "start" if start is None else Path(start)
-    cases = make_cases(out, world, steps, seeds)
+    if isinstance(start, ModelRecipe):
+        cases, score = make_model_cases(out, start, steps, seeds), "f1"
+        begin = f"{cases[0].recipe.model.path} by {start.path}"
+    else:
+        world, score = Path(start or out / "start"), "em"
+        cases, begin = make_cases(out, world, steps, seeds), str(world)
     for case in cases:  # what does not fit is refused before anything is computed
         check_steps(case)
         check_folder(case)
-    if start is not None:
+    recipe, label = cases[0].recipe, score.upper()
+    unfinished = sum(not (case.folder / "summary.json").exists() for case in cases)
+    if isinstance(start, ModelRecipe) and unfinished and not load_task(recipe).held_out:
+        raise UserError(f"{start.path}: names no held-out questions to answer before and after; set data.dev")
+    if isinstance(start, str):
         check_start(world)
-    rates = " and ".join(f"{lr:g}" for lr in RATES.values())
+    estimators = " and ".join(dict.fromkeys(case.estimator for case in cases))
+    rates = " and ".join(dict.fromkeys(f"{case.recipe.optim.lr:g}" for case in cases))
     console.console.print(
-        f"study kl: curves, enumeration, then {len(cases)} runs of {steps} steps from {world} (k2 and k3, learning "
-        f"rate {rates}, seed {' and '.join(map(str, seeds))}), into {out}"
+        f"study kl: curves, enumeration, then {len(cases)} runs of {steps} steps ({unfinished * steps} steps to do) "
+        f"from {begin} ({estimators}, beta {recipe.grpo.beta:g}, learning rate {rates}, seed "
+        f"{' and '.join(map(str, seeds))}), into {out}",
+        soft_wrap=True,
     )
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
@@ -228,17 +262,17 @@ def run_study(
         run_stages((stage for stage in stages if stage[0] not in ("train", "report")), run_command)
 
     def say(record: Mapping[str, Any]) -> str:
-        return f"EM {record['em']:.2f}  largest coefficient {record.get('kl_coefficient_largest', 0.0):,.1f}"
+        return f"{label} {record[score]:.2f}  largest coefficient {record.get('kl_coefficient_largest', 0.0):,.1f}"
 
     stopped = train_all(cases, "study kl", say, may_diverge=True)
     records = {case.name: steps_of(case) for case in cases}
     runs = [summary_of(case, records[case.name], stopped.get(case.name)) for case in cases]
     named = [({"rate": c.rate, "estimator": c.estimator, "seed": c.seed}, records[c.name]) for c in cases]
     write_jsonl(out / "pairs.jsonl", (head | record for head, steps in named for record in steps))
-    recipe = cases[0].recipe
-    draw_kl_training(runs, records, recipe.optim.max_grad_norm, out / "training.png")
+    draw_kl_training(runs, records, score, recipe.optim.max_grad_norm, out / "training.png")
     settings = {
-        "start": str(world),
+        "start": begin,
+        "system": recipe.need(SystemSection).name,
         "steps": steps,
         "seeds": seeds,
         "beta": recipe.grpo.beta,
@@ -250,7 +284,7 @@ def run_study(
         "threads": torch.get_num_threads(),
     }
     write_json(out / "kl.json", {"settings": settings, "runs": runs})
-    print_runs(runs, steps)
+    print_runs(runs, score, steps)
     console.console.print(f"{time.perf_counter() - started:.0f} s in all. Pictures and figures are in {out}")
 
 
@@ -272,6 +306,28 @@ def make_cases(out: Path, world: Path, steps: int, seeds: Sequence[int]) -> list
         folder = out / "runs" / f"{rate}-{estimator}-seed{seed}"
         recipe = read_run_recipe(typed[1], assigned)  # train RECIPE --set .. --set .. --out ..
         name = f"{rate} {estimator} seed {seed}"
+        cases.append(KlRun(name=name, rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
+    return cases
+
+
+def make_model_cases(out: Path, chosen: ModelRecipe, steps: int, seeds: Sequence[int]) -> list[KlRun]:
+    """Return the runs of a pretrained model, at its recipe's learning rate and beta, MODEL_BETA in place of 0."""
+    asked = chosen.read()
+    rate = asked.need(SystemSection).name
+    beta = [] if asked.grpo.beta else [f"grpo.beta={MODEL_BETA}"]
+    cases = []
+    for seed, estimator in itertools.product(seeds, MODEL_TRAINED):
+        recipe = chosen.read(
+            *SETTINGS,
+            *beta,
+            f"run.steps={steps}",
+            f"run.eval_every={steps}",
+            f"run.seed={seed}",
+            f"grpo.kl_value={estimator}",
+            f"grpo.kl_gradient={estimator}",
+        )
+        name = f"{rate} {estimator} seed {seed}"
+        folder = out / "runs" / name.replace(" seed ", "-seed").replace(" ", "-")
         cases.append(KlRun(name=name, rate=rate, estimator=estimator, seed=seed, folder=folder, recipe=recipe))
     return cases
 
@@ -300,12 +356,13 @@ def steps_of(case: KlRun) -> list[dict[str, Any]]:
 
 
 def summary_of(case: KlRun, steps: Sequence[Mapping[str, Any]], stopped: str | None) -> dict[str, Any]:
-    """Return a run in one record: the largest of what can explode, and exact match as it came."""
+    """Return a run in one record: the largest of what can explode, and mean KL, reward and scores as they came."""
 
     def known(key: str) -> list[float]:
         return [step[key] for step in steps if step[key] is not None]
 
-    greedy = [record["eval"]["em"] for record in read_metrics(case.folder) if "eval" in record]
+    greedy = [record["eval"] for record in read_metrics(case.folder) if "eval" in record]
+    late = {"kl": "kl_k1", "reward": "reward", **{f"{score}_sampled": score for score in SCORES}}
     return {
         "name": case.name,
         "rate": case.rate,
@@ -316,9 +373,9 @@ def summary_of(case: KlRun, steps: Sequence[Mapping[str, Any]], stopped: str | N
         **{key: max(known(key), default=None) for key in ("kl_largest", "kl_coefficient_largest", "grad_norm")},
         "grad_norm_median": median(known("grad_norm")) if known("grad_norm") else None,
         "capped": sum(known("capped")),
-        "em_before": greedy[0],
-        "em_after": greedy[-1] if len(greedy) > 1 else None,
-        "em_sampled": mean(known("em")[-LAST:]) if steps else None,
+        **{f"{score}_before": greedy[0][score] for score in SCORES},
+        **{f"{score}_after": greedy[-1][score] if len(greedy) > 1 else None for score in SCORES},
+        **{name: mean(known(key)[-LAST:]) if known(key) else None for name, key in late.items()},
         "stopped": stopped,
     }
 
@@ -343,21 +400,21 @@ def print_enumeration(rows: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def print_runs(runs: Sequence[Mapping[str, Any]], steps: int) -> None:
+def print_runs(runs: Sequence[Mapping[str, Any]], score: str, steps: int) -> None:
     """Print a line for each learning rate and estimator: the mean over seeds, and the range below it."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         groups.setdefault(f"{run['rate']} {run['estimator']}", []).append(run)
-    keys = ("kl_largest", "kl_coefficient_largest", "grad_norm", "em_after", "em_sampled")
-    rates = ", ".join(f"{rate} {lr:g}" for rate, lr in RATES.items())
+    keys = ("kl_largest", "kl_coefficient_largest", "grad_norm", "kl", "reward", f"{score}_after", f"{score}_sampled")
+    label, rates = score.upper(), ", ".join(dict.fromkeys(f"{run['rate']} {run['lr']:g}" for run in runs))
     console.table(
-        f"GRPO, {steps} steps, learning rate {rates}: largest of a run; EM; mean and range of seeds",
-        ("", "token KL", "|dKL/dlogp|", "grad norm", "EM greedy", "EM sampled"),
+        f"GRPO, {steps} steps, learning rate {rates}: largest of a run; at its end; mean and range of seeds",
+        ("", "token KL", "|dKL/dlogp|", "grad norm", "mean KL", "reward", f"{label} greedy", f"{label} sampled"),
         [(name, *(_mean_and_range([run[key] for run in group]) for key in keys)) for name, group in groups.items()],
     )
     capped = sum(run["capped"] for run in runs)
     console.console.print(
-        f"EM before, greedy: {runs[0]['em_before']:.3f}. Tokens whose exponent was capped: {capped:,}."
+        f"{label} before, greedy: {runs[0][f'{score}_before']:.3f}. Tokens whose exponent was capped: {capped:,}."
     )
     for run in runs:
         if run["stopped"]:

@@ -1,7 +1,8 @@
 """`thresher study mask`: what masking of retrieved tokens costs, and what it does to the gradient.
 
-One batch of trajectories, four treatments: time, memory and gradient of each, then the cost against the share of
-retrieved tokens. Prints a table and findings, writes mask.json and mask.png. Nothing is trained.
+One batch of trajectories (scripted, stored by a run, or sampled by a recipe), four treatments: time, memory and
+gradient of each, then the cost against the share of retrieved tokens. Prints a table and findings, writes mask.json and
+mask.png. Nothing is trained.
 
     in the loss   every retrieved token is a target too, with its trajectory's advantage and an old log-prob that a
                   forward had to make, for it was not sampled
@@ -37,19 +38,26 @@ import torch
 from torch import Tensor
 
 from thresher.bench.harness import MIB, in_turn, peak_bytes, wait
+from thresher.bench.studies.runs import ModelRecipe, load_task
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, staged_folder
 from thresher.common.jsonl import iter_jsonl
+from thresher.common.machine import KEEP_MEMORY, set_malloc
 from thresher.common.records import read_records
+from thresher.engine.assemble import load_judges
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.config.sections import GrpoSection, RetrievalSection
+from thresher.engine.config.sections import GrpoSection, RetrievalSection, SystemSection
 from thresher.engine.episode import Prompt, read_template
 from thresher.engine.packing import MicroBatch, TrainSequence, build_train_sequences, grpo_advantages, pack
+from thresher.engine.parallel.ranks import SINGLE
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory
 from thresher.engine.store.checkpoint import latest_checkpoint
 from thresher.engine.store.run_folder import RunFolder, step_of
+from thresher.engine.systems import load_system
+from thresher.engine.training.step import GrpoStep
+from thresher.engine.training.weights import load_updater
 from thresher.engine.world.facts import Size
 from thresher.engine.world.files import invent_files
 from thresher.engine.world.random_model import initialise
@@ -65,7 +73,7 @@ VOCABULARY = 800  # tokens of the scripted batch's tokenizer, as in the demo
 TREATMENTS = {"in_loss": "in the loss", "zeroed": "zeroed", "masked": "masked", "removed": "removed"}
 FAINT = 1e-10  # of a row's weight: below half a unit in the last place of float32 (6e-8), far above its denormals
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the tokens that were retrieved or sampled: retrieved ones
-SWEEP_TRAJECTORIES, SWEEP_REPEATS = 16, 15
+SWEEP_TRAJECTORIES, SWEEP_REPEATS = 16, 15  # at most; of a smaller batch a quarter, and of R repeats 2 R + 1
 PER_ROW = ("targets_R", "old_logprobs_R", "advantages_R", "weights_R")  # of a batch
 
 Gradient = dict[str, Tensor]
@@ -154,19 +162,62 @@ def stored(folder: str | Path, limit: int, device: str) -> Subject:
     step = max(kept)
     policy = load_policy(checkpoint.path, torch.float32, device)
     vocab_size = load_tokenizer(checkpoint.path).vocab_size
-    pairs = _signal_first(_read(kept[step], vocab_size))[:limit]
-    if not any(value for _, value in pairs):
-        raise UserError(f"{kept[step]}: no trajectory has an advantage, so there is no gradient; name another run")
-    if not any(trajectory.count(Source.RETRIEVED) for trajectory, _ in pairs):
-        raise UserError(f"{kept[step]}: nothing in it was retrieved, so there is nothing to mask; name another run")
     return Subject(
         name=f"step {step} of {path}, weights of step {checkpoint.step}",
         policy=policy.requires_grad_(True),
         vocab_size=vocab_size,
-        trajectories=[trajectory for trajectory, _ in pairs],
-        advantages=[value for _, value in pairs],
+        **_chosen(_read(kept[step], vocab_size), limit, str(kept[step]), "name another run"),
         **_settings(recipe),
     )
+
+
+def sampled(chosen: ModelRecipe, limit: int, device: str) -> Subject:
+    """Sample a training step of the recipe, and take at most `limit` of its trajectories, groups with a signal first.
+
+    UserError for a recipe without retrieved text behind a prompt, and where a model's samples have nothing to study.
+    """
+    recipe = chosen.read(f"model.device={device}", "model.dtype=float32", "grpo.beta=0", "grpo.reference=")
+    section = recipe.need(SystemSection)
+    if not load_system(section.name, section.options).needs_index:
+        raise UserError(
+            f"{chosen.path}: system {section.name} retrieves nothing between its turns, and what is in the prompt is "
+            "never trained, so there is nothing to mask; name a recipe that searches"
+        )
+    if recipe.lora is not None:
+        raise UserError(f"{chosen.path}: the study takes the gradient of all weights; leave [lora] out")
+    task, rollout = load_task(recipe), recipe.rollout
+    count = rollout.questions_per_step * rollout.group_size
+    console.console.print(f"study mask: sampling {count} trajectories of {chosen.path}", soft_wrap=True)
+    with tempfile.TemporaryDirectory() as scratch, task.context.threads():
+        step = GrpoStep(
+            context=task.context,
+            questions=task.questions,
+            rollout=task.rollout,
+            judges=load_judges(recipe, task.context.system, Path(scratch) / "replies.jsonl", (), rewarded_only=True),
+            updater=load_updater(recipe, task.context, None, SINGLE),  # makes the weights trainable
+        )
+        result = step.collect(1)
+    if device == "cpu":
+        set_malloc(*KEEP_MEMORY)  # as in a training run
+    pairs = list(zip((entry.trajectory for entry in result.scored), result.advantages, strict=True))
+    name = f"a step of {chosen.path}, sampled by {recipe.model.path}"
+    return Subject(
+        name=name,
+        policy=task.context.policy,
+        vocab_size=task.context.vocab_size,
+        **_chosen(pairs, limit, name, "name another model or recipe, or --set run.seed"),
+        **_settings(recipe),
+    )
+
+
+def _chosen(pairs: Sequence[tuple[Trajectory, float]], limit: int, where: str, remedy: str) -> dict[str, Any]:
+    """Return at most `limit` trajectories with their advantages. UserError if nothing of them can be studied."""
+    pairs = _signal_first(pairs)[:limit]
+    if not any(value for _, value in pairs):
+        raise UserError(f"{where}: no trajectory has an advantage, so there is no gradient; {remedy}")
+    if not any(trajectory.count(Source.RETRIEVED) for trajectory, _ in pairs):
+        raise UserError(f"{where}: nothing in it was retrieved, so there is nothing to mask; {remedy}")
+    return {"trajectories": [trajectory for trajectory, _ in pairs], "advantages": [value for _, value in pairs]}
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -411,20 +462,25 @@ def step_peak(subject: Subject, treated: Treated) -> int:
 # the study
 
 
-def run_study(out: Path, run: str | None, seed: int, repeats: int, limit: int, device: str) -> None:
-    """Write the study. `run`: a run folder, None for the scripted batch; `out`: a folder that must not exist yet."""
+def run_study(out: Path, run: str | ModelRecipe | None, seed: int, repeats: int, limit: int, device: str) -> None:
+    """Write the study. `run`: a run folder, a recipe to sample by, or None for the scripted batch; `out`: a folder that
+    must not exist yet."""
     if out.exists():
         raise UserError(f"{out}: exists already; choose another folder with --out")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but torch sees no CUDA device; leave it out")
     started = time.perf_counter()
-    subject = scripted(seed, limit, device) if run is None else stored(run, limit, device)
+    if run is None:
+        subject = scripted(seed, limit, device)
+    else:
+        subject = sampled(run, limit, device) if isinstance(run, ModelRecipe) else stored(run, limit, device)
+    steps = len(TREATMENTS) * (repeats + 1 + len(SHARES) * (sweep_repeats(repeats) + 1))
     console.console.print(
         f"study mask: {len(subject.trajectories)} trajectories with {subject.count(Source.RETRIEVED):,} retrieved and "
-        f"{subject.count(Source.POLICY):,} sampled tokens; {subject.name}",
+        f"{subject.count(Source.POLICY):,} sampled tokens; {subject.name}; {len(TREATMENTS) * (repeats + 1)} timed "
+        "steps, and the head alone against the share of retrieved tokens",
         soft_wrap=True,
     )
-    steps = len(TREATMENTS) * (repeats + 1 + len(SHARES) * (SWEEP_REPEATS + 1))
     with console.progress_line("steps", steps) as line:
         done = 0
 
@@ -438,7 +494,7 @@ def run_study(out: Path, run: str | None, seed: int, repeats: int, limit: int, d
             "machine": machine(device),
             "repeats": repeats,
             **measure(subject, repeats, tick),
-            "sweep": sweep(subject, tick),
+            "sweep": sweep(subject, sweep_repeats(repeats), tick),
         }
     figures["seconds"] = time.perf_counter() - started
     from thresher.bench.plots import draw_mask  # matplotlib takes a second that a mistake need not wait
@@ -475,9 +531,7 @@ def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
     """Return all figures of the batch as it is: cost and gradient of each treatment, and the checks beside them."""
     treated = {name: treat(name, subject) for name in TREATMENTS}
     clocks = timed(subject, treated, repeats, tick)
-    results = {name: run_step(subject, treated[name].batches) for name in TREATMENTS}
-    gradients = {name: gradient(subject, treated[name].batches) for name in TREATMENTS}
-    base = gradients["masked"]
+    base = gradient(subject, treated["masked"].batches)
     treatments = {
         name: {
             "tokens": one.tokens,
@@ -488,9 +542,7 @@ def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
             "head_mib": head_peak(subject, one, at_once=False) / MIB,
             "head_at_once_mib": head_peak(subject, one, at_once=True) / MIB,
             "step_mib": step_peak(subject, one) / MIB,
-            "gradient": compare(gradients[name], base),
-            "gradient_parts": compare_parts(gradients[name], base),
-            "kinds": row_figures(one, results[name]),
+            **effect(subject, one, base),
         }
         for name, one in treated.items()
     }
@@ -503,12 +555,27 @@ def measure(subject: Subject, repeats: int, tick: Callable[[], None]) -> Record:
     }
 
 
+def effect(subject: Subject, treated: Treated, base: Gradient) -> Record:
+    """Compare a treatment's gradient, which is freed again, with `base`; and its kinds of rows."""
+    results = run_step(subject, treated.batches)
+    found = gradients_of(subject.policy)
+    return {
+        "gradient": compare(found, base),
+        "gradient_parts": compare_parts(found, base),
+        "kinds": row_figures(treated, results),
+    }
+
+
 def gradient(subject: Subject, batches: Sequence[MicroBatch]) -> Gradient:
     """Compute the gradient of every parameter, as float64 copies."""
     run_step(subject, batches)
+    return gradients_of(subject.policy)
+
+
+def gradients_of(policy: Policy) -> Gradient:
     return {
         name: torch.zeros_like(value, dtype=torch.float64) if value.grad is None else value.grad.double()
-        for name, value in subject.policy.named_parameters()
+        for name, value in policy.named_parameters()
     }
 
 
@@ -612,10 +679,14 @@ def poison_changes_nothing(subject: Subject, in_loss: Treated) -> bool:
     return True
 
 
-def sweep(subject: Subject, tick: Callable[[], None]) -> list[Record]:
+def sweep_repeats(repeats: int) -> int:
+    return min(SWEEP_REPEATS, 2 * repeats + 1)
+
+
+def sweep(subject: Subject, repeats: int, tick: Callable[[], None]) -> list[Record]:
     """Measure the head against the share of retrieved tokens, on a part of the batch: some that did retrieve."""
     order = sorted(range(len(subject.trajectories)), key=lambda n: not subject.trajectories[n].count(Source.RETRIEVED))
-    chosen = order[:SWEEP_TRAJECTORIES]
+    chosen = order[: min(SWEEP_TRAJECTORIES, -(-len(order) // 4))]
     trajectories = [subject.trajectories[n] for n in chosen]
     records = []
     for share in SHARES:
@@ -625,7 +696,7 @@ def sweep(subject: Subject, tick: Callable[[], None]) -> list[Record]:
             advantages=[subject.advantages[n] for n in chosen],
         )
         treated = {name: treat(name, part) for name in TREATMENTS}
-        times = timed_heads(part, treated, SWEEP_REPEATS, tick)
+        times = timed_heads(part, treated, repeats, tick)
         records.append(
             {
                 "retrieved_share": part.retrieved_share,

@@ -1,5 +1,9 @@
-"""The training runs of a study: ordinary run folders. What is finished is not done again; a killed run goes on."""
+"""The training runs of a study: ordinary run folders. What is finished is not done again; a killed run goes on.
 
+A study of a pretrained model takes its `ModelRecipe` in place of the demo's world.
+"""
+
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,10 +14,13 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
+from thresher.engine.assemble import RunContext, load_questions, load_retrieval, load_run_context, read_run_recipe
 from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import to_be_resumed
 from thresher.engine.training.step import Diverged
 from thresher.engine.training.train import Progress, train
+from thresher.retrieval.questions import Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,43 @@ class StudyRun:
     seed: int
     folder: Path
     recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecipe:
+    """A recipe, and the folder of a model in place of the recipe's own. overrides: of the recipe, as of `--set`."""
+
+    path: str
+    model: str | None = None
+    overrides: Sequence[str] = ()
+
+    def read(self, *own: str) -> Recipe:
+        """Return the recipe with a study's own assignments. UserError for an override of a key that has one."""
+        model = [] if self.model is None else [f"model.path={self.model}"]
+        taken = {text.partition("=")[0].strip() for text in (*model, *own)}
+        for text in self.overrides:
+            if (key := text.partition("=")[0].strip()) in taken:
+                raise UserError(f"--set {text}: the study itself sets {key}; leave it out")
+        return read_run_recipe(self.path, [*model, *self.overrides, *own])
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The loaded parts of a recipe that trajectories are sampled with."""
+
+    context: RunContext
+    questions: list[Question]
+    held_out: list[Question]
+    rollout: Rollout
+
+
+def load_task(recipe: Recipe) -> Task:
+    """Load model, index and questions. UserError where one of them does not fit the others."""
+    context = load_run_context(recipe)
+    rollout = context.rollout(load_retrieval(recipe, context.system))
+    questions, held_out = load_questions(recipe, context.system)
+    rollout.check_prompts(itertools.chain(questions, held_out))
+    return Task(context, questions, held_out, rollout)
 
 
 def check_out(out: Path) -> None:

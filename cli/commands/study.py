@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from thresher.cli import flags
 from thresher.cli.flags import Count, Device, Integer, Overrides, Seed, Texts
@@ -11,52 +11,82 @@ from thresher.cli.parser import ANY_NUMBER, POSITIONAL, REPEATED, Command, Group
 from thresher.common import console, signals
 from thresher.common.errors import UserError
 
+if TYPE_CHECKING:
+    from thresher.bench.studies.runs import ModelRecipe
+
 STUDY = Group("study", "put a claim of the method to the test", 130, "thresher study kl", "CLAIM")
+_SUBJECT = OneOf()
+
+
+class OfModel(Command):
+    """Flags of a study that takes a pretrained model by a recipe."""
+
+    recipe: Annotated[str | None, _SUBJECT, "FILE", "TOML file; its model and questions, in place of the demo's"] = None
+    model: Annotated[str | None, "FOLDER", "with --recipe: short for --set model.path="] = None
+    set: Overrides = []
+
+    def chosen(self) -> "ModelRecipe | None":
+        """Return what the flags name. UserError for --model or --set without --recipe."""
+        from thresher.bench.studies.runs import ModelRecipe
+
+        if self.recipe is not None:
+            return ModelRecipe(self.recipe, self.model, tuple(self.set))
+        if self.model is not None or self.set:
+            flag = "--set" if self.model is None else "--model"
+            raise UserError(f"{flag}: belongs to a recipe; name it with --recipe, such as smollm2/read.toml")
+        return None
 
 
 class Kl(
-    Command,
+    OfModel,
     group=STUDY,
     help="compare KL estimators: value, gradient, training",
     place=10,
     example="thresher study kl --start runs/demo --steps 10 --seeds 0",
 ):
     out: Annotated[str, "folder; what is finished in it is not done again"] = "runs/study-kl"
-    start: Annotated[str | None, "FOLDER", "a folder of `thresher demo`, whose world and warm-up are used"] = None
-    steps: Annotated[Count, "of each training run"] = 30
-    seeds: Annotated[list[Seed], "SEED", "of the training runs"] = [0, 1]
+    start: Annotated[
+        str | None, _SUBJECT, "FOLDER", "a folder of `thresher demo`, whose world and warm-up are used"
+    ] = None
+    steps: Annotated[Count | None, "of each training run; default: 30, with --recipe 20"] = None
+    seeds: Annotated[list[Seed] | None, "SEED", "of the training runs; default: 0 1, with --recipe 0"] = None
 
     def __call__(self) -> None:
         from thresher.bench.studies.kl import run_study
         from thresher.common.files import read_json_object
 
-        run_study(Path(self.out), self.start, self.steps, self.seeds, self.run_command)
+        chosen = self.chosen()
+        steps, seeds = (30, [0, 1]) if chosen is None else (20, [0])
+        with signals.on_interrupt(lambda: f"{self.out} keeps what is finished"):
+            start = chosen or self.start
+            run_study(Path(self.out), start, self.steps or steps, self.seeds or seeds, self.run_command)
         console.answer(read_json_object(Path(self.out) / "kl.json"))
 
 
 class Mask(
-    Command,
+    OfModel,
     group=STUDY,
     help="compare ways to leave retrieved tokens out of the loss: cost and gradient",
     place=20,
     example="thresher study mask --run runs/demo/grpo --out runs/masked",
 ):
-    _batch = OneOf()
-
     out: Annotated[str, "folder for mask.json and mask.png"] = "runs/study-mask"
     run: Annotated[
-        str | None, _batch, "folder of `thresher train` or `demo`: its last weights and stored trajectories"
+        str | None, _SUBJECT, "folder of `thresher train` or `demo`: its last weights and stored trajectories"
     ] = None
-    seed: Annotated[Seed, _batch, "of a scripted batch and random weights, without --run"] = 0
-    limit: Annotated[Count, "trajectories in the batch, at most"] = 64
-    repeats: Annotated[Count, "timed steps of each treatment"] = 7
+    seed: Annotated[Seed, _SUBJECT, "of a scripted batch and random weights, without --run and --recipe"] = 0
+    limit: Annotated[Count | None, "trajectories in the batch, at most; default: 64, with --recipe 16"] = None
+    repeats: Annotated[Count | None, "timed steps of each treatment; default: 7, with --recipe 3"] = None
     device: Annotated[Device, "where it is computed"] = "cpu"
 
     def __call__(self) -> None:
         from thresher.bench.studies.mask import run_study
         from thresher.common.files import read_json_object
 
-        run_study(Path(self.out), self.run, self.seed, self.repeats, self.limit, self.device)
+        chosen = self.chosen()
+        repeats, limit = (7, 64) if chosen is None else (3, 16)
+        batch, repeats, limit = chosen or self.run, self.repeats or repeats, self.limit or limit
+        run_study(Path(self.out), batch, self.seed, repeats, limit, self.device)
         console.answer(read_json_object(Path(self.out) / "mask.json"))
 
 

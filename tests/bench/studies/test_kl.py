@@ -14,6 +14,7 @@ import torch
 from thresher.bench.studies import kl, runs
 from thresher.bench.studies.kl import CHOICES, curve, curves, enumerate_all, exact, expectation
 from thresher.cli import main as cli
+from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import read_metrics
 from thresher.engine.training.train import Progress, train
 from thresher.policy.model import Policy
@@ -202,3 +203,78 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert cli.run(["study", "kl", "--out", "old", "--start", str(world), "--steps", "1", *change]) == 2
     assert wrong in capsys.readouterr().err
     assert not Path("new").exists() and sorted(path.name for path in Path("old").iterdir()) == ["runs"]
+
+
+# a pretrained model by a recipe
+
+
+@pytest.fixture
+def recipe_file(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
+    """A recipe without a reference, of a model that searches and answers."""
+    path = tmp_path / "recipe.toml"
+    make_recipe(grpo={"beta": 0.0}).write(path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_by_its_recipe(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, recipe = tmp_path / "study", load_recipe(recipe_file)
+    model = tmp_path / "models" / "mine"
+    shutil.copytree(recipe.model.path, model)
+    monkeypatch.setattr(kl, "enumerate_all", partial(enumerate_all, draws=2))
+    command = ["study", "kl", "--recipe", str(recipe_file), "--model", str(model), "--steps", "2", "--out", str(out)]
+    command += ["--set", "rollout.max_turns=2"]
+    assert cli.run(command) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"3 runs of 2 steps (6 steps to do) from {model} by {recipe_file} (k1 and k2 and k3, beta 0.1," in said
+    assert "F1 greedy" in said and "EM greedy" not in said
+
+    table = json.loads((out / "kl.json").read_text())
+    assert [run["name"] for run in table["runs"]] == [f"eval_rar {name} seed 0" for name in ("k1", "k2", "k3")]
+    lines = [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
+    firsts, seconds = ([line for line in lines if line["step"] == step] for step in (1, 2))
+    assert [line["kl_coefficient_largest"] for line in firsts] == [1, 0, 0]  # k1's is 1 everywhere
+    assert {**firsts[1], "estimator": "k3"} == firsts[2]
+    assert {line["reward"] for line in firsts} == {firsts[0]["reward"]} and {line["kl_k1"] for line in firsts} == {0}
+    assert len({line["kl_largest"] for line in seconds}) == 3 == len(seconds)
+    for run in table["runs"]:
+        folder = out / "runs" / f"eval_rar-{run['estimator']}-seed0"
+        made, evals = load_recipe(folder / "recipe.toml"), [r["eval"] for r in read_metrics(folder) if "eval" in r]
+        assert (made.grpo.kl_value, made.grpo.kl_gradient) == (run["estimator"],) * 2
+        assert (made.optim.lr, made.rollout.max_turns, made.model.path) == (recipe.optim.lr, 2, str(model))
+        assert [run["f1_before"], run["f1_after"]] == [evals[0]["f1"], evals[-1]["f1"]] and len(evals) == 2
+        own = [line for line in lines if line["estimator"] == run["estimator"]]
+        assert run["kl"] == pytest.approx(sum(line["kl_k1"] for line in own) / 2)
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+
+    shutil.rmtree(model)  # nothing is left to do that would need it
+    assert cli.run(command) == 0
+    assert "(0 steps to do)" in " ".join(capsys.readouterr().out.split())
+    assert cli.run([*command, "--set", "grpo.beta=0.2"]) == 2
+    assert "another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ("--recipe {recipe} --set grpo.kl_value=k1", "--set grpo.kl_value=k1: the study itself sets grpo.kl_value"),
+        ("--recipe {recipe} --set grpo.beta=0", "the study itself sets grpo.beta"),
+        ("--recipe {recipe} --model m --set model.path=n", "the study itself sets model.path"),
+        ("--recipe {recipe} --set data.dev=", "recipe.toml: names no held-out questions"),
+        ("--recipe {recipe} --set rollout.max_context=100000", "the model was made for"),
+        ("--recipe {recipe} --model nowhere", "nowhere: "),
+        ("--model m", "--model: belongs to a recipe; name it with --recipe"),
+        ("--set grpo.beta=1", "--set: belongs to a recipe; name it with --recipe"),
+        ("--recipe {recipe} --start runs/demo", "expected either --recipe or --start, got both"),
+    ],
+)
+def test_a_model_and_a_recipe_that_do_not_fit_are_refused(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, wrong: str
+) -> None:
+    out = tmp_path / "out"
+    assert cli.run(["study", "kl", "--out", str(out), *words.format(recipe=recipe_file).split()]) == 2
+    message = capsys.readouterr().err
+    assert wrong in message and message.startswith("thresher")
+    assert not out.exists()

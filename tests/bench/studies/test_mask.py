@@ -15,6 +15,7 @@ import torch
 from exact_norms import exact_norms, off
 from stored_cases import stored
 from torch import Tensor
+from train_cases import single_threaded
 
 from thresher.bench.studies import mask
 from thresher.bench.studies.mask import (
@@ -33,6 +34,7 @@ from thresher.bench.studies.mask import (
     treat,
     without_retrieved,
 )
+from thresher.bench.studies.runs import ModelRecipe
 from thresher.cli import main as cli
 from thresher.common.records import write_records
 from thresher.engine.config.recipe import Recipe
@@ -439,4 +441,59 @@ def test_a_run_that_cannot_be_studied(
     assert cli.run(["study", "mask", "--run", str(run), "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"thresher: {run}") and sentence in message and message.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# a recipe, by which the batch is sampled
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.slow
+def test_the_command_on_a_recipe(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    make_recipe(optim={"micro_batch_tokens": 4000}).write(tmp_path / "recipe.toml")
+    command = ["study", "mask", "--recipe", str(tmp_path / "recipe.toml"), "--repeats", "1", "--limit", "10"]
+    assert cli.run([*command, "--out", str(tmp_path / "out")]) == 0
+    figures = check_folder(tmp_path / "out")
+    assert figures["batch"]["trajectories"] == 10 and str(tmp_path / "recipe.toml") in figures["batch"]["from"]
+
+
+@pytest.mark.slow
+def test_what_a_recipe_samples_is_the_first_step_of_its_training(
+    uninterrupted: Path, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    make_recipe().write(tmp_path / "recipe.toml")
+    with single_threaded():
+        subject = mask.sampled(ModelRecipe(str(tmp_path / "recipe.toml")), 1000, "cpu")
+    lines = stored(uninterrupted / "trajectories/step_000001.jsonl")
+    assert len(subject.trajectories) == len(lines)
+    by_place = {(line["group"], line["sample"]): line for line in lines}
+    for trajectory, advantage in zip(subject.trajectories, subject.advantages, strict=True):
+        line = by_place[trajectory.group, trajectory.sample]
+        assert trajectory.ids() == [token for part in line["segments"] for token in part["ids"]]
+        assert advantage == line["advantage"]
+    assert all(value.requires_grad for value in subject.policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "wrong"),
+    [
+        ({"system": {"name": "reading"}}, "", "system reading retrieves nothing between its turns"),
+        ({"lora": {"rank": 2}}, "", "leave [lora] out"),
+        ({}, "--set model.dtype=bfloat16", "the study itself sets model.dtype"),
+        ({"rollout": {"max_turns": 1}}, "", "nothing in it was retrieved"),
+    ],
+)
+def test_a_recipe_that_cannot_be_studied(
+    make_recipe: Callable[..., Recipe],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, dict[str, Any]],
+    words: str,
+    wrong: str,
+) -> None:
+    make_recipe(**changes).write(tmp_path / "recipe.toml")
+    command = ["study", "mask", "--recipe", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "out")]
+    assert cli.run([*command, *words.split()]) == 2
+    message = capsys.readouterr().err
+    assert wrong in message and message.startswith("thresher: ") and message.count("\n") == 1
     assert not (tmp_path / "out").exists()
