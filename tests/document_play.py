@@ -107,6 +107,10 @@ REDUCED = {
         ),
         ("report.html", "summary.json", "grpo/summary.json", "warmup/sft.json"),
     ),
+    "demo --model": Row(
+        (*SHORT, *sets(rollout__max_policy_tokens=12)),
+        ("report.html", "summary.json", "grpo/summary.json", "notes.md"),
+    ),
     "reproduce": Row(("--list",), once=True),  # what it runs is run where a rehearsal is shown
     "reproduce --limit": Row(("--limit", "1", *SHORT, *REHEARSED), ("runs", "evaluations")),
     "study kl": Row(("--start", "runs/demo", "--steps", "1", "--seeds", "0"), ("kl.json", "training.png"), once=True),

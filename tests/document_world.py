@@ -80,7 +80,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
         shutil.copytree(model, folder / "models" / name)
     for name in ("M", "G"):  # as docs/systems.md calls them
         (folder / "models" / name).rename(folder / name)
-    write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", *make_model("llama"))
+    write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", *make_model("llama", max_position_embeddings=1024))
     _encoders(folder / "models")
     _data(folder)
     _downloads(folder)

