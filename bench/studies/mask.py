@@ -567,14 +567,14 @@ def effect(subject: Subject, treated: Treated, base: Gradient) -> Record:
 
 
 def gradient(subject: Subject, batches: Sequence[MicroBatch]) -> Gradient:
-    """Compute the gradient of every parameter, as float64 copies."""
+    """Compute the gradient of every parameter, as copies."""
     run_step(subject, batches)
     return gradients_of(subject.policy)
 
 
 def gradients_of(policy: Policy) -> Gradient:
     return {
-        name: torch.zeros_like(value, dtype=torch.float64) if value.grad is None else value.grad.double()
+        name: torch.zeros_like(value) if value.grad is None else value.grad.clone()
         for name, value in policy.named_parameters()
     }
 
@@ -590,9 +590,10 @@ def part_of(name: str) -> str:
 def compare(one: Gradient, base: Gradient) -> dict[str, float]:
     """Return the norm of a gradient; beside another one: cosine, and the norms of it and of the difference relative to
     the other's (0 if either is 0)."""
-    norm, of_base = (sum(float(value.square().sum()) for value in side.values()) ** 0.5 for side in (one, base))
-    dot = sum(float((one[name] * base[name]).sum()) for name in one)
-    difference = sum(float((one[name] - base[name]).square().sum()) for name in one) ** 0.5
+    norm, of_base = (sum(_dot(value, value) for value in side.values()) ** 0.5 for side in (one, base))
+    dot = sum(_dot(one[name], base[name]) for name in one)
+    gaps = (one[name].double() - base[name].double() for name in one)
+    difference = sum(_dot(gap, gap) for gap in gaps) ** 0.5
     known = norm > 0 and of_base > 0
     return {
         "norm": norm,
@@ -600,6 +601,10 @@ def compare(one: Gradient, base: Gradient) -> dict[str, float]:
         "relative_norm": norm / of_base if known else 0.0,
         "difference": difference / of_base if known else 0.0,
     }
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float((one.double() * other.double()).sum())
 
 
 def compare_parts(one: Gradient, base: Gradient) -> dict[str, dict[str, float]]:
