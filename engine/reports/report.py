@@ -7,7 +7,8 @@
 
 A page contains its pictures, and needs no network and no script. It is made from run folders alone, at any time, also
 while the run goes on or after it was killed: the page leaves out what is not there yet, and says so. Sampled and
-retrieved text is escaped. An optional notes.md, paragraphs separated by blank lines, is added to the page.
+retrieved text is escaped. An optional notes.md is added to the page: paragraphs separated by blank lines, in which two
+spaces end a line.
 """
 
 import base64

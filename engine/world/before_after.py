@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from thresher.common.console import visible
 from thresher.common.errors import UserError
 from thresher.common.files import staged_folder
 from thresher.common.jsonl import write_jsonl
@@ -47,7 +48,13 @@ class Transcript:
 def transcripts(run: Path) -> list[Transcript]:
     """Return the first questions of a run's evaluations, in the order of their file: none is picked by its answer."""
     return [
-        Transcript(after["question"], _read(after), _answer(before), _answer(after), tuple(after["golden_answers"]))
+        Transcript(
+            question=_line(after["question"]),
+            read=_read(after),
+            before=_line(before["answer"] or "nothing"),
+            after=_line(after["answer"] or "nothing"),
+            golds=tuple(map(_line, after["golden_answers"])),
+        )
         for before, after in islice(_evaluated(run), TRANSCRIPTS)
     ]
 
@@ -102,9 +109,10 @@ def _evaluated(run: Path) -> Iterator[tuple[Record, Record]]:
 
 def _read(record: Record) -> str:
     needed = record.get("gold_indices") or [1]
-    texts = (record["passages"][number - 1]["text"] for number in needed)
+    texts = (_line(record["passages"][number - 1]["text"]) for number in needed)
     return " / ".join(textwrap.shorten(text, SHOWN_CHARS // len(needed), placeholder=" …") for text in texts)
 
 
-def _answer(record: Record) -> str:
-    return " ".join((record["answer"] or "nothing").split())
+def _line(text: str) -> str:
+    """Return a text of others on one line, without characters that could act on a terminal."""
+    return visible(" ".join(text.split()))

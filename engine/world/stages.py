@@ -195,8 +195,6 @@ def demo(out: Path, plan: DemoPlan, run: Callable[[list[str]], None], say: Calla
     another plan, or that is finished."""
     plan, before = begin(out, plan)
     started = time.perf_counter()
-    if plan.questions is not None and not (out / "data").exists():
-        split_questions(plan.questions, out / "data", plan.seed)
     for arguments in stages(out, plan):
         into = Path(arguments[arguments.index("--out") + 1])
         if arguments[0] == "report":
@@ -216,8 +214,8 @@ def demo(out: Path, plan: DemoPlan, run: Callable[[list[str]], None], say: Calla
 
 
 def begin(out: Path, plan: DemoPlan) -> tuple[DemoPlan, float]:
-    """Make the demo's folder, or continue an unfinished one; return its plan with the dtype in which it began, and the
-    seconds that its finished stages took."""
+    """Make the demo's folder, with the questions of a file, or continue an unfinished one; return its plan with the
+    dtype in which it began, and the seconds that its finished stages took."""
     if plan.model is not None:
         read_config(plan.model)  # before anything is made
         plan = replace(plan, dtype=cpu_dtype())
@@ -226,6 +224,8 @@ def begin(out: Path, plan: DemoPlan) -> tuple[DemoPlan, float]:
         if out.exists():
             raise UserError(f"{out}: exists already, and is no demo's folder; choose another with --out, or delete it")
         with staged_folder(out) as staged:
+            if plan.questions is not None:
+                split_questions(plan.questions, staged / "data", plan.seed)
             _write_begun(staged, plan, 0.0)
         return plan, 0.0
     found = read_json_object(file)
@@ -250,4 +250,5 @@ def _notes(out: Path, plan: DemoPlan) -> str:
     asked = f"The questions are those of {plan.questions}, {HELD_OUT} of them held out."
     if plan.questions is None:
         asked = READING.with_name("notes.md").read_text(encoding="utf-8").strip()
-    return "\n\n".join([asked, FIRST_QUESTIONS, *map(str, transcripts(out / "grpo"))]) + "\n"
+    shown = [str(transcript).replace("\n", "  \n") for transcript in transcripts(out / "grpo")]
+    return "\n\n".join([asked, FIRST_QUESTIONS, *shown]) + "\n"

@@ -14,7 +14,7 @@ from thresher.common.errors import UserError
 from thresher.common.machine import cpu_dtype
 from thresher.engine.config.recipe import load_recipe
 from thresher.engine.world import before_after
-from thresher.engine.world.articles import ARTICLES, ASKED, SENTENCES, SIZE, articles, invent_articles
+from thresher.engine.world.articles import ARTICLES, ASKED, SENTENCES, articles, invent_articles
 from thresher.engine.world.before_after import TRANSCRIPTS, split_questions
 from thresher.engine.world.facts import RELATIONS, Size, invent
 from thresher.retrieval.questions import Question, question_record, read_questions
@@ -143,7 +143,9 @@ def write(path: Path, records: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_file_of_questions_is_split_at_random(files: Path, tmp_path: Path) -> None:
+def test_a_file_of_questions_is_split_at_random(
+    files: Path, tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = [question_record(question) for question in read_questions(files / "train.jsonl")]
     path = write(tmp_path / "given.jsonl", [*given, {**given[0], "id": "again"}])
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -160,6 +162,10 @@ def test_a_file_of_questions_is_split_at_random(files: Path, tmp_path: Path) -> 
         record.pop("gold_indices")
     with pytest.raises(UserError, match=r"bare\.jsonl: 60 of 60 questions have no passages"):
         split_questions(write(tmp_path / "bare.jsonl", bare), tmp_path / "bare", 0)
+    model = ("--model", str(tiny_model_folder), "--out", str(tmp_path / "demo"))
+    assert "few.jsonl: holds 10" in refused(capsys, "demo", *model, "--questions", str(tmp_path / "few.jsonl"))
+    assert "none.jsonl: " in refused(capsys, "demo", *model, "--questions", str(tmp_path / "none.jsonl"))
+    assert not (tmp_path / "demo").exists()
     assert not (tmp_path / "few").exists() and not (tmp_path / "bare").exists()
 
 
@@ -203,7 +209,7 @@ def test_a_model_learns_from_articles_or_from_given_questions(
             assert len(re.findall(rf"^{name}: .", text, re.MULTILINE)) == TRANSCRIPTS
     assert all(name in shown for name in ("EM before", "F1 after", "1 passage needed", "2 passages needed"))
     assert (out / "report.html").is_file() and json.loads((out / "summary.json").read_text())["questions"] == 7
-    assert SIZE.test_questions == 500
+    assert re.search(r"<br>Before: .*<br>After: .*<br>Gold: ", (out / "report.html").read_text())
 
 
 def stop_at_one(trainer: Any, step: int) -> bool:
