@@ -164,12 +164,13 @@ class Demo(
         console.answer(summary)
 
     def _read(self, out: Path, summary: dict[str, Any], title: str) -> None:
-        from thresher.engine.world.before_after import measures_before_after, transcripts
+        from thresher.engine.world.before_after import learning_curve, measures_before_after, transcripts
 
         shown = transcripts(out / "grpo")
         for transcript in shown:
             console.say(f"\n{transcript}")
         console.say("")
+        console.table("greedy answers while it learned", ("after step", "EM", "F1"), learning_curve(out / "grpo"))
         columns = ("", "questions", "EM before", "EM after", "F1 before", "F1 after")
         console.table(title, columns, measures_before_after(out / "grpo"))
         console.answer(summary | {"transcripts": [asdict(transcript) for transcript in shown]})

@@ -75,6 +75,12 @@ def measures_before_after(run: Path) -> list[tuple[Any, ...]]:
     ]
 
 
+def learning_curve(run: Path) -> list[tuple[int, float, float]]:
+    """Return rows (step, EM, F1) of a run's evaluations."""
+    records = RunFolder.existing(run).metrics()
+    return [(one["step"], one["eval"]["em"], one["eval"]["f1"]) for one in records if "eval" in one]
+
+
 def split_questions(path: str, out: Path, seed: int) -> None:
     """Write test.jsonl, HELD_OUT questions of a file in any format of `data convert`, drawn at random, and train.jsonl,
     the others, into the new folder `out`. UserError where they are too few or come without passages."""

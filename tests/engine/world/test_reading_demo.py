@@ -207,7 +207,9 @@ def test_a_model_learns_from_articles_or_from_given_questions(
     for text in (shown, (out / "notes.md").read_text()):
         for name in ("Question", "Read", "Before", "After", "Gold"):
             assert len(re.findall(rf"^{name}: .", text, re.MULTILINE)) == TRANSCRIPTS
-    assert all(name in shown for name in ("EM before", "F1 after", "1 passage needed", "2 passages needed"))
+    assert all(
+        name in shown for name in ("EM before", "F1 after", "1 passage needed", "2 passages needed", "after step")
+    )
     assert (out / "report.html").is_file() and json.loads((out / "summary.json").read_text())["questions"] == 7
     assert re.search(r"<br>Before: .*<br>After: .*<br>Gold: ", (out / "report.html").read_text())
 
