@@ -92,6 +92,12 @@ REDUCED = {
     "data sft": Row(),
     "data sft --model": Row(("--max-tokens", "48")),
     "data sft recomp": Row(("--margin", "0")),
+    "data sft --recipe": Row(
+        (
+            *sets(rollout__max_turn_tokens=400, rollout__max_policy_tokens=2000),
+            *sets(rollout__max_context=9000, rollout__max_passage_tokens=900),
+        )
+    ),
     "train-encoder": Row(("--steps", "1"), ("model.safetensors", "modules.json")),
     "plan": Row(anywhere=True),
     "plan --chip": Row(anywhere=True),

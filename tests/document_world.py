@@ -84,7 +84,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     _encoders(folder / "models")
     _data(folder)
     _downloads(folder)
-    for name in ("wiki18", "hotpotqa"):
+    for name in ("wiki18", "hotpotqa", "2wiki"):
         assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
     _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
     models = [Path(words[-1]).name for words in world_stages(Path(), base="numbered") if words[0] in ("init", "sft")]
@@ -138,6 +138,12 @@ def _data(folder: Path) -> None:
     (folder / "data").mkdir()
     for name in (*DATA, "data/nq_hotpotqa_train"):
         write_lines(folder / f"{name}.jsonl", asked)
+    triples = [
+        one | {"evidence": [[f"town {n}", "mayor", name]]}
+        for n, (one, name) in enumerate(zip(asked, NAMES, strict=True))
+    ]
+    for part, some in {"warmup": triples[:4], "train": triples[4:6], "test": triples[6:]}.items():
+        write_lines(folder / "data" / f"2wiki_{part}.jsonl", some)
     write_lines(folder / "in.jsonl", [TRANSCRIPT])
     (folder / "teacher").mkdir()
     said = "<reason>Look.</reason><extract>Anna Bell is the mayor.</extract><answer>Anna Bell</answer>"

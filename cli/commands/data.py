@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from thresher.cli import flags
-from thresher.cli.flags import Count, Device, Integer, Natural, Texts, checked
+from thresher.cli.flags import Count, Device, Integer, Natural, Overrides, Texts, checked
 from thresher.cli.parser import POSITIONAL, REPEATED, Command, Group, OneOf
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.engine.compressors.options import MEASURES
-from thresher.engine.training.sft_data import FILCO, KINDS, RECOMP, STYLES, TAUGHT, Unused
+from thresher.engine.training.sft_data import EPISODE, FILCO, KINDS, RECOMP, STYLES, TAUGHT, Unused
 
 if TYPE_CHECKING:
     from thresher.retrieval.questions import Question
@@ -162,7 +162,7 @@ class Sft(
 ):
     _source = OneOf(required=True)
 
-    kind: Annotated[str, {"choices": (*KINDS, FILCO, RECOMP, *TAUGHT)}, "what a record teaches: docs/sft.md"]
+    kind: Annotated[str, {"choices": (*KINDS, FILCO, RECOMP, EPISODE, *TAUGHT)}, "what a record teaches: docs/sft.md"]
     questions: Annotated[str | None, _source, "our own JSONL, with passages but for closed-book"] = None
     transcripts: Annotated[str | None, _source, "FILE", "a teacher's, as eval or score has them; right ones stay"] = (
         None
@@ -178,6 +178,8 @@ class Sft(
     ] = None
     device: Annotated[Device, "of that model"] = "cpu"
     max_tokens: Annotated[Count, "of an analysis"] = 512
+    recipe: Annotated[str | None, "FILE", "of episode records: names the system, tokenizer and index"] = None
+    set: Overrides = []
     out: Annotated[str, "JSONL to write"]
 
     def __call__(self) -> None:
@@ -189,14 +191,17 @@ class Sft(
         self._check()
         template = None if self.template is None else read_template(self.template, passages=self.kind != "closed-book")
         figures: dict[str, Any] = {}
+        total = None
         if self.transcripts is not None:
             records, unused = taught_records(self.transcripts, self.kind, template)
+        elif self.kind == EPISODE:
+            records, unused, total = self._episodes()
         elif self.kind == RECOMP:
             records, unused = self._contrasts()
         else:
             records, unused, author = self._of_questions(template)
             figures |= {"analyses by": author} if self.kind == "reasoning" else {}
-        total = len(records) + len(unused)
+        total = len(records) + len(unused) if total is None else total
         refuse_nothing(records, unused, str(self.transcripts or self.questions), self.kind)
         write_jsonl(out, records)
         listed = out.with_name(f"{out.name}.unused.jsonl")
@@ -225,6 +230,12 @@ class Sft(
             author = self.measure
             evidence = silver_evidence(usable, self.measure, self.model, self.device, self.answer == "tagged")
         return *make_records(questions, kind, self.answer, template, analyses, author, evidence), author
+
+    def _episodes(self) -> tuple[list[dict[str, Any]], list[Unused], int]:
+        from thresher.engine.assemble import read_run_recipe
+        from thresher.engine.training.sft_episodes import episode_records
+
+        return episode_records(read_run_recipe(str(self.recipe), self.set), str(self.questions))
 
     def _contrasts(self) -> tuple[list[dict[str, Any]], list[Unused]]:
         from thresher.engine.compressors.training_data import MARGIN, make_contrasts
@@ -263,6 +274,10 @@ class Sft(
             raise UserError("--kind recomp needs --model, the generator whose answers say which sentence helps")
         if kind == RECOMP and self.template is not None:
             raise UserError("--template is a prompt, and a record of kind recomp has none")
+        if (kind == EPISODE) != (self.recipe is not None) or (self.set and self.recipe is None):
+            raise UserError(f"--recipe and its --set are for --kind {EPISODE}, which needs --recipe")
+        if kind == EPISODE and (self.template is not None or not tagged):
+            raise UserError("--template and --answer are not for episode records; set system.template in the recipe")
         if self.margin is not None and kind != RECOMP:
             raise UserError("--margin is for --kind recomp, whose sentences that help less fall short by it")
         if model is not None and kind not in ("reasoning", FILCO, RECOMP):

@@ -7,6 +7,7 @@
     closed-book   question                        the answer
     filco         question, passages              <extract>the sentences that help</extract>       FilCo's filter
     recomp        sentences to train an encoder on, no transcript: compressors/training_data.py  RECOMP's compressor
+    episode       the system's own, its turns written by a script: sft_episodes.py            a warm-up
     reason-extract, extract                       evidence behind its rationale, or alone, of a teacher's transcript
                   question, passages              that answers right           EviOmni's empirical study, Section 2.2
 
@@ -46,6 +47,7 @@ TAUGHT = {"reason-extract": ("reason", "extract"), "extract": ("extract",)}  # k
 KINDS = ("direct", "reasoning", "qa", "closed-book")
 FILCO = "filco"  # its records take a measure, which sft.format has not
 RECOMP = "recomp"  # its records are of an encoder: engine/compressors/training_data.py
+EPISODE = "episode"  # its records are of a recipe's system: sft_episodes.py
 STYLES = ("tagged", "plain")
 TEMPLATED = "templated"
 ARENA_TAGS = pair_tags("relevance", "analysis", "answer")
@@ -223,5 +225,6 @@ def refuse_nothing(records: Sequence[Any], unused: Sequence[Unused], path: str |
     if not records:
         raise UserError(
             f"{path}: no question gives a record of the kind {kind} (the first, {unused[0].id}: {unused[0].reason}); "
-            "give questions with passages, for reasoning with gold_indices, and transcripts that answer right"
+            "give questions with passages, for reasoning with gold_indices, for episode with evidence, and transcripts "
+            "that answer right"
         )

@@ -154,8 +154,8 @@ def test_the_example_of_every_help_is_a_command() -> None:
         ("compare a b c", "compare: expected nothing more, got c"),
         (
             "data sft --kind qaa --questions q --out o",
-            "--kind: expected direct or reasoning or qa or closed-book or filco or recomp or reason-extract or extract"
-            ", got qaa",
+            "--kind: expected direct or reasoning or qa or closed-book or filco or recomp or episode or reason-extract "
+            "or extract, got qaa",
         ),
     ],
 )
