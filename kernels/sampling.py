@@ -48,7 +48,7 @@ from thresher.kernels.operands import (
     resolve_backend,
 )
 
-__all__ = ["SamplingTensors", "head_logits", "sample", "sample_from_head"]
+__all__ = ["SamplingTensors", "head_logits", "head_to_multiply", "sample", "sample_from_head"]
 FUSED_WIDTH = 16  # the hidden width is a multiple of it where a GPU's matrix instructions are to have whole steps
 _DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32)
 
@@ -178,6 +178,14 @@ def _draws_fused(backend: str, hidden_BH: Tensor, lm_head_VH: Tensor) -> bool:
     dtype, width = hidden_BH.dtype, hidden_BH.shape[-1]
     suits = dtype in (torch.bfloat16, torch.float32) and width % FUSED_WIDTH == 0 and lm_head_VH.stride(-1) == 1
     return hidden_BH.is_cuda and suits and find_spec("triton") is not None
+
+
+def head_to_multiply(lm_head_VH: Tensor) -> Tensor:
+    """Return the head as `head_logits` multiplies it: on a CPU a low-precision head in float32.
+
+    A caller that draws often with the same weights copies it once. Otherwise each draw copies it, which took as long as
+    the product with 64 rows."""
+    return lm_head_VH if lm_head_VH.is_cuda else lm_head_VH.to(compute_dtype(lm_head_VH))
 
 
 def head_logits(hidden_BH: Tensor, lm_head_VH: Tensor) -> Tensor:

@@ -80,8 +80,9 @@ class Decoder:
         return [] if self.cache is None else self.cache.tensors
 
     def end(self) -> None:
-        """Free a GPU's memory, for the update, once nothing runs; a CPU's is kept, since filling it takes time."""
+        """Free memory for the update, once nothing runs. A CPU's cache is kept, since filling it takes time."""
         self.cache = self.cache if self.policy.device.type == "cpu" else None
+        self.head_VH = None
 
     def begin(self, longest: int, clock: DecodeClock) -> None:
         """Start over with an empty cache, for sequences of at most `longest` tokens. UserError if one does not fit."""
@@ -90,6 +91,7 @@ class Decoder:
 
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         self.clock = clock
+        self.head_VH: torch.Tensor | None = sampling.head_to_multiply(self.policy.head_VH[: self.vocab_size])
         self.scheduler = start_scheduler(self.num_blocks, self.page_size, longest, self.max_running, self.reuse)
         self.pool, blocks = self.scheduler.pool, -(-longest // self.page_size)
         self.batch = BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
@@ -373,8 +375,9 @@ class Decoder:
         batch = self.batch
         rows = (np.repeat(slot_N, 1 + drafted_N), with_drafts(batch.known_B[slot_N], drafted_N))
         slot_F, position_F = (torch.from_numpy(x).to(batch.device) for x in rows)
-        head_VH, rules = self.policy.head_VH[: self.vocab_size], batch.rules.take(slot_F)
-        ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, head_VH, batch.seeds_B[slot_F], position_F, rules)
+        assert self.head_VH is not None
+        rules = batch.rules.take(slot_F)
+        ids_F, logprobs_F = sampling.sample_from_head(hidden_FH, self.head_VH, batch.seeds_B[slot_F], position_F, rules)
         return accept_tokens(batch, self.stops, slot_N, drafted_N, ids_F, logprobs_F)
 
     def _check_finite(self, code_N: Ints) -> None:
