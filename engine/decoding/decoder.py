@@ -71,6 +71,7 @@ class Decoder:
         self.speculate: Speculate = speculate if self.mirrors or policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
+        self.head_VH: torch.Tensor | None = None
         self.stops = StopTables(tokenizer, policy.config.eos_token_ids, policy.device)
         self._open_cache()
         self._start_over(self.page_size, DecodeClock())
@@ -91,7 +92,7 @@ class Decoder:
 
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         self.clock = clock
-        self.head_VH: torch.Tensor | None = sampling.head_to_multiply(self.policy.head_VH[: self.vocab_size])
+        self.head_VH = sampling.head_to_multiply(self.policy.head_VH[: self.vocab_size])
         self.scheduler = start_scheduler(self.num_blocks, self.page_size, longest, self.max_running, self.reuse)
         self.pool, blocks = self.scheduler.pool, -(-longest // self.page_size)
         self.batch = BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
