@@ -5,10 +5,12 @@ smoothed: an explosion is a single step, and a mean would hide it. Measuring nee
 module only when they draw.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -249,28 +251,41 @@ def draw_step(rows: Rows, path: Path) -> None:
 # bench train
 
 
-def draw_train(rows: Rows, sides: Mapping[str, str], path: Path) -> None:
-    """Draw F1 and exact match on held-out questions against minutes of training, a curve a side."""
-    last = rows[-1]
+def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, last: Row, path: Path) -> None:
+    """Draw F1 on held-out questions against minutes of training, tokens sampled and questions: a thin curve a run, a
+    thick one of each side's means. sides: rows by side and step, a row a seed; the peer's is grey."""
+    colors = dict(zip(sides, itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, RED)), strict=False)) | {peer: GREY}
     with _figure(
         path,
-        9.0,
-        3.2,
+        10.0,
+        3.4,
         {"axes.titlesize": 10, "axes.titlepad": 8},
         PADS,
-        "Answers to held-out questions while the same task is trained",
+        "F1 of greedy answers to held-out questions, while the same task is trained",
         f"Evaluations are not in the time. {last['machine']}; torch {last['torch']}; commit {last['commit']}.",
     ) as figure:
-        for axes, (key, name) in zip(figure.subplots(1, 2), (("f1", "F1"), ("em", "exact match")), strict=True):
-            for (side, label), color in zip(sides.items(), (BLUE, GREY), strict=True):
-                found = [row for row in rows if row["side"] == side and row["eval"]]
-                minutes, values = [row["seconds"] / 60 for row in found], [row["eval"][key] for row in found]
-                axes.plot(minutes, values, color=color, marker="o", markersize=3.5, label=label)
-            axes.set_title(name)
-            axes.set_xlabel("minutes of training")
+        across = {
+            "minutes of training": ("seconds", 60),
+            "thousand tokens sampled": ("sampled_tokens", 1000),
+            "questions asked": ("questions", 1),
+        }
+        for axes, (name, (key, unit)) in zip(figure.subplots(1, 3, sharey=True), across.items(), strict=True):
+            for side, steps in sides.items():
+                for seed in {row["seed"] for row in steps[0]}:
+                    own = [row for found in steps.values() for row in found if row["seed"] == seed]
+                    axes.plot(*_curve([[row] for row in own], key, unit), color=colors[side], linewidth=0.7, alpha=0.6)
+                points = _curve(steps.values(), key, unit)
+                axes.plot(*points, color=colors[side], marker="o", markersize=3.5, label=side)
+            axes.set_xlabel(name)
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.legend()
+
+
+def _curve(steps: Iterable[Rows], key: str, unit: float) -> tuple[list[float], list[float]]:
+    """Return means over each step's rows: of `key` in units, and of F1."""
+    points = [(fmean(row[key] for row in rows) / unit, fmean(row["eval"]["f1"] for row in rows)) for rows in steps]
+    return [x for x, _ in points], [y for _, y in points]
 
 
 # bench retrieval

@@ -8,12 +8,12 @@ questions are answered greedily by our engine with TRL's weights; the clock stan
 TRL's own are padded batches, the noise of its samples, warm-up that begins at a rate of 0, and advantages divided
 by the sample's deviation + 1e-4, which ours are with grpo.sample_std = true and grpo.std_eps = 1e-4.
 
-A row is a step, as it ends (0: before the first): `seconds` of training up to then, `reward` of its samples, and
-`eval`, the measures of the held-out questions, None where none were asked. With `beside`, a run folder of `thresher
-train`, its steps are rows as well, of the side "ours".
+A row is a step, as it ends (0: before the first): `seconds` of training, `questions` asked and `sampled_tokens` up to
+then, `reward` of its samples, and `eval`, the measures of the held-out questions, None where none were asked. `side` is
+"TRL", or the name of one of our runs, and `seed` tells the runs of a side apart. With `beside`, steps of run folders of
+`thresher train` are rows as well, and stored rows are shown again.
 """
 
-import itertools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from thresher.bench.harness import append_rows, check_files, facts, print_files
+from thresher.bench.harness import append_rows, check_files, facts, print_files, read_rows
 from thresher.bench.rollout import gap_of
 from thresher.bench.rollout_sides import Written
 from thresher.bench.settings import PeerWay, Seconds
@@ -32,7 +32,7 @@ from thresher.bench.step import LARGEST_GAP
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext, load_questions, load_retrieval, load_run_context
-from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.episode import Generate
 from thresher.engine.evaluation.evaluate import evaluate
@@ -45,6 +45,7 @@ from thresher.engine.training.step import questions_of_step
 from thresher.policy.model import hf_views
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
+from thresher.rewards.statistics import seed_interval, visible_difference
 
 # Keys that TRL's trainer is given, or that change nothing that it could see; those beside them have their defaults.
 FREE = {
@@ -60,27 +61,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 MEASURES = ("questions", "f1", "em", "reward", "response_tokens")
 STEP_SECONDS = ("rollout_seconds", "reward_seconds", "update_seconds")
-SIDES = {"ours": "ours", "trl": "TRL"}
+OURS, TRL = "ours", "TRL"
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBench:
-    """Options. peer: "trl", or "none" for the rows of `beside`, a folder of `thresher train`, alone. batch: samples in
-    one forward and backward of TRL's; checkpointing: it computes activations again."""
+    """Options. peer: "trl", or "none" for the rows of `beside` alone. batch: samples in one forward and backward of
+    TRL's; checkpointing: it computes activations again. beside: [NAME=]FOLDER of `thresher train`, whose side is NAME,
+    or a file of rows."""
 
     peer: str = "trl"
     batch: int = 16
     checkpointing: bool = False
-    beside: str | None = None
+    beside: Sequence[str] = ()
 
 
 def run_train_bench(
     bench: TrainBench, recipe: Recipe, out: str | Path | None = None, plot: str | Path | None = None
 ) -> list[Row]:
     """Train, append a row to `out` as each step ends, print a table, draw `plot`; return the rows."""
-    if bench.peer == "none" and bench.beside is None:
+    if bench.peer == "none" and not bench.beside:
         raise UserError("--peer none: there is nothing to show; name a run by --beside")
     if bench.peer == "trl":
         check_comparable(recipe, bench.batch)
@@ -90,8 +92,14 @@ def run_train_bench(
                 "run of --beside alone"
             )
     check_files(out, plot)
-    rows = [] if bench.beside is None else rows_of_run(bench.beside)
-    append_rows(out, *rows)
+    rows = list[Row]()
+    for beside in bench.beside:
+        name, _, path = beside.rpartition("=")
+        if Path(path).is_file():
+            rows += [row for row in read_rows(path) if row["bench"] == "train"]
+        else:
+            rows += (found := rows_of_run(path, name or OURS))
+            append_rows(out, *found)
     if bench.peer == "trl":
         context = load_run_context(recipe)
         check_plain(context)
@@ -101,7 +109,7 @@ def run_train_bench(
     if plot is not None:
         from thresher.bench.plots import draw_train
 
-        draw_train(rows, SIDES, Path(plot))
+        draw_train(sides_of(rows), TRL, rows[-1], Path(plot))
     print_files(out, plot)
     return rows
 
@@ -200,7 +208,7 @@ def _train(task: Task, way: PeerWay, out: str | Path | None) -> list[Row]:
     clock, rows = Clock(), list[Row]()
     rewards: list[float] = []
     lengths: list[int] = []
-    head = {"bench": "train", "side": "trl", **facts(("trl", "transformers")), "seed": run.seed, "way": asdict(way)}
+    head = {"bench": "train", "side": TRL, **facts(("trl", "transformers")), "seed": run.seed, "way": asdict(way)}
 
     def reward(numbers: list[int], completions: list[list[int]]) -> list[float]:
         rewards[:], lengths[:] = task.rewards(numbers, completions), map(len, completions)
@@ -212,6 +220,8 @@ def _train(task: Task, way: PeerWay, out: str | Path | None) -> list[Row]:
         row = head | {
             "step": step,
             "seconds": before + (spent.total if spent else 0.0),
+            "questions": step * context.recipe.rollout.questions_per_step,
+            "sampled_tokens": rows[-1]["sampled_tokens"] + sum(lengths) if rows else 0,
             "step_s": spent.total if spent else None,
             "rollout_s": spent.rollout if spent else None,
             "reward": fmean(rewards) if rewards else None,
@@ -261,50 +271,90 @@ def _prove(task: Task, model: Any) -> float:
     return max(gaps)
 
 
-def rows_of_run(path: str | Path) -> list[Row]:
-    """Return the steps of a folder of `thresher train` as rows of the side "ours"."""
+def rows_of_run(path: str | Path, side: str = OURS) -> list[Row]:
+    """Return the steps of a folder of `thresher train` as rows of this side."""
     run = RunFolder.existing(path)
     records, starts = run.metrics(), run.starts()
+    recipe = load_recipe(run.recipe_file)
     evals = {record["step"]: record["eval"] for record in records if "eval" in record}
     steps = [record for record in records if "eval" not in record]
-    ends = itertools.accumulate((sum(step[key] for key in STEP_SECONDS) for step in steps), initial=0.0)
-    head = {"bench": "train", "side": "ours"} | {
+    head = {"bench": "train", "side": side} | {
         key: starts[-1].get(key) for key in ("at", "commit", "machine", "torch") if starts
     }
-    rows = []
-    for record, seconds in zip([{"step": 0}, *steps], ends, strict=True):
+    head |= {"seed": recipe.run.seed}
+    rows, seconds, tokens = list[Row](), 0.0, 0
+    for number, record in enumerate([{"step": 0}, *steps]):
+        spent = sum(record[key] for key in STEP_SECONDS) if number else None
+        seconds, tokens = seconds + (spent or 0.0), tokens + record.get("sampled_tokens", 0)
         found = evals.get(record["step"])
-        own = {"step_s": sum(record[key] for key in STEP_SECONDS) if record["step"] else None}
-        own |= {"rollout_s": record.get("rollout_seconds")}
-        own |= {key: record.get(key) for key in ("reward", "response_tokens")}
-        measures = None if found is None else {name: found.get(name) for name in MEASURES}
-        rows.append(head | {"step": record["step"], "seconds": seconds, **own, "eval": measures})
+        rows.append(
+            head
+            | {"step": record["step"], "seconds": seconds, "questions": number * recipe.rollout.questions_per_step}
+            | {"sampled_tokens": tokens, "step_s": spent, "rollout_s": record.get("rollout_seconds")}
+            | {key: record.get(key) for key in ("reward", "response_tokens")}
+            | {"eval": None if found is None else {name: found.get(name) for name in MEASURES}}
+        )
     return rows
 
 
+def sides_of(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
+    """Return the rows with evaluations by side and step, a row a seed."""
+    sides: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        if row["eval"]:
+            sides.setdefault(row["side"], {}).setdefault(row["step"], []).append(row)
+    return sides
+
+
 def show(rows: Sequence[Row]) -> None:
-    """Print the evaluations, a line each, and how much longer TRL took to reach what both reached."""
-    sides = {side: [row for row in rows if row["side"] == side and row["eval"]] for side in SIDES}
-    lines = [
-        (
-            SIDES[side],
-            row["step"],
-            f"{row['seconds'] / 60:.1f}",
-            *(f"{row['eval'][key]:.3f}" for key in ("f1", "em")),
-            f"{row['eval']['response_tokens']:.1f}",
-        )
-        for side, found in sides.items()
-        for row in found
-    ]
-    heads = ("", "step", "minutes of training", "F1", "exact match", "tokens of an answer")
-    table("held-out questions, greedy", heads, lines)
-    ours, theirs = sides.values()
-    if len(ours) > 1 and len(theirs) > 1:
-        best = min(max(row["eval"]["f1"] for row in found) for found in (ours, theirs))
-        first = [next(row["seconds"] for row in found if row["eval"]["f1"] >= best) for found in (ours, theirs)]
-        if first[0] > 0:
-            console.print(
-                f"F1 {best:.3f}, which both reached: ours in {first[0] / 60:.1f} minutes, TRL in {first[1] / 60:.1f}, "
-                f"{first[1] / first[0]:.1f} times as long",
-                soft_wrap=True,
+    """Print the means of each side's evaluations over its seeds, how far the last of each is from the first side's, and
+    how much longer TRL took to reach what both reached."""
+    sides = sides_of(rows)
+    table(
+        "held-out questions, greedy",
+        ("", "seeds", "step", "minutes of training", "F1", "exact match", "tokens of an answer"),
+        [
+            (
+                side,
+                len(found),
+                step,
+                f"{fmean(row['seconds'] for row in found) / 60:.1f}",
+                *(str(seed_interval([row["eval"][key] for row in found])) for key in ("f1", "em")),
+                f"{fmean(row['eval']['response_tokens'] for row in found):.1f}",
             )
+            for side, steps in sides.items()
+            for step, found in steps.items()
+        ],
+    )
+    (first, steps), *others = sides.items()
+    for side, found in others:
+        last = max(set(steps) & set(found), default=0)
+        for key, name in (("f1", "F1"), ("em", "exact match")):
+            both = [{row.get("seed"): row["eval"][key] for row in each.get(last, ())} for each in (found, steps)]
+            gaps = [both[0][seed] - both[1][seed] for seed in both[0] if seed in both[1]]
+            if last and len(gaps) > 1:
+                console.print(
+                    f"step {last}, {name}: {side} - {first} is {seed_interval(gaps)}, {len(gaps)} seeds in pairs; "
+                    f"{visible_difference(gaps):.3f} is the smallest difference that they show in four cases of five",
+                    soft_wrap=True,
+                )
+    if TRL in sides and first != TRL:
+        _show_slower(steps, sides[TRL], first)
+
+
+def _show_slower(ours: dict[int, list[Row]], theirs: dict[int, list[Row]], name: str) -> None:
+    curves = [
+        [
+            [fmean(value) for value in zip(*((row["seconds"], row["eval"]["f1"]) for row in rows), strict=True)]
+            for rows in side.values()
+        ]
+        for side in (ours, theirs)
+    ]
+    best = min(max(f1 for _, f1 in curve) for curve in curves)
+    our_s, their_s = (next(seconds for seconds, f1 in curve if f1 >= best) for curve in curves)
+    if our_s > 0:
+        console.print(
+            f"F1 {best:.3f}, which both reached: {name} in {our_s / 60:.1f} minutes, TRL in {their_s / 60:.1f}, "
+            f"{their_s / our_s:.1f} times as long",
+            soft_wrap=True,
+        )

@@ -10,13 +10,14 @@ Where all differences that are not 0 have one size (exact match), that test is t
 McNemar's; where they are few, all patterns are counted; else some are drawn, and the pattern found counts among them.
 
 A value of None is a question without a value (a compression ratio without evidence): it is drawn with the rest and left
-out of its draw's mean. There is no correction for comparing many measures, and variation over seeds is not covered.
+out of its draw's mean. There is no correction for comparing many measures, and
+variation over seeds is not covered: `seed_interval` is about that.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,39 @@ class Overlap:
     only_second: float
     neither: float
     count: int
+
+
+# Student's t at 97.5% and at 80%, with 1, 2, .. degrees of freedom.
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+T_800 = (1.376, 1.061, 0.978, 0.941, 0.920, 0.906, 0.896, 0.889, 0.883)
+
+
+@dataclass(frozen=True, slots=True)
+class SeedMean:
+    """A mean over `count` seeds, and half the width of its 95% interval; None for one seed."""
+
+    mean: float
+    half: float | None
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if self.half is None else f" +- {self.half:.3f}")
+
+
+def seed_interval(values: Sequence[float]) -> SeedMean:
+    """Return the mean of runs of different seeds, one to ten, with Student's interval: mean +- t s / sqrt(n)."""
+    half = T_975[len(values) - 2] * _standard_error(values) if len(values) > 1 else None
+    return SeedMean(fmean(values), half, len(values))
+
+
+def visible_difference(gaps: Sequence[float]) -> float:
+    """Return the smallest difference that so many seeds in pairs, with gaps that spread so much, show at 5% in four
+    cases of five: (t_.975 + t_.8) s / sqrt(n). gaps: two to ten."""
+    return (T_975[len(gaps) - 2] + T_800[len(gaps) - 2]) * _standard_error(gaps)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values))
 
 
 def wilson(share: float, count: int, level: float = LEVEL) -> tuple[float, float]:

@@ -68,7 +68,9 @@ class Train(
 ):
     """bench/train.py says what is the same as in `thresher train`."""
 
-    beside: Annotated[str | None, "RUN", "folder of `thresher train`, whose steps become rows too"] = None
+    beside: Annotated[
+        Texts, REPEATED, "[NAME=]RUN", "folder of `thresher train`, whose steps become rows too, or a file of rows"
+    ] = []
     peer: Annotated[Literal["trl", "none"], "none: only what --beside has"] = "trl"
     batch: Annotated[Count, "N", "samples that TRL computes at once; default: 16"] = 16
     checkpointing: Annotated[bool, "let TRL compute activations again in the backward"] = False

@@ -126,22 +126,39 @@ def test_questions_rewards_and_evaluations_are_those_of_a_run(make: Make, tmp_pa
     assert task.rewards([0], right) == [1.0]
 
     plot = tmp_path / "train.png"
-    rows = run_train_bench(TrainBench(peer="none", beside=str(tmp_path / "run")), recipe, plot=plot)
+    rows = run_train_bench(TrainBench(peer="none", beside=[str(tmp_path / "run")]), recipe, plot=plot)
     assert rows == rows_of_run(tmp_path / "run") and plot.read_bytes().startswith(b"\x89PNG")
     assert [row["step"] for row in rows] == [0, 1, 2] and {row["side"] for row in rows} == {"ours"}
+    assert [row["questions"] for row in rows] == [0, 2, 4]
+    assert rows[2]["sampled_tokens"] == sum(len(one[1]["ids"]) for one in segments)
     assert rows[0]["seconds"] == 0 and rows[2]["seconds"] == pytest.approx(rows[1]["step_s"] + rows[2]["step_s"])
     weights = {name: view.clone() for name, view in hf_views(task.context.policy).items()}
     assert task.evaluate(weights) == rows[0]["eval"], "the weights that the run began with"
 
 
-def test_the_table_says_how_much_longer_the_slower_took(capsys: pytest.CaptureFixture[str]) -> None:
-    def row(side: str, minutes: float, f1: float) -> Row:
-        found = {"f1": f1, "em": f1 / 2, "response_tokens": 9.0}
-        return {"side": side, "step": int(minutes), "seconds": 60 * minutes, "eval": found}
+def row(side: str, minutes: float, f1: float, seed: int = 0) -> Row:
+    found = {"f1": f1, "em": f1 / 2, "response_tokens": 9.0}
+    return {"side": side, "seed": seed, "step": int(minutes), "seconds": 60 * minutes, "eval": found}
 
-    show([row("ours", 0, 0.1), row("ours", 2, 0.4), row("ours", 4, 0.6), row("trl", 0, 0.1), row("trl", 9, 0.3)])
+
+def test_the_table_says_how_much_longer_the_slower_took(capsys: pytest.CaptureFixture[str]) -> None:
+    show([row("ours", 0, 0.1), row("ours", 2, 0.4), row("ours", 4, 0.6), row("TRL", 0, 0.1), row("TRL", 9, 0.3)])
     said = " ".join(capsys.readouterr().out.split())
     assert "F1 0.300, which both reached: ours in 2.0 minutes, TRL in 9.0, 4.5 times as long" in said
+
+
+def test_the_table_compares_sides_by_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Make) -> None:
+    """By hand: gaps of -.3, -.1 and -.2 have the mean -.2 and the deviation .1; 4.303 and 5.364 times .1 / sqrt(3)."""
+    rows = [row(side, 2, f1, seed) for side in ("ours", "shuffled") for seed, f1 in enumerate((0.5, 0.4, 0.6))]
+    for one, f1 in zip(rows[3:], (0.2, 0.3, 0.4), strict=True):
+        one["eval"]["f1"] = f1
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"bench": "train", **one}) + "\n" for one in rows) + '{"bench": "step"}\n')
+    assert run_train_bench(TrainBench(peer="none", beside=[str(file)]), make()) == [
+        {"bench": "train", **one} for one in rows
+    ]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 2, F1: shuffled - ours is -0.200 +- 0.248, 3 seeds in pairs; 0.310 is the smallest difference" in said
 
 
 def test_a_prompt_that_leaves_an_answer_no_room_is_refused(make: Make) -> None:
@@ -164,7 +181,7 @@ def test_beside_trl(recipe_file: Path, make: Make, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["side"], row["step"]) for row in rows] == [
-        (side, step) for side in ("ours", "trl") for step in range(3)
+        (side, step) for side in ("ours", "TRL") for step in range(3)
     ]
     ours, theirs = rows[:3], rows[3:]
     assert theirs[0]["eval"] == ours[0]["eval"], "the same weights"

@@ -8,7 +8,17 @@ from statistics import NormalDist
 import pytest
 
 from thresher.rewards import statistics
-from thresher.rewards.statistics import compare_paired, intervals, overlap, sign_flip_test, wilson
+from thresher.rewards.statistics import (
+    T_800,
+    T_975,
+    compare_paired,
+    intervals,
+    overlap,
+    seed_interval,
+    sign_flip_test,
+    visible_difference,
+    wilson,
+)
 
 
 def test_an_interval_is_where_the_normal_one_is_for_many_questions() -> None:
@@ -135,3 +145,21 @@ def test_recalled_by_only_one() -> None:
     assert found is not None
     assert (found.both, found.only_first, found.only_second, found.neither) == (0.2, 0.4, 0.2, 0.2)
     assert found.count == 5 and overlap([], []) is None
+
+
+def test_means_over_seeds_have_students_interval() -> None:
+    found = seed_interval([0.5, 0.6, 0.7])
+    assert (found.mean, found.count) == (pytest.approx(0.6), 3) and found.half == pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert str(found) == "0.600 +- 0.248" and str(seed_interval([0.5])) == "0.500"
+    assert visible_difference([0.1, 0.2, 0.3]) == pytest.approx((4.303 + 1.061) * 0.1 / 3**0.5)
+
+
+@pytest.mark.parametrize(("table", "probability"), [(T_975, 0.975), (T_800, 0.8)])
+def test_students_quantiles(table: tuple[float, ...], probability: float) -> None:
+    """The integral of Student's density up to each quantile of the table, by the trapezoid rule."""
+    for degrees, quantile in enumerate(table, 1):
+        factor = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
+        at = [quantile * step / 20_000 for step in range(20_001)]
+        density = [factor * (1 + t * t / degrees) ** (-(degrees + 1) / 2) for t in at]
+        area = (sum(density) - (density[0] + density[-1]) / 2) * quantile / 20_000
+        assert 0.5 + area == pytest.approx(probability, abs=2e-4), "to half a digit of the table"
