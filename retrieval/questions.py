@@ -8,7 +8,7 @@ of "gold_indices", which count from 1, a passage may have "gold": true. All othe
 `datasets` turns published files into these records.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from thresher.common.jsonl import (
     string_field,
 )
 from thresher.retrieval.passages import EmptyPassage, Passage, to_passage
+from thresher.rewards.text import normalize_answer
 
 GOLD_KEYS = ("golden_answers", "answers", "answer")
 OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))
@@ -84,6 +85,25 @@ def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = Tr
         passages=passages,
         gold_indices=gold_indices,
     )
+
+
+def check_apart(sets: Iterable[tuple[str | Path, Iterable[Question]]]) -> None:
+    """Raise UserError where two sets, each with its file, have a question in common, by its id or its normalised text.
+    An id that is a row's number, as it is by default, names no question."""
+    first: dict[str, str | Path] = {}
+    for path, questions in sets:
+        here: set[str] = set()
+        for row, question in enumerate(questions):
+            keys = {f"text {normalize_answer(question.question)}", f"id {question.id}"} - {f"id {row}"}
+            for key in keys & first.keys():
+                raise UserError(
+                    f"{path}: question {question.id} is in {first[key]} too; give warm-up, training, dev and test set "
+                    "questions of their own"
+                )
+            here |= keys
+        if not here:
+            raise UserError(f"{path}: holds no question, or cannot be read twice; give a file that holds some")
+        first |= dict.fromkeys(here, path)
 
 
 def question_record(question: Question) -> Record:

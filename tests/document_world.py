@@ -142,7 +142,7 @@ def _data(folder: Path) -> None:
         one | {"evidence": [[f"town {n}", "mayor", name]]}
         for n, (one, name) in enumerate(zip(asked, NAMES, strict=True))
     ]
-    for part, some in {"warmup": triples[:4], "train": triples[4:6], "test": triples[6:]}.items():
+    for part, some in {"warmup": triples[:4], "train": triples[4:6], "dev": triples[6:]}.items():
         write_lines(folder / "data" / f"2wiki_{part}.jsonl", some)
     write_lines(folder / "in.jsonl", [TRANSCRIPT])
     (folder / "teacher").mkdir()

@@ -85,22 +85,28 @@ def _print_conversion(out: str, figures: dict[str, Any]) -> None:
 
 
 class Check(
-    Command, group=DATA, help="check and count a file of questions", place=20, example="thresher data check train.jsonl"
+    Command, group=DATA, help="check and count files of questions", place=20, example="thresher data check train.jsonl"
 ):
-    file: Annotated[str, POSITIONAL, "questions as training reads them"]
+    files: Annotated[Texts, POSITIONAL, "FILE", "questions as training reads them; several have none in common"]
 
     def __call__(self) -> None:
         from thresher.retrieval.datasets.summary import summarize
+        from thresher.retrieval.questions import check_apart, iter_questions
 
-        with console.counting("questions checked:") as counter:
-            figures = summarize(self.file, counter)
-        parts = ("kinds", "per question", "words")
-        spreads = {f"{part}, {name}": figures[part][name] for part in parts for name in figures[part]}
-        plain = {name: value for name, value in figures.items() if name not in parts}
-        if not figures["passages"]:  # then whatever is said of them is 0
-            plain = {name: value for name, value in plain.items() if "passage" not in name or name == "passages"}
-        console.figures(self.file, {**plain, **spreads})
-        console.answer(figures)
+        found = {}
+        for file in self.files:
+            with console.counting("questions checked:") as counter:
+                found[file] = summarize(file, counter)
+        if len(self.files) > 1:
+            check_apart((file, iter_questions(file)) for file in self.files)
+        for file, figures in found.items():
+            parts = ("kinds", "per question", "words")
+            spreads = {f"{part}, {name}": figures[part][name] for part in parts for name in figures[part]}
+            plain = {name: value for name, value in figures.items() if name not in parts}
+            if not figures["passages"]:  # then whatever is said of them is 0
+                plain = {name: value for name, value in plain.items() if "passage" not in name or name == "passages"}
+            console.figures(file, {**plain, **spreads})
+        console.answer(found if len(found) > 1 else figures)
 
 
 class Show(

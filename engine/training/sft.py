@@ -2,9 +2,10 @@
 
 A transcript is a line of JSON: {"id", "question", "segments": [{"source": "policy" | "retrieved" | "feedback" |
 "prompt", "text"}, ..]}. Each segment is encoded by itself, so that a rollout which appends the same pieces sees the
-same tokens. A transcript without a prompt segment gets the recipe's own prompt for its question, or that of its own
-"template", with the "passages" [{"title", "text"}, ..] that the template has a place for. After a policy segment with
-"end": true comes the model's end of text. Questions with answers become transcripts in sft_data.py.
+same tokens; one that brings "ids", as a trajectory's do, is trained on these. A transcript without a prompt segment
+gets the recipe's own prompt for its question, or that of its own "template", with the "passages" [{"title", "text"},
+..] that the template has a place for. After a policy segment with "end": true comes the model's end of text. Questions
+with answers become transcripts in sft_data.py.
 
 A policy segment may list `copied`: character ranges of names that stand in the question or in a passage. How many
 of their tokens come out right on held-out transcripts is the gate: copying a name arrives suddenly, late on some
@@ -126,9 +127,7 @@ def encode_transcript(
         ids = renderer.prompt(replace(prompt, passages=passages))
     for segment in segments:
         source = Source(segment["source"])
-        new = (
-            tokenizer.encode_template(segment["text"]) if source is Source.PROMPT else tokenizer.encode(segment["text"])
-        )
+        new = _segment_ids(segment, source, tokenizer)
         if not ids and source is Source.PROMPT:
             ids = renderer.begin(new)
         start = len(ids)
@@ -151,6 +150,16 @@ def _prompt(record: dict[str, Any], template: str) -> Prompt:
     places = ((value, f"passage {number}") for number, value in enumerate(passages, 1))
     passages = [to_passage(as_object(value, place), 0, place) for value, place in places]
     return Prompt(template, record["question"], passages)
+
+
+def _segment_ids(segment: dict[str, Any], source: Source, tokenizer: Tokenizer) -> list[int]:
+    text = segment["text"]
+    if "ids" not in segment:
+        return tokenizer.encode_template(text) if source is Source.PROMPT else tokenizer.encode(text)
+    ids = list(segment["ids"])
+    if tokenizer.decode(ids) != text:
+        raise ValueError(f'the "ids" of {text!r} are another tokenizer\'s; leave them out to train on the text')
+    return ids
 
 
 def _inside(segment: dict[str, Any], ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -168,7 +168,7 @@ def test_a_mistake(words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 def test_words_that_only_look_like_flags_are_values(capsys: pytest.CaptureFixture[str]) -> None:
     options = cli.build_parser().parse_args(["generate", "--model", "m", "--prompt", "--what is this", "--stop", "-1"])
     assert options.prompt == "--what is this" and options.stop == ["-1"]
-    assert cli.build_parser().parse_args(["data", "check", "--", "--file"]).file == "--file"
+    assert cli.build_parser().parse_args(["data", "check", "--", "--file"]).files == ["--file"]
 
 
 def test_a_trace_is_for_who_asks(capsys: pytest.CaptureFixture[str]) -> None:

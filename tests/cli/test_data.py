@@ -99,3 +99,21 @@ def test_mistakes_end_in_one_sentence(say: Say, words: tuple[str, ...], expected
     status, _, complaint = say(*words)
     assert status == 2 and expected in complaint and complaint.count("\n") == 1
     assert complaint.startswith("thresher: ") and not Path("o.jsonl").exists()
+
+
+def test_sets_with_a_question_in_common_are_refused(say: Say) -> None:
+    def write(name: str, *asked: tuple[str, str]) -> None:
+        lines = ({"id": id_, "question": question, "answer": "a"} for id_, question in asked)
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write("train.jsonl", ("t", "Who is it?"), ("0", "Where?"))
+    write("dev.jsonl", ("d", "Who was it?"), ("1", "When?"))
+    status, printed, _ = say("check", "train.jsonl", "dev.jsonl", "--json")
+    assert status == 0 and [found["questions"] for found in json.loads(printed).values()] == [2, 2]
+    assert list(json.loads(printed)) == ["train.jsonl", "dev.jsonl"]
+    for test, twice in ((("x", "Who  IS it"), "train"), (("d", "Why?"), "dev"), (("0", "When?"), "dev")):
+        write("test.jsonl", test)
+        status, _, said = say("check", "train.jsonl", "dev.jsonl", "test.jsonl")
+        assert status == 2 and f"test.jsonl: question {test[0]} is in {twice}.jsonl too; give" in said
+    write("test.jsonl", ("0", "Why?"), ("y", "How?"))  # the row's number, as where no id is given
+    assert say("check", "train.jsonl", "test.jsonl")[0] == 0

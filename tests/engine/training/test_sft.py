@@ -82,6 +82,14 @@ def test_its_own_prompt_takes_the_place_of_the_recipes(renderer: Renderer, tiny_
     assert tiny_tokenizer.decode([found.ids[row] for row in found.positions]) == "Anna"
 
 
+def test_a_segment_is_trained_on_the_ids_that_it_brings(renderer: Renderer, tiny_tokenizer: Tokenizer) -> None:
+    prompt, letters = tiny_tokenizer.encode_template("<|im_start|>"), tiny_tokenizer.byte_ids(b"spouse")
+    assert letters != tiny_tokenizer.encode("spouse")
+    segments = [segment("prompt", "<|im_start|>", ids=prompt), segment("policy", "spouse", ids=letters)]
+    found = encode_transcript({"segments": segments}, tiny_tokenizer, renderer, TEMPLATE)
+    assert found.ids == [*prompt, *letters] and found.positions == list(range(1, 7))
+
+
 @pytest.mark.parametrize(
     ("text", "ranges", "expected"),
     [
@@ -130,6 +138,10 @@ SAID = [segment("policy", "Anna")]
                 [segment("policy", "Anna", end=True)],  # which nothing here knows
                 [segment("retrieved", "Anna")],  # nothing to train on
                 [segment("policy", "")],
+                [segment("policy", "Anna", ids=[5, 5])],  # of another text
+                [segment("policy", "Anna", ids=[-1])],
+                [segment("policy", "Anna", ids=["A"])],
+                [segment("policy", "Anna", ids=10**6)],
             )
         ],
         *[

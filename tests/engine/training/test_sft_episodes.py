@@ -17,7 +17,7 @@ from thresher.engine.episode import EpisodeConfig, System
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
-from thresher.engine.rollout.rollout import Limits, Rollout
+from thresher.engine.rollout.rollout import EpisodeRunner, Limits, Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_transcript
@@ -27,12 +27,13 @@ from thresher.engine.training.sft_episodes import (
     NO_EVIDENCE,
     NOT_RIGHT,
     NOT_STATED,
-    ScriptedRollout,
-    check_apart,
+    SCRIPTS,
+    ScriptedWriter,
+    as_shown,
     episode_records,
-    shown_part,
     states,
     transcripts_of,
+    why_unusable,
 )
 from thresher.policy.tokenizer import Tokenizer, UnencodableText
 from thresher.retrieval.indexes.load import Index
@@ -73,10 +74,18 @@ def renderer_of(system: System, tokenizer: Tokenizer, budget: int = 400) -> Rend
     )
 
 
-def scripted(system: System, tokenizer: Tokenizer, index: Index | None, **changes: Any) -> ScriptedRollout:
-    renderer = renderer_of(system, tokenizer, changes.pop("budget", 400))
-    config = EpisodeConfig(system.template if system.given_passages else TEMPLATE, changes.pop("max_turns", 5))
-    return ScriptedRollout(tokenizer, index, system, config, renderer, replace(SIZES, **changes))
+def runner_of(system: System, tokenizer: Tokenizer, index: Index | None) -> EpisodeRunner:
+    config = EpisodeConfig(system.template if system.given_passages else TEMPLATE, 5)
+    return EpisodeRunner(tokenizer, index, system, config, renderer_of(system, tokenizer), SIZES)
+
+
+def played(runner: EpisodeRunner, questions: list[Question]) -> list[Trajectory]:
+    writer = ScriptedWriter(runner.tokenizer, SCRIPTS[runner.system.name], runner.system.tags)
+    return runner.play_all(jobs_of(questions), writer, None)
+
+
+def said(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(part.ids) for part in trajectory.segments if part.source is Source.POLICY]
 
 
 @pytest.mark.parametrize(
@@ -94,31 +103,26 @@ def test_a_played_search_is_what_a_rollout_of_its_turns_holds(
     script: Callable[..., None],
 ) -> None:
     system = load_system(name, options)
-    rollout = scripted(system, tiny_tokenizer, tiny_index)
-    jobs = jobs_of(questions)
-    played = rollout.run(jobs, 0.0)
+    runner = runner_of(system, tiny_tokenizer, tiny_index)
+    trajectories = played(runner, questions)
     for question, trajectory, entry in zip(
-        questions, played, score(questions, played, system, tiny_tokenizer), strict=True
+        questions, trajectories, score(questions, trajectories, system, tiny_tokenizer), strict=True
     ):
         assert check_trajectory(trajectory, tiny_tokenizer, system.tags, SIZES.max_context) == []
-        assert (entry.result.reward, trajectory.reason) == (1, "answered")
+        assert (entry.result.reward, trajectory.reason, why_unusable(entry, runner)) == (1, "answered", None)
         assert [search["query"] for search in trajectory.searches] == [
             " ".join(triple[:2]) for triple in next(iter(question.metadata.values()))[:2]
         ]
-        (record,) = transcripts_of(rollout.parts[question.id], TEMPLATE, system)
-        encoded = encode_transcript(json.loads(json.dumps(record)), tiny_tokenizer, rollout.renderer, "unused")
+        (record,) = transcripts_of(question, trajectory, tiny_tokenizer, name)
+        encoded = encode_transcript(json.loads(json.dumps(record)), tiny_tokenizer, runner.renderer, "unused")
         assert encoded.ids == trajectory.ids() and encoded.positions == trajectory.policy_positions()
-        copied = tiny_tokenizer.decode([encoded.ids[row] for row in encoded.copied])
-        assert question.metadata.get("evidence", [["", "", "Mia Noor"]])[0][2] in copied and "rival is" not in copied
     # The decoder, forced to write the same turns, makes the same trajectory.
-    texts = {
-        job.seed: [tiny_tokenizer.decode(s.ids) for s in trajectory.segments if s.source is Source.POLICY]
-        for job, trajectory in zip(jobs, played, strict=True)
-    }
+    jobs = jobs_of(questions)
+    texts = {job.seed: said(one, tiny_tokenizer) for job, one in zip(jobs, trajectories, strict=True)}
     script(texts)
     sizes = {key: getattr(SIZES, key) for key in ("max_turn_tokens", "max_policy_tokens", "max_context")}
     decoded = tiny_rollout(system, max_turns=5, max_passage_tokens=400, **sizes).run(jobs, 1.0)
-    for ours, theirs in zip(played, decoded, strict=True):
+    for ours, theirs in zip(trajectories, decoded, strict=True):
         assert bare(ours) == bare(theirs)
 
 
@@ -135,21 +139,20 @@ def test_the_turn_after_a_search_says_what_was_found(
     name: str, note: str, separate: bool, questions: list[Question], tiny_tokenizer: Tokenizer, tiny_index: Index
 ) -> None:
     system = load_system(name, {"separate_evaluation": True} if separate else {})
-    rollout = scripted(system, tiny_tokenizer, tiny_index)
-    rollout.run(jobs_of(questions), 0.0)
-    said = [each["text"] for each in rollout.parts["hops"].segments if each["source"] == "policy"]
+    trajectory, _ = played(runner_of(system, tiny_tokenizer, tiny_index), questions)
+    written = said(trajectory, tiny_tokenizer)
     (one, _, spouse), (_, _, mayor) = questions[0].metadata["evidence"]
     found, last = f" {one}: spouse is {spouse}.", f" {spouse}: mayor is {mayor}."
     need = f" I need the mayor of {spouse}. </think>\n<search> {spouse} mayor </search>"
     ends = f"<think>{found}{last} </think>\n<answer> {mayor} </answer>"
     first = f"<think> I need the spouse of {one}. </think>\n<search> {one} spouse </search>"
     if not note:
-        assert said == [first, f"<think>{found}{need}", ends]
+        assert written == [first, f"<think>{found}{need}", ends]
     elif separate:
         notes = [f"<{note}>{text} </{note}>" for text in (found, last)]
-        assert said == [first, notes[0], f"<think>{need}", notes[1], ends]
+        assert written == [first, notes[0], f"<think>{need}", notes[1], ends]
     else:
-        assert said == [
+        assert written == [
             first,
             f"<{note}>{found} </{note}>\n<think>{need}",
             f"<{note}>{last} </{note}>\n{ends}",
@@ -159,46 +162,50 @@ def test_the_turn_after_a_search_says_what_was_found(
 @pytest.mark.parametrize("name", ["eviomni", "lear"])
 def test_evidence_is_played_with_its_branches(name: str, tiny_tokenizer: Tokenizer) -> None:
     system = load_system(name, {})
-    rollout = scripted(system, tiny_tokenizer, None)
-    (trajectory,) = rollout.run(jobs_of([SPOUSES]), 0.0)
+    runner = runner_of(system, tiny_tokenizer, None)
+    (trajectory,) = played(runner, [SPOUSES])
     (entry,) = score([SPOUSES], [trajectory], system, tiny_tokenizer)
     parts = entry.result.parts
     assert [parts[f"answer_{one}"] for one in ("rationale", "evidence", "full")] == [1, 1, 1]
-    assert parts["format"] == 1 and trajectory.reason == "answered"
-    whole, *branches = transcripts_of(rollout.parts["given"], system.template, system)
-    assert "".join(each["text"] for each in whole["segments"]) == (
+    assert parts["format"] == 1 and why_unusable(entry, runner) is None
+    assert "".join(said(trajectory, tiny_tokenizer)) == (
         "<reason> [1] Anna Bell: spouse is Gil Hart. [2] nothing of use. [3] Gil Hart: mayor is Otto Pike. </reason>\n"
         "<extract> Anna Bell: spouse is Gil Hart. Gil Hart: mayor is Otto Pike. </extract>\n"
         "<answer> Otto Pike </answer>"
     )
-    encoded = [encode_transcript(each, tiny_tokenizer, rollout.renderer, "unused") for each in (whole, *branches)]
+    records = json.loads(json.dumps(transcripts_of(SPOUSES, trajectory, tiny_tokenizer, name)))
+    assert [record["id"] for record in records] == ["given", "given rationale", "given evidence"]
+    encoded = [encode_transcript(each, tiny_tokenizer, runner.renderer, "unused") for each in records]
     contexts = [trajectory, trajectory.branches["rationale"], trajectory.branches["evidence"]]
     for found, context in zip(encoded, contexts, strict=True):
         assert check_trajectory(context, tiny_tokenizer, system.tags, SIZES.max_context) == []
         assert found.ids == context.ids() and found.positions == context.policy_positions()
+    assert [said(branch, tiny_tokenizer) for branch in contexts[1:]] == [[" Otto Pike </answer>"]] * 2
     assert GIVEN[0].text not in tiny_tokenizer.decode(encoded[2].ids)
 
 
-def test_evidence_that_no_passage_states_ends_the_episode(tiny_tokenizer: Tokenizer) -> None:
-    rollout = scripted(load_system("eviomni", {}), tiny_tokenizer, None)
-    (trajectory,) = rollout.run(jobs_of([changed(SPOUSES, TRIPLES[0], ["Gil Hart", "mayor", "Nobody"])]), 0.0)
-    assert rollout.parts["given"].script.problem == NOT_STATED
-    assert trajectory.branches == {} and len(trajectory.segments) == 2 and trajectory.segments[1].ids == []
+def test_evidence_that_no_given_passage_states_gives_no_transcript(tiny_tokenizer: Tokenizer) -> None:
+    system = load_system("eviomni", {})
+    runner = runner_of(system, tiny_tokenizer, None)
+    lost = changed(SPOUSES, TRIPLES[0], ["Gil Hart", "mayor", "Nobody"])
+    (entry,) = score([lost], played(runner, [lost]), system, tiny_tokenizer)
+    assert why_unusable(entry, runner) == NOT_STATED
 
 
 def test_of_a_passage_that_is_cut_what_is_left_counts(tiny_tokenizer: Tokenizer) -> None:
     system = load_system("search_r1", {})
     long = replace(GIVEN[2], text="He has <think> a mayor, Otto Pike, and a rival.")
-    whole = renderer_of(system, tiny_tokenizer, 4000)
-    first, all_ = len(whole.passages(GIVEN[:1])), len(whole.passages([GIVEN[0], long]))
+    found, whole = [GIVEN[0], long], renderer_of(system, tiny_tokenizer, 4000)
+    all_ = whole.passages(found)
     seen = []
-    for budget in range(first, all_ + 1):
-        renderer = renderer_of(system, tiny_tokenizer, budget)
-        text, passages = shown_part([GIVEN[0], long], renderer)
-        assert text == tiny_tokenizer.decode(whole.passages([GIVEN[0], long])[:budget])
-        assert passages[0] == GIVEN[0] and (len(passages) == 1 or text.endswith(passages[1].text) or budget == all_)
-        seen.append([states(passage, ("Gil Hart", "mayor", "Otto Pike")) for passage in passages[1:]])
-    assert seen[0] == [] and seen[-1] == [True] and [False] in seen and seen == sorted(seen)
+    for budget in range(len(all_) + 1):
+        first, second = as_shown(found, renderer_of(system, tiny_tokenizer, budget))
+        text = tiny_tokenizer.decode(all_[:budget])
+        assert GIVEN[0].text.startswith(first.text) and first.text in text
+        assert long.text.startswith(second.text) and second.text.replace("<think", "< think") in text
+        seen.append(states(second, ("Gil Hart", "mayor", "Otto Pike")))
+        assert not seen[-1] or "Otto Pike" in text
+    assert (first, second) == tuple(found) and seen == sorted(seen) and seen.index(True) < len(all_) - 3
 
 
 def changed(asked: Question, *triples: list[str], **more: Any) -> Question:
@@ -302,32 +309,19 @@ def test_the_command_says_how_many_questions_gave_transcripts(
             cli.run_command(["data", "sft", "--kind", *words, "--questions", str(path), "--out", f"{out}2"])
 
 
-def test_warm_up_training_and_dev_sets_have_no_question_in_common(
+def test_a_training_or_dev_question_is_refused(
     questions: list[Question], recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     recipe()
     hops, same = questions
-    shouted = replace(hops, id="other", question=hops.question.upper().replace("?", " ?"))
-    free = [replace(same, id=f"free {n}", question=f"Question {n}?") for n in range(2)]
-    train, dev = tmp_path / "train.jsonl", tmp_path / "dev.jsonl"
-    settings = [f"data.train={train}", f"data.dev={dev}"]
-    for ours, theirs, others, wrong in (
-        (hops, free[0], free[1], ""),
-        (hops, hops, free[1], f"{train}: question hops is in warmup.jsonl too; "),
-        (hops, free[0], shouted, f"{dev}: question other is in warmup.jsonl too; "),
-        (hops, free[0], free[0], f"{dev}: question free 0 is in {train} too; "),
-    ):
-        write(train, theirs), write(dev, others)
-        read = read_run_recipe(tmp_path / "recipe.toml", settings)
-        if not wrong:
-            check_apart([ours], "warmup.jsonl", read)
-            continue
-        with pytest.raises(UserError, match=wrong):
-            check_apart([ours], "warmup.jsonl", read)
-    with pytest.raises(UserError, match=f"{dev}: question free 0 is in {dev} too; "):
-        check_apart(
-            [free[0]], dev, read_run_recipe(tmp_path / "recipe.toml", [f"data.train={write(train, hops)}", settings[1]])
-        )
+    path, other = write(tmp_path / "warmup.jsonl", hops), tmp_path / "other.jsonl"
+    sets = {name: write(tmp_path / f"{name}.jsonl", replace(same, question=f"{name}?")) for name in ("train", "dev")}
+    for name in sets:
+        settings = [f"data.{key}={other if key == name else file}" for key, file in sets.items()]
+        for copy in (hops, replace(hops, id="other", question=hops.question.upper().replace("?", " ?"))):
+            write(other, copy)
+            with pytest.raises(UserError, match=f"{other}: question {copy.id} is in {path} too; "):
+                episode_records(read_run_recipe(tmp_path / "recipe.toml", settings), path)
 
 
 @pytest.mark.parametrize("evidence", ["Anna", [["Anna", "spouse"]], [["Anna", "spouse", 3]], ["abc"]])
@@ -349,10 +343,10 @@ def test_an_answer_that_the_tokenizer_cannot_encode_names_its_question(
             raise UnencodableText("has U+0000")
         return encode(self, text)
 
-    rollout = scripted(load_system("eviomni", {}), tiny_tokenizer, None)
+    runner = runner_of(load_system("eviomni", {}), tiny_tokenizer, None)
     monkeypatch.setattr(Tokenizer, "encode", lacking)
     with pytest.raises(UserError, match=r"question given, its evidence or answer: has U\+0000"):
-        rollout.run(jobs_of([SPOUSES]), 0.0)
+        played(runner, [SPOUSES])
 
 
 @pytest.mark.parametrize(
