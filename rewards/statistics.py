@@ -81,7 +81,7 @@ class SeedMean:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if self.half is None else f" +- {self.half:.3f}")
+        return f"{self.mean:.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
 
 
 def seed_interval(values: Sequence[float]) -> SeedMean:
