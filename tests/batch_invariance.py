@@ -147,5 +147,6 @@ def needs_invariant_attention(heads: int, kv_heads: int, dim: int, threads: int 
 def needs_invariant_policy(policy: nn.Module, threads: int | None = None, most: int = 1280) -> None:
     """Skips the test where a rollout of this policy cannot be batch-invariant, for its matmuls are not."""
     config = policy.config
-    needs_invariant_rows(weight_shapes(policy), threads, most)
+    for dtype in {torch.float32, policy.dtype}:  # heads and attention multiply in float32
+        needs_invariant_rows(weight_shapes(policy), threads, most, dtype)
     needs_invariant_attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim, threads)

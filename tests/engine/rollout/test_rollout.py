@@ -21,15 +21,19 @@ from thresher.rewards.reward import Source
 # --- Independent of batch composition
 
 
-def test_samples_are_batch_invariant(tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]) -> None:
-    needs_invariant_policy(tiny_policy)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_samples_are_batch_invariant(
+    dtype: torch.dtype, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
+) -> None:
+    policy = tiny_policy.to(dtype)
+    needs_invariant_policy(policy)
     jobs = make_jobs(tiny_questions[:20])
-    batched_run = tiny_rollout()
+    batched_run = tiny_rollout(policy=policy)
     batch = batched_run.run(jobs, 1.0)
     # The batch is a mixed one: it searches, goes on after a search, ends in several ways and at different times.
     assert batched_run.clock.search_queries >= 5 and len({len(trajectory) for trajectory in batch}) > 10
     assert len({trajectory.reason for trajectory in batch}) >= 3
-    single_run = tiny_rollout(max_num_seqs=1)
+    single_run = tiny_rollout(policy=policy, max_num_seqs=1)
     for job, together in zip(jobs, batch, strict=True):
         assert record(single_run.run([job], 1.0)[0]) == record(together)
 
