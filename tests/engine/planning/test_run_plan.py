@@ -13,6 +13,7 @@ from model_cases import make_config
 
 from thresher.bench.roofline import MODELS
 from thresher.cli import main as cli
+from thresher.common import machine
 from thresher.common.errors import UserError
 from thresher.common.machine import cpu_memory
 from thresher.engine.assemble import read_run_recipe
@@ -232,6 +233,22 @@ def files(tmp_path: Path) -> list[str]:
     write_config(make_config(vocab_size=512), tmp_path / "model")
     (tmp_path / "recipe.toml").write_text(f'[model]\npath = "{tmp_path / "model"}"\ndtype = "bfloat16"\n')
     return ["plan", "--recipe", str(tmp_path / "recipe.toml"), "--device", "cuda"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bfloat16_is_advised_where_the_processor_multiplies_it(
+    dtype: str, files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cpu_dtype", lambda: dtype)
+    words = [*files[:-2], "--device", "cpu", "--json", "--set"]
+    plans = {}
+    for own in ("float32", "bfloat16"):
+        assert cli.run([*words, f"model.dtype={own}"]) == 0
+        plans[own] = json.loads(capsys.readouterr().out)
+    low = f'model.dtype = "bfloat16" takes {plans["bfloat16"]["total_bytes"] / GB:.1f} GB'
+    said = [f"this processor multiplies bfloat16 faster: {low}"]
+    assert plans["float32"]["advice"] == (said if dtype == "bfloat16" else [])
+    assert plans["bfloat16"]["advice"] == []
 
 
 def test_the_command_reads_a_config_and_a_recipe_alone(
