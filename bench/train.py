@@ -100,6 +100,8 @@ def run_train_bench(
         else:
             rows += (found := rows_of_run(path, name or OURS))
             append_rows(out, *found)
+    if bench.peer == "none" and not sides_of(rows):
+        raise UserError("--beside: none of these runs answered held-out questions; train with data.dev")
     if bench.peer == "trl":
         context = load_run_context(recipe)
         check_plain(context)
@@ -326,6 +328,8 @@ def show(rows: Sequence[Row]) -> None:
             for step, found in steps.items()
         ],
     )
+    if not sides:
+        return
     (first, steps), *others = sides.items()
     for side, found in others:
         last = max(set(steps) & set(found), default=0)

@@ -161,6 +161,12 @@ def test_the_table_compares_sides_by_seeds(tmp_path: Path, capsys: pytest.Captur
     assert "step 2, F1: shuffled - ours is -0.200 ± 0.248, 3 seeds in pairs; 0.310 is the smallest difference" in said
 
 
+def test_rows_without_evaluations_are_refused(tmp_path: Path, make: Make) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"bench": "step"}\n')
+    with pytest.raises(UserError, match="--beside: none of these runs answered held-out questions"):
+        run_train_bench(TrainBench(peer="none", beside=[str(tmp_path / "rows.jsonl")]), make())
+
+
 def test_a_prompt_that_leaves_an_answer_no_room_is_refused(make: Make) -> None:
     task = Task(load_run_context(make()))
     longest = max(map(len, task.prompts))
