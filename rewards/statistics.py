@@ -70,6 +70,7 @@ class Overlap:
 # Student's t at 97.5% and at 80%, with 1, 2, .. degrees of freedom.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 T_800 = (1.376, 1.061, 0.978, 0.941, 0.920, 0.906, 0.896, 0.889, 0.883)
+MOST_SEEDS = len(T_975) + 1  # of more seeds intervals are a little too wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +86,15 @@ class SeedMean:
 
 
 def seed_interval(values: Sequence[float]) -> SeedMean:
-    """Return the mean of runs of different seeds, one to ten, with Student's interval: mean +- t s / sqrt(n)."""
-    half = T_975[len(values) - 2] * _standard_error(values) if len(values) > 1 else None
+    """Return the mean of runs of different seeds with Student's interval: mean +- t s / sqrt(n)."""
+    half = T_975[min(len(values), MOST_SEEDS) - 2] * _standard_error(values) if len(values) > 1 else None
     return SeedMean(fmean(values), half, len(values))
 
 
 def visible_difference(gaps: Sequence[float]) -> float:
     """Return the smallest difference that so many seeds in pairs, with gaps that spread so much, show at 5% in four
-    cases of five: (t_.975 + t_.8) s / sqrt(n). gaps: two to ten."""
-    return (T_975[len(gaps) - 2] + T_800[len(gaps) - 2]) * _standard_error(gaps)
+    cases of five: (t_.975 + t_.8) s / sqrt(n). gaps: two or more."""
+    return (T_975[min(len(gaps), MOST_SEEDS) - 2] + T_800[min(len(gaps), MOST_SEEDS) - 2]) * _standard_error(gaps)
 
 
 def _standard_error(values: Sequence[float]) -> float:

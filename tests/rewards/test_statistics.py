@@ -151,6 +151,9 @@ def test_means_over_seeds_have_students_interval() -> None:
     found = seed_interval([0.5, 0.6, 0.7])
     assert (found.mean, found.count) == (pytest.approx(0.6), 3) and found.half == pytest.approx(4.303 * 0.1 / 3**0.5)
     assert str(found) == "0.600 ± 0.248" and str(seed_interval([0.5])) == "0.500"
+    assert seed_interval([0.1, 0.9] * 8).half == pytest.approx(2.262 * (16 * 0.16 / 15) ** 0.5 / 4), (
+        "more than the table has"
+    )
     assert visible_difference([0.1, 0.2, 0.3]) == pytest.approx((4.303 + 1.061) * 0.1 / 3**0.5)
 
 
