@@ -160,7 +160,8 @@ def _assemble(specialisation: Specialisation, target: Target) -> Result:
         constants,
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in specialisation.aligned},
     )
-    options = {name: getattr(specialisation, name) for name in ("num_warps", "num_stages", "maxnreg")}
+    names = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+    options = {name: getattr(specialisation, name) for name in names}
     with _assembler_log() as written:
         try:
             compiled = triton_compile(source, target=GPUTarget("cuda", target.capability, WARP), options=options)

@@ -37,7 +37,8 @@ class Specialisation:
     constants: `tl.constexpr` argument name -> value. aligned: arguments that launches find divisible by 16
     (pointers that torch allocated, strides padded to it), which the compiler turns into wide loads.
     capabilities: the GPUs that this tiling is launched on, 80 for sm_80 and later without wgmma, 90 for sm_90.
-    maxnreg: registers that a thread may have, where the launch caps them.
+    maxnreg: registers that a thread may have, where the launch caps them. enable_fp_fusion: whether a product and a sum
+    may become one operation with one rounding.
     tensor_cores: whether the code is expected to hold matrix instructions (mma on sm_80, wgmma on sm_90).
     wgmma: whether its tiles have the 64 rows that a wgmma takes; where not, sm_90 is expected to do with mma.
     wide: whether the bulk of loads and stores has to be of 16 bytes each; a few scalars may be narrower.
@@ -53,6 +54,7 @@ class Specialisation:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
+    enable_fp_fusion: bool = True
     tensor_cores: bool = False
     wgmma: bool = True
     capabilities: tuple[int, ...] = (80, 90)

@@ -113,8 +113,10 @@ def fused_rotate_and_store(
     if T:
         grid = (T * triton.cdiv(M, constants["HEADS"]),)
         with on_device(qkv_TMD):
+            # Without fusion: LLVM would narrow products and sums to bfloat16 and fuse them, one rounding in place of two.
+            options = {"num_warps": _warps(constants), "enable_fp_fusion": False}
             _rotate_and_store_kernel[grid](
-                qkv_TMD, rope, *places, q_TND, k_PKSD, v_PKSD, T, *strides, **constants, num_warps=_warps(constants)
+                qkv_TMD, rope, *places, q_TND, k_PKSD, v_PKSD, T, *strides, **constants, **options
             )
     return q_TND
 
@@ -140,6 +142,7 @@ def specialisations() -> tuple[Specialisation, ...]:
             constants=heads,
             aligned=(*floats, *strides),
             num_warps=_warps(heads),
+            enable_fp_fusion=False,
         )
         for pointer, heads in shapes
     )
