@@ -99,6 +99,8 @@ def _prefix_kernel(
     present = row < tl.load(count_ptr + b, mask=b >= 0, other=0)
     if (kv == 0) & (split == 0):
         tl.store(place_ptr + b, g.to(tl.int32) * members + member, mask=(b >= 0) & (i % (PER_KV * queries) == 0))
+    if tl.max(present.to(tl.int32), 0) == 0:  # of 16 places for members a group of 8 fills one tile of two
+        return
 
     depth = tl.arange(0, WIDTH)
     across = (depth < D)[None, :]

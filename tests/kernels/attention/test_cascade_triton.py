@@ -5,6 +5,7 @@ The sequences' own keys are test_decode_triton.py's. Everything that is not to b
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,29 @@ def test_a_prefix_is_read_once_and_not_by_its_members() -> None:
     hidden = rows.table_BP.clone()
     hidden[:, :4] = case.spare
     judged.holds(decode_attention(q_BQND, *case.caches(), replace(rows, table_BP=hidden), splits=2))
+
+
+def test_a_tile_without_a_member_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 places for members under 7 heads, a group of three fills one tile of two."""
+    made: list[cascade_triton.PassParts] = []
+    plain = cascade_triton._new_parts
+
+    def new_parts(*arguments: Any) -> cascade_triton.PassParts:
+        made.append(plain(*arguments))
+        made[-1].lse.fill_(torch.nan)
+        return made[-1]
+
+    monkeypatch.setattr(cascade_triton, "_new_parts", new_parts)
+    case = CachedCase((7, 1, 32), 16, [70, 90, 75], [(64, [2, 0, 1])])
+    q_BQND, rows, judged = case.decode([1] * 3, 1, share=True)
+    assert rows.prefix is not None
+    members_GM = torch.nn.functional.pad(rows.prefix.members_GM, (0, 16 - rows.prefix.members_GM.shape[1]), value=-1)
+    wider = replace(rows, prefix=replace(rows.prefix, members_GM=members_GM))
+    judged.holds(decode_attention(q_BQND, *case.caches(), wider, splits=2))
+    tile = cascade_triton.PREFIX.rows
+    lse_PGKR = made[1].lse
+    assert lse_PGKR.shape[3] > tile and lse_PGKR[:, :, :, :tile].isfinite().any()
+    assert lse_PGKR[:, :, :, tile:].isnan().all()
 
 
 def test_groups_that_do_not_exist_change_nothing(poisoned: None) -> None:
