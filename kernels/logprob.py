@@ -24,6 +24,7 @@ from thresher.kernels.head_tiling import even_rows
 from thresher.kernels.operands import (
     MIB,
     ROW_MULTIPLE,
+    RowCheck,
     any_bad,
     blas_ready,
     check_head,
@@ -162,6 +163,7 @@ def token_logprobs(
     chunk_rows: int | None = None,
     workspace_bytes: int | None = None,
     backend: str = "auto",
+    late: list[list[RowCheck]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, in nats, without gradients.
 
@@ -172,6 +174,8 @@ def token_logprobs(
     chunk_rows: rows that are worked on at a time; None: at most what fits in workspace_bytes.
     workspace_bytes: of a chunk's buffers; None: 256 MiB on a CPU, 560 on CUDA.
     backend: "torch"; "triton" for bfloat16 or float32 on CUDA; "auto": Triton for bfloat16 on CUDA, else torch.
+    late: takes the checks of the data, and the call does not wait for the device. The caller raises what they found
+    (`operands.raise_late`, or `late` of `grpo_loss`) before it uses a result.
 
     Returns (logprobs_T, entropy_T), [T] float32 (float64 for float64 inputs), detached.
     Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
@@ -182,7 +186,10 @@ def token_logprobs(
     check_temperature(temperature)
     with torch.no_grad(), torch.autocast(hidden_TH.device.type, enabled=False), on_device(hidden_TH):
         checks = head_checks(hidden_TH, targets_T, columns)
-        if any_bad(checks):
+        if late is not None:
+            late.append(checks)
+            targets_T = targets_T.clamp(0, columns - 1)  # or a kernel would read beyond its rows
+        elif any_bad(checks):
             raise_first(checks)
         head_VH = blas_ready(lm_head_VH[:columns])
         rows = chunk_size(chunk_rows, workspace_bytes, backend, head_VH, len(targets_T))

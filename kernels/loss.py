@@ -17,6 +17,7 @@ Axes: T tokens, R unmasked rows (or a chunk of them), M a chunk filled up, H hid
 (docs/notation.md).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,10 +95,16 @@ def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, d
 
 
 def _choose_rows(
-    hidden_TH: Tensor, targets_T: Tensor, vectors: _Vectors, columns: int, settings: LossSettings, padding_UH: Tensor
+    hidden_TH: Tensor,
+    targets_T: Tensor,
+    vectors: _Vectors,
+    columns: int,
+    settings: LossSettings,
+    padding_UH: Tensor,
+    late: Sequence[list[RowCheck]],
 ) -> tuple[LossRows, int, bool]:
     """The unmasked rows, those with a gradient first, how many have one, and whether padding_UH is finite. Checks the
-    data.
+    data, after that of `late`.
 
     The call's one host sync is here: the flags and the two counts come over together.
     """
@@ -116,9 +123,12 @@ def _choose_rows(
     masked_T = ~unmasked_T
     idle_T = masked_T if settings.every_row_has_gradient else masked_T | (advantages_T == 0)
     finite = padding_UH.detach().isfinite().all().long()
-    bad, finite, idle, masked = torch.stack((any_bad(checks).long(), finite, idle_T.sum(), masked_T.sum())).tolist()
-    if bad:
-        raise_first(checks)
+    calls = [*late, checks]
+    flags = (any_bad(call).long() for call in calls)
+    finite, idle, masked, *bad = torch.stack((finite, idle_T.sum(), masked_T.sum(), *flags)).tolist()
+    for call, has_bad in zip(calls, bad, strict=True):
+        if has_bad:
+            raise_first(call)
     if not idle:
         return _gather_rows(None, targets_T, vectors, dtype), len(targets_T), bool(finite)
     order_T = torch.sort(idle_T.to(torch.uint8) + masked_T.to(torch.uint8), stable=True).indices
@@ -274,6 +284,7 @@ def grpo_loss(
     workspace_bytes: int | None = None,
     backend: str = "auto",
     lm_head_grad_VH: Tensor | None = None,
+    late: Sequence[list[RowCheck]] = (),
 ) -> LossResult:
     """loss = sum_t weights_t * (-min(r A, clip(r) A) + beta * KL_t - entropy_coef * H_t), all in nats.
 
@@ -298,6 +309,7 @@ def grpo_loss(
     no matmul; under `torch.no_grad()` the call is forward only. Given lm_head_grad_VH (float32 [V, H], the
     head's own gradient buffer), dW is added to it in the call, the loss is detached, and the caller runs
     `hidden_TH.backward(result.hidden_grad_TH)`; any scale then belongs in weights_T.
+    late: checks that `token_logprobs` left to its caller; what they found is raised first, in this call's one sync.
 
     Raises ValueError naming the argument, and the first offending index: shapes, dtypes or devices that do
     not fit, a target outside the vocabulary, a negative weight, a number that is not finite in an unmasked row
@@ -329,7 +341,7 @@ def grpo_loss(
     with torch.no_grad(), torch.autocast(hidden_TH.device.type, enabled=False), on_device(hidden_TH):
         padded = _padded(backend, lm_head_VH, columns)
         rows, with_gradient, finite = _choose_rows(
-            hidden_TH, targets_T, vectors, columns, settings, lm_head_VH[columns:padded]
+            hidden_TH, targets_T, vectors, columns, settings, lm_head_VH[columns:padded], late
         )
         padded = padded if finite else columns
         hidden_grad_TH = torch.zeros_like(hidden_TH) if grad_mode and hidden_TH.requires_grad else None

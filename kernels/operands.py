@@ -3,7 +3,8 @@
     logits = rows @ head.T        dX = dlogits @ head        dW += dlogits.T @ rows
 
 Shapes, dtypes and devices are checked on the host. Bad data (a target outside the vocabulary, a NaN in an unmasked row)
-sets one flag, read together with the row counts in the one host sync of a call. On CUDA bfloat16 operands are
+sets one flag, read together with the row counts in the one host sync of a call, or later with the flags of other calls
+(`raise_late`, or `grpo_loss`). On CUDA bfloat16 operands are
 multiplied as they are, into float32. Elsewhere, and in float16, operands are brought to float32 first, the head a slab
 at a time.
 
@@ -159,6 +160,14 @@ def raise_first(checks: list[RowCheck]) -> None:
             if check.values_T is None:
                 raise NotFinite(f"{check.name}[{row}] is not {check.expected}")
             raise ValueError(f"{check.name}[{row}] is {check.values_T[row].item()}, not {check.expected}")
+
+
+def raise_late(calls: Sequence[list[RowCheck]]) -> None:
+    """Raise as `raise_first` for the first of several calls that found a bad row. One sync for all."""
+    if calls:
+        for checks, bad in zip(calls, torch.stack([any_bad(checks) for checks in calls]).tolist(), strict=True):
+            if bad:
+                raise_first(checks)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

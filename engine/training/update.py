@@ -48,6 +48,7 @@ from thresher.kernels.attention.backends.parts import load_partial_attention
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.varlen import TrainingAttention
 from thresher.kernels.objective import LossResult
+from thresher.kernels.operands import RowCheck, raise_late
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
 
@@ -81,23 +82,28 @@ class UpdateStats:
             self.largest[name] = max(self.largest.get(name, 0.0), value)
 
 
-def stats_of_micro_batch(
-    micro_batch: MicroBatch, result: LossResult, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]
-) -> UpdateStats:
-    """Return the statistics of a micro-batch. All values come to the host together: each trip would wait for the
-    GPU."""
-    scalars = [result.loss.detach(), result.capped, *(value_R.double().sum() for value_R in sums.values())]
-    scalars += [value_R.abs().max() for value_R in largest.values()]
-    loss, capped, *values = torch.stack([scalar.double() for scalar in scalars]).tolist()
-    return UpdateStats(
-        tokens=micro_batch.tokens,
-        computed_tokens=micro_batch.computed_tokens,
-        rows=len(micro_batch.rows_R),
-        loss=loss,
-        capped=int(capped),
-        sums=dict(zip(sums, values[: len(sums)], strict=True)),
-        largest=dict(zip(largest, values[len(sums) :], strict=True)),
-    )
+@dataclass(slots=True)
+class Unread:
+    """Statistics that are on the device until an update's micro-batches are done: of each its loss, capped ratios, sums
+    and largest values. Each trip to the host would wait for the GPU, so all come together."""
+
+    scalars_X: list[Tensor] = field(default_factory=list)
+    sums: tuple[str, ...] = ()
+    largest: tuple[str, ...] = ()
+
+    def add(self, result: LossResult, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch's; all have values of the same names."""
+        scalars = [result.loss.detach(), result.capped, *(value_R.double().sum() for value_R in sums.values())]
+        scalars += [value_R.abs().max() for value_R in largest.values()]
+        self.scalars_X.append(torch.stack([scalar.double() for scalar in scalars]))
+        self.sums, self.largest = tuple(sums), tuple(largest)
+
+    def read(self, stats: UpdateStats) -> None:
+        """Add all to `stats`, in the order of the micro-batches."""
+        for loss, capped, *values in torch.stack(self.scalars_X).tolist() if self.scalars_X else ():
+            sums = dict(zip(self.sums, values[: len(self.sums)], strict=True))
+            largest = dict(zip(self.largest, values[len(self.sums) :], strict=True))
+            stats.add(UpdateStats(loss=loss, capped=int(capped), sums=sums, largest=largest))
 
 
 def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAttention, Backend]:
@@ -163,15 +169,21 @@ class Updater:
             return None
         started = time.perf_counter()
         self.begun += 1
-        optim, stats = self.optim, UpdateStats()
+        optim, stats, unread = self.optim, UpdateStats(), Unread()
         micro_batches = self._pack(sequences)
         for number, micro_batch in enumerate(micro_batches):
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
             self._stage = Stage("update", number, len(micro_batches), detail)
-            values_R = self._backward(micro_batch, temperature, stats)
+            values_R = self._backward(micro_batch, temperature, unread)
+            stats.add(
+                UpdateStats(micro_batch.tokens, micro_batch.computed_tokens, len(micro_batch.rows_R))
+                if micro_batch.members
+                else UpdateStats()
+            )
             if recorder is not None and micro_batch.members:  # an idle one has none
                 recorder.add([(sequences[n].key, len(sequences[n].positions)) for n in micro_batch.members], values_R)
         self.weights.complete()
+        unread.read(stats)
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)
         stats.lr = scheduled_lr(optim.lr, optim.schedule, optim.warmup_ratio, optimizer_step, self.total_steps)
         step_optimizer(self.optimizer, stats.lr)
@@ -185,13 +197,19 @@ class Updater:
     def logprobs(self, sequences: Sequence[TrainSequence], temperature: float) -> list[list[float]]:
         """Return the policy's log-probs of the trained tokens, as the update computes them, without a gradient."""
         result: list[list[float]] = [[] for _ in sequences]
+        logprobs_R: list[Tensor] = []
+        checks: list[list[RowCheck]] = []
         micro_batches = self._pack(sequences)
         for done, micro_batch in enumerate(micro_batches):
             self._stage = Stage("log-probs", done, len(micro_batches), "")
             with torch.no_grad():
-                values = iter(self._logprobs_of(self.policy, micro_batch, temperature).tolist())
-            for number in micro_batch.members:
-                result[number] = list(itertools.islice(values, len(sequences[number].positions)))
+                values_R = self._logprobs_of(self.policy, micro_batch, temperature, checks)
+            if micro_batch.members:
+                logprobs_R.append(values_R)
+        raise_late(checks)
+        values = iter(torch.cat(logprobs_R).tolist() if logprobs_R else ())
+        for number in itertools.chain.from_iterable(micro_batch.members for micro_batch in micro_batches):
+            result[number] = list(itertools.islice(values, len(sequences[number].positions)))
         self._stage = None
         return result
 
@@ -218,7 +236,10 @@ class Updater:
         lacking = self.weights.max_over_ranks(len(micro_batches)) - len(micro_batches)
         return micro_batches + [idle_batch(self.device, self.attention)] * lacking
 
-    def _logprobs_of(self, model: Policy | StreamedPolicy, micro_batch: MicroBatch, temperature: float) -> Tensor:
+    def _logprobs_of(
+        self, model: Policy | StreamedPolicy, micro_batch: MicroBatch, temperature: float, checks: list[list[RowCheck]]
+    ) -> Tensor:
+        """Return the log-probs of the rows in the loss. checks: takes those of the data."""
         hidden_TH = model.hidden(micro_batch.ids_T, micro_batch.layout.positions_T, micro_batch.layout)
         logprobs_R, _ = token_logprobs(
             micro_batch.pick(hidden_TH),
@@ -227,15 +248,16 @@ class Updater:
             temperature=temperature,
             vocab_size=self.vocab_size,
             workspace_bytes=self.optim.loss_workspace_bytes,
+            late=checks,
         )
         return logprobs_R
 
-    def _backward(self, micro_batch: MicroBatch, temperature: float, stats: UpdateStats) -> dict[str, Tensor]:
+    def _backward(self, micro_batch: MicroBatch, temperature: float, unread: Unread) -> dict[str, Tensor]:
         """Add a micro-batch's gradients and statistics; return the values of its rows that a recorder keeps."""
-        reference_logprobs = None
+        reference_logprobs, checks = None, list[list[RowCheck]]()
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
-                reference_logprobs = self._logprobs_of(self.reference, micro_batch, temperature)
+                reference_logprobs = self._logprobs_of(self.reference, micro_batch, temperature, checks)
         layout, checkpoint = micro_batch.layout, self.optim.checkpoint_activations == "on"
         hidden_TH = self.policy.hidden(micro_batch.ids_T, layout.positions_T, layout, checkpoint)
         hidden_RH = micro_batch.pick(hidden_TH)
@@ -261,6 +283,7 @@ class Updater:
             vocab_size=self.vocab_size,
             workspace_bytes=self.optim.loss_workspace_bytes,
             lm_head_grad_VH=head_grad_VH,
+            late=checks,
         )
         if head_grad_VH is not None:
             # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
@@ -280,7 +303,7 @@ class Updater:
             largest["kl_coefficient_largest"] = result.kl_coefficients
             if grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[self.grpo.kl_value]
-        stats.add(stats_of_micro_batch(micro_batch, result, sums, largest))
+        unread.add(result, sums, largest)
         values_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
         if reference_logprobs is not None:
             values_R["reference"] = reference_logprobs

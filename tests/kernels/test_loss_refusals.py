@@ -10,7 +10,8 @@ import torch
 from loss_cases import make_case
 from torch import Tensor
 
-from thresher.kernels import grpo_loss
+from thresher.kernels import grpo_loss, token_logprobs
+from thresher.kernels.operands import NotFinite, RowCheck, raise_late
 
 
 def set_row(values: Tensor, row: int, bad: float) -> Tensor:
@@ -43,6 +44,31 @@ def test_bad_data_names_argument_and_first_index(name: str, bad: float, words: s
     with pytest.raises(ValueError, match=words):
         grpo_loss(case.hidden.requires_grad_(), *case.arguments[1:], ref_logprobs_T=case.ref, lm_head_grad_VH=buffer)
     assert (buffer == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "words"),
+    [
+        ("targets", 50, r"targets_T\[7\] is 50, not a token id"),
+        ("targets", -1, r"targets_T\[7\] is -1"),
+        ("hidden", math.nan, r"hidden_TH\[7\] is not"),
+    ],
+)
+def test_what_log_probs_found_is_raised_later(name: str, bad: float, words: str) -> None:
+    """By the loss before its own data, of which NaN log-probs are a part, or by `raise_late`."""
+    case = make_case(40)
+    wrong = replace(case, **{name: set_row(getattr(case, name), 7, bad)})
+    late: list[list[RowCheck]] = []
+    ref, _ = token_logprobs(case.hidden, case.head, case.targets, late=late)
+    assert torch.equal(ref, token_logprobs(case.hidden, case.head, case.targets)[0])
+    raise_late(late)
+    ref, _ = token_logprobs(wrong.hidden, wrong.head, wrong.targets, late=late)
+    expected = NotFinite if name == "hidden" else ValueError
+    with pytest.raises(expected, match=words):
+        raise_late(late)
+    with pytest.raises(expected, match=words):
+        grpo_loss(*case.arguments, ref_logprobs_T=ref, late=late)
+    raise_late([])
 
 
 @pytest.mark.parametrize(
