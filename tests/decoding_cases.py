@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import MOST, Drafter, Drafts
+from thresher.kernels import sampling
+from thresher.kernels.attention.varlen import Varlen
+from thresher.kernels.noise import minus_gumbel_, uniform_noise
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -117,12 +120,51 @@ def _goes_on(decoder: Decoder, one: _Playing) -> bool:
     return True
 
 
-def agree(found: Sequence[Record], wanted: Sequence[Record], gap: float = GAP) -> None:
-    """The same tokens and ends, and log-probs within `gap`."""
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert [(turn[0], *turn[2:]) for turn in mine] == [(turn[0], *turn[2:]) for turn in theirs]
-        for (_, a, *_), (_, b, *_) in zip(mine, theirs, strict=True):
-            assert max(abs(float.fromhex(x) - float.fromhex(y)) for x, y in zip(a, b, strict=True)) < gap
+# near(number of the sequence, turn, place in it, one token, another): whether rounding may decide between them
+Near = Callable[[int, int, int, int, int], bool]
+
+
+def agree(found: Sequence[Record], wanted: Sequence[Record], gap: float = GAP, near: Near | None = None) -> None:
+    """The same tokens and ends, and log-probs within `gap`. Behind a draw that `near` lets rounding decide, nothing of
+    its sequence is compared."""
+    for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for turn, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            pairs = list(zip(one[0], other[0], strict=False))
+            same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            for a, b in zip(one[1][:same], other[1][:same], strict=True):
+                assert abs(float.fromhex(a) - float.fromhex(b)) < gap
+            if same < len(pairs) and near is not None and near(number, turn, same, *pairs[same]):
+                break
+            assert (one[0], *one[2:]) == (other[0], *other[2:])
+
+
+def near_ties(
+    policy: Policy, vocab: int, prompts: Sequence[Sequence[int]], plans: Sequence[Plan], wanted: Sequence[Record]
+) -> Near:
+    """Return a `Near` of tokens whose perturbed scores lie within GAP, or that lie so near to a filter's cut.
+    policy: on a CPU, in float32."""
+
+    @torch.inference_mode()
+    def near(number: int, turn: int, place: int, one: int, other: int) -> bool:
+        plan, record = plans[number], wanted[number]
+        ids = list(prompts[plan.prompt])
+        for at in range(turn + 1):
+            ids += [token for text in plan.turns[at].appended for token in text]
+            ids += record[at][0] if at < turn else record[at][0][:place]
+        layout, draw = Varlen([len(ids)]), plan.draw
+        hidden_TH = policy.hidden(torch.tensor(ids), layout.positions_T, layout)
+        z_BV = sampling.head_logits(hidden_TH[-1:], policy.head_VH[:vocab]) / (draw.temperature or 1.0)
+        score_BV = z_BV
+        if draw.temperature:
+            u_BV = uniform_noise(torch.tensor([plan.seed]), torch.tensor([len(ids)]), vocab)
+            score_BV = z_BV - minus_gumbel_(u_BV)
+        score_V, z_V = score_BV[0].tolist(), z_BV[0].tolist()
+        temperature_B, top_p_B, min_p_B = (torch.tensor([x]) for x in (draw.temperature, draw.top_p, draw.min_p))
+        rules = sampling.SamplingTensors.of(temperature_B, torch.tensor([draw.top_k]), top_p_B, min_p_B)
+        cut = float(sampling.cutoffs(z_BV, rules)) if rules.filtered else -torch.inf
+        return abs(score_V[one] - score_V[other]) < GAP or any(abs(z_V[x] - cut) < GAP for x in (one, other))
+
+    return near
 
 
 def nobody_owns_a_block(decoder: Decoder) -> bool:

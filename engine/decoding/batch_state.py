@@ -16,7 +16,8 @@ write.
     known > cached + 1    a prompt, or appended text, to be prefilled
 
 drafted_B counts the drafts behind the known tokens in this step (speculative.py), tried_B and taken_B the drafts since
-the slot was opened, and the accepted ones.
+the slot was opened, and the accepted ones. Ids, seeds and states that the host writes go to the device together, in
+`send`: for a copy of each the host would wait until the device is idle.
 
 `StopTables` are the stop automata of all slots; `accept_tokens` writes what a step has drawn.
 
@@ -31,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from thresher.engine.decoding.kv_cache import to_device
 from thresher.engine.decoding.scheduler import SamplingParams, TokenSequence
 from thresher.engine.decoding.stop_tags import Hit, TagMatcher
 from thresher.kernels.attention.paged_cpu import places
@@ -42,6 +44,7 @@ AnyInts = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
+RULES = (torch.float32, torch.int64, torch.float32, torch.float32)  # temperature, top-k, top-p, min-p
 NOT_FINITE = -1  # a code beside those of `StopTables.advance`: the token's log-prob is NaN or infinite
 
 
@@ -59,20 +62,38 @@ class BatchState:
         self.drafted_B, self.tried_B, self.taken_B = (np.zeros(slots, np.int64) for _ in range(3))
         self.prompt_B = np.zeros(slots, np.int64)
         self.table_BP = np.zeros((slots, blocks), np.int64)
-        self.tokens_BL = torch.zeros(slots, length, dtype=torch.int64, device=device)
-        self.logprobs_BL = torch.zeros(slots, length, device=device)
-        self.seeds_B, self.state_B = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
-        # How the host reaches them: on a CPU as its own arrays, for a call of torch costs more than one of numpy.
-        on_device = (self.tokens_BL, self.logprobs_BL, self.seeds_B, self.state_B)
-        self._tokens, self._logprobs, self._seeds, self._states = (
-            x.numpy() if device.type == "cpu" else x for x in on_device
-        )
-        self._mirror: tuple[Ints, Floats] | None = None
+        sizes = [slots * length, slots, slots]
+        self._all = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        tokens, self.seeds_B, self.state_B = self._all.split(sizes)
+        self.tokens_BL, self.logprobs_BL = tokens.view(slots, length), torch.zeros(slots, length, device=device)
+        self._seeds, self._states = (sum(sizes[:count]) for count in (1, 2))  # where they begin in _all
+        # What the host writes: on a CPU _all itself, for a call of torch costs more than one of numpy; else an image,
+        # of which `send` copies these places.
+        self._has_image = mirror or device.type != "cpu"
+        self._host = np.zeros(sum(sizes), np.int64) if self._has_image else self._all.numpy()
+        self._unsent: list[Ints] = []
+        # What it reads: a GPU's own tensors where there is no mirror.
+        self._mirrors = mirror
+        self._tokens: Any = self._host[: sizes[0]].reshape(slots, length)
+        self._logprobs: Any
         if mirror:
-            self._mirror = (np.zeros((slots, length), np.int64), np.zeros((slots, length), np.float32))
+            self._logprobs = np.zeros((slots, length), np.float32)
+        elif device.type == "cpu":
+            self._logprobs = self.logprobs_BL.numpy()
+        else:
+            self._tokens, self._logprobs = self.tokens_BL, self.logprobs_BL
         self.draws: list[SamplingParams] = [SamplingParams()] * slots
-        self.rules = SamplingTensors.uniform(1.0, slots, device)
+        self._rules_B = [torch.zeros(slots, dtype=kind, device=device) for kind in RULES]
+        self.rules = self._rules()
         self._free = list(range(slots - 2, -1, -1))
+
+    def clear(self) -> None:
+        """Free all slots. The tensors stay where they are, and so do the rules."""
+        counts_B = (self.known_B, self.cached_B, self.room_B, self.blocks_B, self.drafted_B, self.tried_B, self.taken_B)
+        for array in (*counts_B, self.prompt_B, self.table_BP):
+            array[:] = 0
+        self._unsent = []
+        self._free = list(range(self.spare - 1, -1, -1))
 
     def open(self, sequence: TokenSequence, cached: int, blocks: Sequence[int]) -> int:
         """Assign a slot to `sequence`; its first `cached` tokens are already in `blocks`."""
@@ -81,7 +102,8 @@ class BatchState:
         self.append(slot, sequence.ids)
         self.cached_B[slot], self.blocks_B[slot] = cached, len(blocks)
         self.table_BP[slot, : len(blocks)] = blocks
-        self._seeds[slot], self.prompt_B[slot] = sequence.seed, len(sequence.prompt.ids)
+        self.prompt_B[slot] = len(sequence.prompt.ids)
+        self._write(self._seeds + slot, [sequence.seed])
         if self.draws[slot] != sequence.draw:
             # Free slots take the same settings: rows that are all sampled alike cost less.
             free = {*self._free, self.spare}
@@ -90,17 +112,32 @@ class BatchState:
         if sequence.writing:
             done = len(sequence.ids) - sequence.turn_start
             self.room_B[slot] = sequence.room - done
-            self._states[slot] = sequence.stop_state
+            self._write(self._states + slot, [sequence.stop_state])
             if done:
+                values = np.array(sequence.logprobs, np.float32)
+                on_host = isinstance(self._logprobs, np.ndarray)
                 turn = slice(sequence.turn_start, len(sequence.ids))
-                self._logprobs[slot, turn] = self._values(sequence.logprobs)
-                if self._mirror is not None:
-                    self._mirror[1][slot, turn] = sequence.logprobs
+                self._logprobs[slot, turn] = values if on_host else to_device(values, self.device)
         return slot
 
     def begin_turn(self, sequence: TokenSequence) -> None:
         self.room_B[sequence.slot] = sequence.room
-        self._states[sequence.slot] = sequence.stop_state
+        self._write(self._states + sequence.slot, [sequence.stop_state])
+
+    def send(self) -> None:
+        """Copy what the host has written to the device, without waiting. The next forward or draw reads it there."""
+        if self._unsent:
+            place_X = np.concatenate(self._unsent)
+            sent_2X = to_device(np.stack([place_X, self._host[place_X]]), self.device)
+            self._all[sent_2X[0]] = sent_2X[1]  # a place that comes twice has the same value twice
+            self._unsent.clear()
+
+    def _write(self, place: int, values: Sequence[int]) -> None:
+        """Write ids, seeds or states from this place of _all on."""
+        end = place + len(values)
+        self._host[place:end] = values
+        if self._has_image:
+            self._unsent.append(np.arange(place, end))
 
     def put_drafts(self, slot_N: Ints, ids_NK: Ints, count_N: Ints) -> None:
         """Put the first `count_N` drafts of each slot behind its known tokens, to be fed with them."""
@@ -116,19 +153,16 @@ class BatchState:
 
     def host_tokens(self) -> Ints:
         """Return tokens_BL as an array of the host: the mirror, or on a CPU the tensor's own memory."""
-        tokens, _ = self._on_host()
-        assert isinstance(tokens, np.ndarray)
-        return tokens
-
-    def _on_host(self) -> tuple[Any, Any]:
-        return (self._tokens, self._logprobs) if self._mirror is None else self._mirror
+        assert isinstance(self._tokens, np.ndarray)
+        return self._tokens
 
     def close(self, sequence: TokenSequence) -> None:
         """Free the slot; a turn's tokens so far go to the sequence, which may be admitted again."""
         slot = sequence.slot
         if sequence.writing:
             self.read_turn(sequence)
-            sequence.stop_state = int(self._states[slot])
+            self.send()
+            sequence.stop_state = int(self.state_B[slot])
         sequence.drafted += int(self.tried_B[slot])
         sequence.accepted += int(self.taken_B[slot])
         self.tried_B[slot] = self.taken_B[slot] = self.drafted_B[slot] = 0
@@ -138,30 +172,29 @@ class BatchState:
         sequence.slot = -1
 
     def append(self, slot: int, ids: Sequence[int]) -> None:
-        known = self.known_B[slot]
-        self._tokens[slot, known : known + len(ids)] = self._values(ids)
-        if self._mirror is not None:
-            self._mirror[0][slot, known : known + len(ids)] = ids
+        known = int(self.known_B[slot])
+        if known + len(ids) > self.length:
+            raise ValueError(f"{known + len(ids)} tokens in a slot of {self.length}")
+        self._write(slot * self.length + known, ids)
         self.known_B[slot] = known + len(ids)
 
     def note_drawn(self, slot_N: Ints, position_N: Ints, ids_N: Ints, logprobs_N: Floats) -> None:
         """Write the tokens drawn at these positions into the mirror, once they are read back."""
-        assert self._mirror is not None
-        self._mirror[0][slot_N, position_N] = ids_N
-        self._mirror[1][slot_N, position_N] = logprobs_N
+        assert self._mirrors
+        self._tokens[slot_N, position_N] = ids_N
+        self._logprobs[slot_N, position_N] = logprobs_N
 
     def newest(self, slot: int, count: int) -> list[int]:
         """Return the slot's last ids."""
         known = int(self.known_B[slot])
-        ids: list[int] = self._on_host()[0][slot, known - count : known].tolist()
+        ids: list[int] = self._tokens[slot, known - count : known].tolist()
         return ids
 
     def read_turn(self, sequence: TokenSequence) -> None:
         """Copy the turn's ids and log-probs so far into the sequence."""
         turn = slice(sequence.turn_start, int(self.known_B[sequence.slot]))
-        tokens, logprobs = self._on_host()
-        sequence.ids[sequence.turn_start :] = tokens[sequence.slot, turn].tolist()
-        sequence.logprobs = logprobs[sequence.slot, turn].tolist()
+        sequence.ids[sequence.turn_start :] = self._tokens[sequence.slot, turn].tolist()
+        sequence.logprobs = self._logprobs[sequence.slot, turn].tolist()
 
     def extend(self, slots_N: Ints, blocks_N: Ints, pool_take: Ints) -> None:
         """Append `blocks_N` new blocks to each slot's table, out of `pool_take`."""
@@ -175,14 +208,14 @@ class BatchState:
         blocks: list[int] = self.table_BP[slot, : self.blocks_B[slot]].tolist()
         return blocks
 
-    def _values(self, values: Sequence[int] | Sequence[float]) -> Any:
-        return values if self.device.type == "cpu" else torch.tensor(values, device=self.device)
-
     def _rules(self) -> SamplingTensors:
+        """Write the slots' rules into the tensors, which captured steps read."""
         columns = zip(*((one.temperature, one.top_k, one.top_p, one.min_p) for one in self.draws), strict=True)
         kinds = (np.float32, np.int64, np.float32, np.float32)
         host = tuple(map(np.array, columns, kinds))
-        temperature_B, top_k_B, top_p_B, min_p_B = (torch.from_numpy(x).to(self.device) for x in host)
+        for held_B, values_B in zip(self._rules_B, host, strict=True):
+            held_B.copy_(torch.from_numpy(values_B))
+        temperature_B, top_k_B, top_p_B, min_p_B = self._rules_B
         return SamplingTensors.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
 
 

@@ -95,7 +95,7 @@ class Decoder:
         self.head_VH = sampling.head_to_multiply(self.policy.head_VH[: self.vocab_size])
         self.scheduler = start_scheduler(self.num_blocks, self.page_size, longest, self.max_running, self.reuse)
         self.pool, blocks = self.scheduler.pool, -(-longest // self.page_size)
-        self.batch = BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
+        self.batch = self._make_batch(longest, blocks)
         if self.speculate:
             self.drafter = Drafter(self.speculate, self.max_running, longest, self._draft_costs())
         self._timers: list[tuple[CudaTimer, float]] = []  # of forwards, not yet read; the share that was prefill
@@ -105,6 +105,9 @@ class Decoder:
         self._from_prompt: list[TokenSequence] = []  # all is cached: they draw from their prompt's last hidden state
         self._busy = 0.0
         self._sampled: tuple[Ints, Ints] | None = None  # by the last step: slots, and how many tokens each
+
+    def _make_batch(self, longest: int, blocks: int) -> BatchState:
+        return BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
 
     def _draft_costs(self) -> Costs:
         return ON_CPU
@@ -189,6 +192,7 @@ class Decoder:
                 sequence.prompt.waiting -= 1
                 self.clock.shared_tokens += cached
             (self._from_prompt if cached == len(sequence.ids) else self._prefilling).append(sequence)
+        self.batch.send()
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
         slot, blocks = sequence.slot, self.batch.blocks_of(sequence)

@@ -20,6 +20,7 @@ Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of 
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 from operator import attrgetter
@@ -48,11 +49,12 @@ from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
 from thresher.kernels.attention.paged_cuda import DecodeRows, SharedPrefix, decode_attention, prefix_pays
 from thresher.kernels.layers import rotate_and_store
-from thresher.kernels.sampling import SamplingTensors
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
+StepKey = tuple[int, int, bool, float | None, bool]  # size, drafts, shares; the rows' one temperature, whether filtered
 KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
+KEPT_SHARE = 0.8  # of a GPU's memory: a cache that fits in it beside what updates have taken stays allocated
 
 
 def free_memory(device: torch.device) -> int:
@@ -73,32 +75,82 @@ class DeviceDecoder(Decoder):
 
     mirrors = True
 
-    def __init__(self, *arguments: Any, prefill: Backend = "triton", **options: Any) -> None:
+    def __init__(self, policy: Policy, tokenizer: Tokenizer, *, prefill: Backend = "triton", **options: Any) -> None:
         """prefill: the backend of attention within fresh prompts; new rows over a history are computed by Triton."""
         self.fresh = None if prefill == "triton" else load_attention(prefill)
         self.wanted_blocks = 0  # known once it is made; memory is taken by `begin`
-        super().__init__(*arguments, **options)
+        self.keeps = False  # whether cache and graphs outlive `end`
+        self._update_bytes = 0  # the most that were allocated during an update, without the cache
+        self._trained: tuple[int, ...] = ()  # versions of the weights at the last `end`
+        self._steps: dict[StepKey, BucketStep] = {}
+        self._pool: Any = None  # of their graphs
+        self._addresses: list[int] = []  # of the weights and the cache, which the graphs read
+        self._stops_version = 0
+        self._last_batch: BatchState | None = None
+        super().__init__(policy, tokenizer, **options)
         check_page_size(self.page_size)
         self.wanted_blocks = self.num_blocks
 
     def end(self) -> None:
-        """Free the cache's memory and the captured graphs; `begin` allocates anew."""
-        self._steps.clear()
+        """Free the cache and the captured graphs, for `begin` to make anew. They stay where an update has shown that
+        there is room beside them."""
+        device = self.policy.device
+        if not self.keeps:
+            self._drop()
+        if device.type == "cuda":
+            self._trained = self._versions()
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _drop(self) -> None:
+        self._forget_steps()
         self.cache = None
 
+    def _forget_steps(self) -> None:
+        """Drop the steps. A pool of graphs ends with the last graph, so the next ones need a new one."""
+        self._steps = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
+
     def _open_cache(self) -> None:
-        if self.cache is None and self.wanted_blocks:
-            policy, self.num_blocks = self.policy, self._planned_blocks()
+        if not self.wanted_blocks:
+            return
+        policy = self.policy
+        if self.cache is None:
+            self.num_blocks = self._planned_blocks()
             self.cache = DeviceKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+        self.keeps = policy.device.type != "cuda" or self._has_room()
+
+    def _has_room(self) -> bool:
+        """Return whether the cache fits beside what updates have taken; before the first one it is not known."""
+        device, held = self.policy.device, sum(x.nbytes for x in self.held())
+        if self._trained not in ((), self._versions()):
+            others = held if self.keeps else 0
+            self._update_bytes = max(self._update_bytes, torch.cuda.max_memory_allocated(device) - others)
+        room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return 0 < self._update_bytes <= KEPT_SHARE * room - held
+
+    def _versions(self) -> tuple[int, ...]:
+        """Return a count of each weight's changes: an update has been between two that differ."""
+        return tuple(parameter._version for parameter in self.policy.parameters())
 
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         super()._start_over(longest, clock)
         self._pending: PendingStep | None = None
         self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
-        self._steps: dict[tuple[int, int, bool], BucketStep] = {}
-        self._made_for: tuple[SamplingTensors, int] | None = None  # rules, and the version of the stop tables
-        self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
+        read = [*self.policy.parameters(), *self.policy.buffers(), *self.held()]
+        addresses = [x.data_ptr() for x in read]
+        if addresses != self._addresses:
+            self._forget_steps()
+            self._addresses = addresses
+
+    def _make_batch(self, longest: int, blocks: int) -> BatchState:
+        """Return the last run's arrays, cleared, where they are long enough: the graphs read them."""
+        batch = self._last_batch
+        if batch is None or longest > batch.length or blocks > batch.table_BP.shape[1]:
+            self._forget_steps()
+            batch = self._last_batch = super()._make_batch(longest, blocks)
+        batch.clear()
+        return batch
 
     def _cache(self) -> DeviceKV:
         assert isinstance(self.cache, DeviceKV)
@@ -232,17 +284,23 @@ class DeviceDecoder(Decoder):
         self._prefilling = [one for one in self._prefilling if one.slot not in launched]
 
     def _step_for(self, size: int, drafts: int, shares: bool) -> BucketStep:
-        made_for = (self.batch.rules, self.stops.version)
-        if self._made_for is None or self._made_for[0] is not made_for[0] or self._made_for[1] != made_for[1]:
-            self._steps, self._made_for = {}, made_for
-        if (size, drafts, shares) not in self._steps:
-            step = BucketStep(
-                size, drafts, shares, self.policy, self.vocab_size, self._cache(), batch=self.batch, stops=self.stops
+        if self.stops.version != self._stops_version:
+            self._forget_steps()
+            self._stops_version = self.stops.version
+        key = (size, drafts, shares, self.batch.rules.temperature, self.batch.rules.filtered)
+        if key not in self._steps:
+            self._steps[key] = BucketStep(
+                size,
+                drafts,
+                shares,
+                self.policy,
+                self.vocab_size,
+                cache=self._cache(),
+                batch=self.batch,
+                stops=self.stops,
+                pool=self._pool,
             )
-            if self._pool is not None and not self.batch.rules.filtered:
-                step.capture(self._pool)
-            self._steps[size, drafts, shares] = step
-        return self._steps[size, drafts, shares]
+        return self._steps[key]
 
     def _receive(self, pending: PendingStep | None) -> None:
         """Read a step's draws back to the host, and end the turns that they complete."""
@@ -289,6 +347,7 @@ class DeviceDecoder(Decoder):
 
 
 MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
+CAPTURED_AT = 2  # use of a bucket's step; the first compiles its kernels, and lets libraries allocate what they keep
 IN_FLIGHT = 2  # steps that may be pending: buffers that the host fills or reads alternate
 
 
@@ -327,13 +386,16 @@ class BucketStep:
         shares: bool,
         policy: Policy,
         columns: int,
-        cache: DeviceKV,
         *,
+        cache: DeviceKV,
         batch: BatchState,
         stops: StopTables,
+        pool: Any = None,
     ) -> None:
+        """pool: of graphs, where a graph is wanted from the second launch on (CAPTURED_AT)."""
         self.size, self.policy, self.columns, self.cache = size, policy, columns, cache
         self.batch, self.stops, self.rules = batch, stops, batch.rules
+        self.pool, self.uses = pool, 0
         device, blocks = policy.device, batch.table_BP.shape[1]
         self.groups = max(size // 2, 1) if shares else 0
         shapes = {
@@ -427,6 +489,9 @@ class BucketStep:
     def launch(self) -> DrawnRows:
         """Run the step and return its draws, whose copy to the host may still be under way."""
         received = self.received[self.turn]
+        self.uses += 1
+        if self.uses == CAPTURED_AT and self.pool is not None and not self.rules.filtered:
+            self._capture()
         if self.graph is None:
             self.run()
         else:
@@ -438,20 +503,17 @@ class BucketStep:
         done.record()
         return DrawnRows(received, done)
 
-    def capture(self, pool: Any) -> None:
-        """Capture `run` as a CUDA graph; meanwhile all rows belong to the spare slot."""
-        self.staging[self.turn].zero_()
-        self.staging[self.turn][: self.size] = self.batch.spare
-        self.sent.copy_(self.staging[self.turn])
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles, and lets libraries allocate what they keep
-                self.run()
-        torch.cuda.current_stream().wait_stream(side)
+    def _capture(self) -> None:
+        """Capture `run` as a CUDA graph. Nothing is computed: earlier uses have compiled its kernels."""
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.run()
+        collects = gc.isenabled()
+        gc.disable()  # a collection could free another graph's memory, which a capture forbids
+        try:
+            with torch.cuda.graph(self.graph, pool=self.pool):
+                self.run()
+        finally:
+            if collects:
+                gc.enable()
 
 
 @dataclass(slots=True)
@@ -478,22 +540,24 @@ def shared_prefixes(table_NP: Ints, blocks_N: Ints, slots: int) -> Prefixes | No
     """Group a step's sequences that share the first blocks_N of their blocks, where reading those once pays; None: no
     group. table_NP: the sequences' blocks. Sequences with a block in common share all blocks before it."""
     index_N = np.flatnonzero(blocks_N > 0)
-    if not len(index_N):
+    last_N = table_NP[index_N, blocks_N[index_N] - 1]
+    _, one_g, group_N, size_g = np.unique(last_N, return_index=True, return_inverse=True, return_counts=True)
+    length_g = blocks_N[index_N[one_g]] * slots
+    pays_g = size_g > 1
+    pays_g[pays_g] = [
+        prefix_pays(*each) for each in zip(length_g[pays_g].tolist(), size_g[pays_g].tolist(), strict=True)
+    ]
+    if not pays_g.any():
         return None
-    last_block, group_N = np.unique(table_NP[index_N, blocks_N[index_N] - 1], return_inverse=True)
+    # Members of the groups that pay, group by group, and each one's place in its group.
+    order_X = np.argsort(group_N, kind="stable")
+    place_X = np.arange(len(order_X)) - np.repeat(np.cumsum(size_g) - size_g, size_g)
+    some_X = pays_g[group_N[order_X]]
+    order_X, place_X = order_X[some_X], place_X[some_X]
     first_N = np.zeros(len(blocks_N), np.int64)
-    tables, lengths, members = [], [], []
-    for group in range(len(last_block)):
-        of_group = index_N[group_N == group]
-        length = int(blocks_N[of_group[0]]) * slots
-        if not prefix_pays(length, len(of_group)):
-            continue
-        first_N[of_group] = length
-        for begin in range(0, len(of_group), MEMBERS):
-            some = of_group[begin : begin + MEMBERS]
-            tables.append(table_NP[some[0]])
-            lengths.append(length)
-            members.append(np.pad(some, (0, MEMBERS - len(some)), constant_values=-1))
-    if not tables:
-        return None
-    return Prefixes(first_N, np.stack(tables), np.array(lengths), np.stack(members))
+    first_N[index_N[order_X]] = length_g[group_N[order_X]]
+    rows_g = np.where(pays_g, -(-size_g // MEMBERS), 0)
+    row_X = (np.cumsum(rows_g) - rows_g)[group_N[order_X]] + place_X // MEMBERS
+    members_GM = np.full((int(rows_g.sum()), MEMBERS), -1, np.int64)
+    members_GM[row_X, place_X % MEMBERS] = index_N[order_X]
+    return Prefixes(first_N, table_NP[members_GM[:, 0]], np.repeat(length_g, rows_g), members_GM)

@@ -6,6 +6,8 @@ as the kernels read them (paged_cuda.py). `PagedStep` and `DeviceStep` are the `
 rotate, write the new rows' keys and values to their slots, and attend.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -143,7 +145,8 @@ class DeviceStep:
         number_T, offset_T = np.divmod(position_T, cache.block_size)
         rows = np.stack([slot_T, position_T, table_BP[slot_T, number_T], offset_T])
         about = np.stack([np.cumsum(runs.count_N) - runs.count_N, runs.start_N, runs.count_N])
-        sent = to_device(np.concatenate([rows.ravel(), about.ravel(), table_BP[runs.table_N, :blocks].ravel()]), device)
+        numbers = np.concatenate([rows.ravel(), about.ravel(), table_BP[runs.table_N, :blocks].ravel()])
+        sent = to_device(numbers.astype(np.int32), device)
         count = len(runs.table_N)
         rows_4T, about_3N, table = sent.split([rows.size, about.size, count * blocks])
         self.slot_T, self.positions_T, self.block_T, self.offset_T = rows_4T.view(4, -1)
@@ -158,7 +161,7 @@ class DeviceStep:
         return prefill_attention(q_TND, k_PKSD, v_PKSD, self.rows)
 
 
-def to_device(values: Ints, device: torch.device) -> torch.Tensor:
-    """Copy to the device as int32, without waiting."""
-    tensor = torch.from_numpy(values.astype(np.int32))
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy to a GPU without waiting; on a CPU the tensor has the array's memory."""
+    tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -23,7 +23,7 @@ from thresher.engine.decoding.batch_state import (
     drawn_width,
     pack_drawn,
 )
-from thresher.engine.decoding.scheduler import SamplingParams
+from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.kernels import sampling
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -52,6 +52,28 @@ def test_a_row_brings_back_every_bit(rows: int) -> None:
     some = drawn.of(np.array([False, True] * 3 + [False]))
     assert some.ids_NQ.tolist() == ids_NQ[1::2].tolist() and some.taken_N.tolist() == [1, 1, 3]
     assert some.accepted_NQ.sum(1).tolist() == [min(count, rows) for count in (1, 1, 3)]
+
+
+def test_what_the_host_writes_is_sent_at_once() -> None:
+    """A slot that changes hands before it is sent has what was written last; what the device wrote stays."""
+    batch = BatchState(3, 10, 2, CPU, mirror=True)
+    first, then = (TokenSequence(SharedPrompt(ids), seed, SamplingParams()) for ids, seed in (([1, 2, 3], 7), ([9], 8)))
+    slot = batch.open(first, 0, [1])
+    batch.close(first)
+    assert batch.open(then, 0, [1]) == slot
+    batch.begin_turn(replace(then, stop_state=5, room=4))
+    assert not batch.tokens_BL.any() and not batch.seeds_B.any() and not batch.state_B.any()
+    batch.send()
+    assert (batch.tokens_BL[slot, 0], batch.seeds_B[slot], batch.state_B[slot]) == (9, 8, 5)
+    batch.tokens_BL[slot, 1] = batch.state_B[slot] = 6
+    batch.known_B[slot] = 2
+    batch.append(slot, [4, 5])
+    batch.send()
+    assert batch.tokens_BL[slot, :5].tolist() == [9, 6, 4, 5, 0] and batch.state_B[slot] == 6
+    with pytest.raises(ValueError, match="11 tokens in a slot of 10"):
+        batch.append(slot, [0] * 7)
+    others = [each for each in range(4) if each != slot]
+    assert not batch.tokens_BL[others].any() and not batch.seeds_B[others].any() and not batch.state_B[others].any()
 
 
 @pytest.fixture
