@@ -155,7 +155,7 @@ def test_a_row_has_its_own_bits() -> None:
     together = gradients(fused_norm_heads, (qkv, wq, wk, dy), 3)
     assert together[0][4, 7].isnan().all() and together[0].isnan().sum() == 8
     for row in (0, 3, 5, 10):
-        alone = gradients(fused_norm_heads, (qkv[row : row + 1], wq, wk, dy[row : row + 1]), 3)
+        alone = gradients(fused_norm_heads, (qkv[row : row + 1].clone(), wq, wk, dy[row : row + 1].clone()), 3)
         assert torch.equal(together[0][row], alone[0][0]) and torch.equal(together[1][row], alone[1][0])
 
 
@@ -176,7 +176,8 @@ def test_what_is_saved_and_what_frozen_weights_save(monkeypatch: pytest.MonkeyPa
     memory = GuardedMemory(monkeypatch)
     y_TMD.backward(dy)
     assert [tuple(given.shape) for given, _ in memory.taken] == [(6, 8, 8)]
-    assert qkv.grad is not None and torch.equal(qkv.grad, full[1]) and wq.grad is None
+    assert qkv.grad is not None and wq.grad is None
+    torch.testing.assert_close(qkv.grad, full[1], rtol=1e-6, atol=1e-6)  # another binary
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])

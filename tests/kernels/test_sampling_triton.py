@@ -1,7 +1,7 @@
 """Drawing fused with the head, held to float64 and to the torch path: tokens wherever rounding cannot decide, log-probs
 within what rounding can do, ties, bits of the noise, and what lies beside the tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +45,11 @@ def tensor(values: Any, dtype: torch.dtype | None = None) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
+def dtype_for(tiling: DrawTiling) -> torch.dtype:
+    """The dtype that a GPU has this tiling for: float32 would spill in those of bfloat16. The interpreter takes any."""
+    return torch.float32 if DEVICE == "cpu" or tiling in FLOAT32 else torch.bfloat16
+
+
 def rules_of(temperature_B: Tensor) -> SamplingTensors:
     count = len(temperature_B)
     off = (torch.zeros(count, dtype=torch.int64), torch.ones(count), torch.zeros(count))
@@ -56,12 +61,12 @@ class Case:
     """Operands of a draw, and in float64 what is to come of them. Three temperatures and greedy rows, by turns."""
 
     def __init__(self, count: int, columns: int, width: int = 64, dtype: torch.dtype = torch.float32) -> None:
-        noise = torch.Generator().manual_seed(1000 * count + columns)
-        hidden_BH, head_VH = (torch.randn(n, width, generator=noise) for n in (count, columns + 7))
+        noise = torch.Generator(DEVICE).manual_seed(1000 * count + columns)  # a CPU takes seconds for a real head
+        hidden_BH, head_VH = (torch.randn(n, width, generator=noise, device=DEVICE) for n in (count, columns + 7))
         self.hidden_BH = hidden_BH.to(DEVICE, dtype)
-        self.head_VH = (3 * width**-0.5 * head_VH).to(DEVICE, dtype)[:columns]  # a model's head is wider, too
-        self.seeds_B = torch.randint(0, 2**63 - 1, (count,), generator=noise).to(DEVICE)
-        self.positions_B = torch.randint(0, 2**31 - 1, (count,), generator=noise).to(DEVICE)
+        self.head_VH = head_VH.mul_(3 * width**-0.5).to(DEVICE, dtype)[:columns]  # a model's head is wider, too
+        self.seeds_B = torch.randint(0, 2**63 - 1, (count,), generator=noise, device=DEVICE)
+        self.positions_B = torch.randint(0, 2**31 - 1, (count,), generator=noise, device=DEVICE)
         self.temperature_B = tensor([1.0, 0.0, 0.6, 1.7]).repeat(count // 4 + 1)[:count].contiguous()
 
     @property
@@ -73,15 +78,18 @@ class Case:
 
     def truth(self) -> tuple[Tensor, Tensor, Tensor]:
         """Scores and log-probs [B, V] of float64, and by how much a logit may be off [B]."""
-        x_BH, w_VH = self.hidden_BH.double(), self.head_VH.double()
+        x_BH, products = self.hidden_BH.double(), []
+        for part_VH in self.head_VH.split(2**14):  # a real head takes gigabytes in float64
+            w_HV = part_VH.double().t()
+            # A sum of H products, then two roundings of the temperature's reciprocal and product.
+            products.append((x_BH @ w_HV, (x_BH.abs() @ w_HV.abs()).amax(1)))
+        z_BV, size_B = torch.cat([z for z, _ in products], 1), torch.stack([size for _, size in products]).amax(0)
         noisy_B = self.temperature_B > 0
         divisor_B = torch.where(noisy_B, self.temperature_B, 1.0).double()
-        z_BV = x_BH @ w_VH.t() / divisor_B[:, None]
-        u_BV = uniform_noise(self.seeds_B, self.positions_B, len(w_VH)).double()
+        z_BV = z_BV / divisor_B[:, None]
+        u_BV = uniform_noise(self.seeds_B, self.positions_B, len(self.head_VH)).double()
         scores_BV = z_BV - (-u_BV.log()).log() * noisy_B[:, None]
-        # A sum of H products, then two roundings of the temperature's reciprocal and product.
-        sizes_BV = x_BH.abs() @ w_VH.abs().t() / divisor_B[:, None]
-        return scores_BV, z_BV.log_softmax(1), (x_BH.shape[1] + 3) * EPS * sizes_BV.amax(1)
+        return scores_BV, z_BV.log_softmax(1), (x_BH.shape[1] + 3) * EPS * size_B / divisor_B
 
     def check(self, ids_B: Tensor, logprobs_B: Tensor) -> None:
         scores_BV, logp_BV, off_B = self.truth()
@@ -92,8 +100,8 @@ class Case:
         rounding_B = EPS * (16 + 4 * scores_BV.abs().amax(1))
         best_B2, best_ids_B2 = scores_BV.topk(min(2, columns), 1)
         decided_B = best_B2[:, 0] - best_B2[:, -1] > 2 * (off_B + rounding_B) if columns > 1 else best_B2[:, 0] > 0
-        # The best two are nearer than x, here up to 1e-2, with a probability of about x: one row is by chance.
-        assert columns == 1 or (~decided_B).sum() <= 1 + len(decided_B) // 10, "the test decides nothing"
+        # The best two are nearer than x, here up to .08 at a width of 3,584, with a probability of about x.
+        assert columns == 1 or (~decided_B).sum() <= 1 + len(decided_B) // 5, "the test decides nothing"
         assert torch.equal(ids_B[decided_B], best_ids_B2[:, 0][decided_B])
         found_B = scores_BV.gather(1, ids_B[:, None])[:, 0]
         assert ((best_B2[:, 0] - found_B) <= 2 * (off_B + rounding_B)).all()
@@ -146,7 +154,7 @@ def test_tokens_and_log_probs_are_those_of_float64(count: int, columns: int, dty
 @pytest.mark.fast_cases(3)
 def test_every_tiling_draws_the_same(tiling: DrawTiling, use_tiling: Any) -> None:
     use_tiling(tiling)
-    case = Case(21, 300, width=48)
+    case = Case(21, 300, width=48, dtype=dtype_for(tiling))
     case.check(*case.draw())
 
 
@@ -193,9 +201,10 @@ def test_of_equal_logits_the_lowest_id_wins(
     assert ((logits_BV == logits_BV.amax(1, keepdim=True)).sum(1) > 1).sum() > count // 2
     zeros_B = torch.zeros(count, dtype=torch.int64, device=DEVICE)
     greedy_B = torch.zeros(count, device=DEVICE)
-    ids_B, _ = draw_fused(hidden_BH.to(DEVICE), head_VH.to(DEVICE), zeros_B, zeros_B, greedy_B)
+    hidden_BH, head_VH = (x.to(DEVICE, dtype_for(tiling)) for x in (hidden_BH, head_VH))
+    ids_B, _ = draw_fused(hidden_BH, head_VH, zeros_B, zeros_B, greedy_B)
     assert torch.equal(ids_B.cpu(), first_B)
-    ids_B, logprobs_B = draw_fused(hidden_BH.to(DEVICE) * 0, head_VH.to(DEVICE), zeros_B, zeros_B, greedy_B)
+    ids_B, logprobs_B = draw_fused(hidden_BH * 0, head_VH, zeros_B, zeros_B, greedy_B)
     assert not ids_B.any()
     torch.testing.assert_close(logprobs_B.cpu(), torch.full((count,), -torch.tensor(400.0).log()), rtol=1e-6, atol=0)
 
@@ -229,7 +238,8 @@ def test_the_clock_of_every_u_is_right_to_the_last_bits() -> None:
     """All 2^23 of them; near 1, where the largest noise comes from, as well as elsewhere."""
     u = torch.arange(2**23, dtype=torch.int32, device=DEVICE).float().add_(0.5).mul_(2.0**-23)
     found = torch.full_like(u, torch.nan)
-    _minus_log_kernel[(2**23 // 2**18,)](u, found, BLOCK=2**18)
+    block = 2**18 if DEVICE == "cpu" else 2**10  # few programs to interpret, a small one to compile
+    _minus_log_kernel[(2**23 // block,)](u, found, BLOCK=block)
     expected = torch.where(u > 0.5, -torch.log1p(u.double() - 1), -u.double().log())
     assert ((found.double() - expected).abs() / expected).max() < 3 * EPS
 
@@ -284,9 +294,17 @@ def test_columns_of_minus_infinity_are_never_drawn() -> None:
     torch.testing.assert_close(logprobs_B[greedy_B], alone_logprobs_B[greedy_B], rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def _memory_returned() -> Iterator[None]:
+    """Leave the GPU's memory to other processes."""
+    yield
+    torch.cuda.empty_cache()
+
+
 @needs_cuda
 @pytest.mark.parametrize("width", [896, 1536, 2048, 3584])
 @pytest.mark.parametrize("count", [1, 24, 64, 256])
+@pytest.mark.usefixtures("_memory_returned")
 def test_real_shapes(count: int, width: int) -> None:
     """Qwen2.5's widths and its tokenizer's columns, and no memory but the parts of the tiles."""
     case = Case(count, VOCABULARY, width, torch.bfloat16)
