@@ -1,13 +1,18 @@
 """`thresher bench decode`: decode steps of models of Qwen2.5's sizes with random weights, by the decoder of rollouts.
 
-A batch of sequences is prefilled, each with its own context, or in groups of 8 that share 1,200 positions of 1,500;
-then every step samples a token for each. No sequence reaches an end, so that every step has the whole batch. A row says
-how long a step takes, what of it the host spends, and, on a known chip, the share of the floor and of the prediction.
+A batch of sequences has a cached context, each its own, or in groups of 8 that share 1,200 positions of 1,500; then
+every step samples a token for each. Keys and values of the contexts are random numbers: a step takes no less time for
+them, and to compute them would take 6.8 PFLOP at 7B. No sequence reaches an end, so that every step has the whole
+batch. A row says how long a step takes, what of it the host spends, and, on a known chip, the share of the floor and of
+the prediction. A shape that does not fit into the device's memory is left out, with a sentence.
 """
 
+import gc
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,8 +31,10 @@ from thresher.bench.harness import (
 )
 from thresher.bench.roofline import GROUP, MODELS, OWN, SHARED, check_batch
 from thresher.common.console import console, table
+from thresher.common.errors import UserError
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
-from thresher.engine.decoding.decoder_cuda import make_decoder
+from thresher.engine.decoding.decoder_cuda import KV_SHARE, free_memory, make_decoder
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.planning.time import DecodeShape, decode_costs, decode_share, floor_s, this_chip
 from thresher.kernels.attention.backends.choice import resolve_attention
@@ -37,12 +44,14 @@ from thresher.policy.model import Policy
 PAGE = 64
 WARMUP = 4  # steps before the clock counts; the first capture graphs
 UNDRAWN = 271  # columns of a padded head that no tokenizer of Qwen2.5 has
+SPREAD = 0.5  # standard deviation of the contexts' keys and values
+PROFILED = 8  # steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBench:
     """models: names of MODELS. own, shared: positions of a context; shapes of both kinds are measured. budget: seconds,
-    after which no shape begins."""
+    after which no shape begins. profile: a file for the kernels of PROFILED more steps of each shape."""
 
     models: Sequence[str] = ("0.5B", "1.5B", "7B")
     batch: int = 256
@@ -52,6 +61,7 @@ class DecodeBench:
     device: str | None = None
     dtype: str | None = None
     budget: float = float("inf")
+    profile: str | None = None
 
     def shapes(self) -> tuple[DecodeShape, ...]:
         return (
@@ -76,17 +86,30 @@ def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[
     head, deadline = {"bench": "decode", **facts(("triton",))}, time.monotonic() + bench.budget
     rows: list[dict[str, Any]] = []
     for name in bench.models:
-        policy = random_policy(MODELS[name], device, dtype)
+        policy: Policy | None = None
         for shape in bench.shapes():
-            if time.monotonic() > deadline:
-                console.print(f"{name}, {_context(shape)}: left out, the budget was used up")
+            try:
+                if time.monotonic() > deadline:
+                    raise UserError("the budget was used up")
+                _free(device)
+                policy = policy or random_policy(MODELS[name], device, dtype)
+                figures = measure(policy, shape, bench.steps, bench.profile)
+            except (UserError, torch.OutOfMemoryError) as error:
+                why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
+                console.print(f"{name}, {_context(shape)}: left out, {why}", soft_wrap=True)
                 continue
-            row = head | {"model": name, "dtype": dtype_name(dtype)} | measure(policy, shape, bench.steps)
+            row = head | {"model": name, "dtype": dtype_name(dtype)} | figures
             append_rows(out, row)
             rows.append(row)
-        del policy
     _show(rows)
     return rows
+
+
+def _free(device: torch.device) -> None:
+    """Return what nothing holds any more to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def random_policy(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Policy:
@@ -103,9 +126,9 @@ def random_policy(config: ModelConfig, device: torch.device, dtype: torch.dtype)
     return policy
 
 
-def measure(policy: Policy, shape: DecodeShape, steps: int) -> dict[str, Any]:
-    """Return a shape's figures: seconds of a step, and of the host's part of it."""
-    decoder, attention = _filled(policy, shape, WARMUP + steps + 2)
+def measure(policy: Policy, shape: DecodeShape, steps: int, profile: str | None = None) -> dict[str, Any]:
+    """Return a shape's figures: seconds of a step, and of the host's part of it. UserError where it does not fit."""
+    decoder, attention = _filled(policy, shape, WARMUP + steps + PROFILED + 2)
     before, times = DecodeClock(), []
     for step in range(WARMUP + steps):
         if step == WARMUP:
@@ -115,7 +138,9 @@ def measure(policy: Policy, shape: DecodeShape, steps: int) -> dict[str, Any]:
         decoder.step()
         if step >= WARMUP:
             times.append(time.perf_counter() - started)
-    seconds = sum(times) / steps
+    host_s, seconds = (decoder.clock.host - before.host) / steps, sum(times) / steps
+    if profile is not None:
+        _profile(decoder, profile, f"{policy.config.num_hidden_layers} layers, {_context(shape)}")
     chip = this_chip(policy.device)
     costs = decode_costs(policy.config, shape)
     floor = None if chip is None else floor_s(costs, chip)
@@ -126,7 +151,7 @@ def measure(policy: Policy, shape: DecodeShape, steps: int) -> dict[str, Any]:
         "step_s": spread(times),
         "mean_step_s": seconds,
         "tokens_per_s": shape.batch / seconds,
-        "host_s": (decoder.clock.host - before.host) / steps,
+        "host_s": host_s,
         "chip": None if chip is None else chip.name,
         "floor_s": floor,
         "floor_share": None if floor is None else floor / seconds,
@@ -135,13 +160,18 @@ def measure(policy: Policy, shape: DecodeShape, steps: int) -> dict[str, Any]:
 
 
 def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str]:
-    """Return a decoder with the whole batch prefilled, in the middle of its turns, and its attention."""
+    """Return a decoder with the whole batch in the middle of its turns, and its attention. UserError where the batch
+    does not fit."""
     config, rng = policy.config, Random(0)
     columns = max(config.vocab_size - UNDRAWN, 1)
     device, dtype = policy.device, policy.dtype
     attention = resolve_attention("auto", device, dtype, config.head_dim, "rollout")
-    longest = shape.context + 1 + room
-    blocks = shape.batch * -(-longest // PAGE) + shape.batch
+    longest, in_common = shape.context + 1 + room, shape.shared // PAGE
+    # A block for each sequence stays free, as the scheduler wants it.
+    blocks = shape.batch // shape.group * in_common + shape.batch * (-(-longest // PAGE) - in_common + 1)
+    needed, free = PagedKV.bytes_needed(config, 1 + blocks, PAGE, dtype.itemsize), KV_SHARE * free_memory(device)
+    if needed > free:
+        raise UserError(f"its keys and values take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free for them")
     options = {"num_blocks": 1 + blocks, "page_size": PAGE, "max_running": shape.batch}
     decoder = make_decoder(policy, Columns(columns), attention, **options)  # type: ignore[arg-type]
     decoder.begin(longest, DecodeClock())
@@ -152,15 +182,44 @@ def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str
     for group in range(shape.batch // shape.group):
         prompt = SharedPrompt(ids(shape.shared) or ids(shape.own))
         for member in range(shape.group):
-            whole = prompt.ids + ids(shape.own) if shape.shared else list(prompt.ids)
+            own = ids(shape.own) if shape.shared else []
+            # The last token is one that was drawn: the first step feeds it.
+            whole = prompt.ids + own + ids(1)
             sequence = TokenSequence(prompt, group * shape.group + member, SamplingParams(), whole)
-            decoder.begin_turn(sequence, (), 1)  # a turn of one token each, so that nobody runs ahead of the prefill
-    filled: list[TokenSequence] = []
-    while len(filled) < shape.batch:
-        filled += decoder.step()
-    for sequence in filled:
-        decoder.begin_turn(sequence, (), room)
+            decoder.begin_turn(sequence, (), room)
+    _fill_contexts(decoder)
     return decoder, attention
+
+
+def _fill_contexts(decoder: Decoder) -> None:
+    """Admit the waiting sequences with random keys and values, as if all but their last tokens had been computed."""
+    for cached in decoder.held():
+        for layer in cached:
+            layer.normal_(0.0, SPREAD)
+    batch = decoder.batch
+    while decoder.scheduler.waiting:
+        decoder._admit()
+        if not decoder._prefilling:
+            raise UserError(f"{len(decoder.scheduler.waiting)} sequences do not fit into the cache")
+        for sequence in decoder._prefilling:
+            batch.cached_B[sequence.slot] = batch.known_B[sequence.slot] - 1
+            decoder._mark_ready(sequence)  # the rest of its group begins as it does
+        decoder._prefilling = []
+
+
+def _profile(decoder: Decoder, path: str, title: str) -> None:
+    """Append the time of each kernel, on a CPU of each operation, in PROFILED steps to a file."""
+    device = decoder.policy.device.type
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start and its end
+    with torch.profiler.profile(acc_events=True) as recorded:
+        for _ in range(PROFILED):
+            decoder.step()
+        wait(decoder.policy.device)
+    time_of = attrgetter("self_cpu_time_total" if device == "cpu" else "self_device_time_total")
+    kernels = [each for each in recorded.key_averages() if each.device_type.name.lower() == device]
+    lines = [f"{time_of(x):10.0f} us {x.count:6d} calls  {x.key}\n" for x in sorted(kernels, key=time_of, reverse=True)]
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.writelines([f"{title}, {PROFILED} steps\n", *lines])
 
 
 def _context(shape: DecodeShape) -> str:

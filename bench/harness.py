@@ -47,6 +47,11 @@ def package_version(package: str) -> str | None:
         return None
 
 
+def reason_of(error: Exception) -> str:
+    """Return an error's kind and text in one line, cut off where it is long."""
+    return f"{type(error).__name__}: {(' '.join(str(error).split()) or 'no message')[:200]}"
+
+
 def resolve_device(name: str | None) -> torch.device:
     """Return the device of this name; for None CUDA if there is one, else the CPU. UserError if it is missing."""
     if name == "cuda" and not torch.cuda.is_available():

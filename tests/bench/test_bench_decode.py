@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_cases import make_config
@@ -10,6 +12,12 @@ from model_cases import make_config
 from thresher.bench import decode
 from thresher.bench.decode import DecodeBench, random_policy, run_decode_bench
 from thresher.common.errors import UserError
+from thresher.engine.decoding import decoder_cuda
+from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.decoder_cuda import BucketStep
+from thresher.engine.decoding.kv_cache import PagedKV
+from thresher.engine.decoding.scheduler import TokenSequence
+from thresher.kernels.attention import paged_cuda
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +41,91 @@ def test_every_step_has_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("decode steps")
 
 
-def test_a_groups_prompt_is_prefilled_once() -> None:
+def prefilled(decoder: Decoder, room: int) -> None:
+    """Compute the contexts of the waiting sequences, in place of `_fill_contexts`."""
+    waiting, decoder.scheduler.waiting = decoder.scheduler.waiting, []
+    for sequence in waiting:
+        fresh = TokenSequence(sequence.prompt, sequence.seed, sequence.draw, sequence.ids[:-1])
+        sequence.prompt.waiting -= 1
+        decoder.begin_turn(fresh, (), 1)
+    done: list[TokenSequence] = []
+    while len(done) < len(waiting):
+        done += decoder.step()
+    for sequence in done:
+        decoder.begin_turn(sequence, (), room)
+
+
+@pytest.mark.parametrize("own, shared", [(10, 128), (9, 200), (70, 64)])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_steps_are_those_behind_computed_contexts(
+    monkeypatch: pytest.MonkeyPatch, own: int, shared: int, kind: int
+) -> None:
+    """The same rows read the same numbers of keys, in the same groups."""
+    monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
+    monkeypatch.setattr(decode, "resolve_attention", lambda *arguments: "triton")
+    # On a CPU no group is large enough for reading its keys once to pay.
+    monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     policy = random_policy(decode.MODELS["tiny"], torch.device("cpu"), torch.float32)
-    (alone, shared) = DecodeBench(models=["tiny"], batch=16, own=10, shared=128).shapes()
-    decoder, _ = decode._filled(policy, alone, 8)
-    assert decoder.clock.prefilled_tokens == 16 * 138
-    decoder, _ = decode._filled(policy, shared, 8)
-    assert decoder.clock.prefilled_tokens == 2 * 128 + 16 * 10
-    decoder.step()
-    assert len(decoder.scheduler.running) == len(decoder.new_ids()) == 16
+    shape = DecodeBench(models=["tiny"], batch=16, own=own, shared=shared).shapes()[kind]
+    steps: list[list[Any]] = []
+    plain = BucketStep.load
+
+    def load(self: BucketStep, slot_N: Any, start_N: Any, table_NP: Any, prefix: Any, *drafts: Any) -> None:
+        pairs = zip(table_NP, start_N, strict=True)
+        numbers = [len(np.unique(table[: start // decode.PAGE + 1])) for table, start in pairs]
+        in_common = len(np.unique(table_NP[:, : shared // decode.PAGE]))
+        groups = prefix and [sorted(prefix.length_G), sorted(prefix.first_N), sorted((prefix.members_GM >= 0).sum(1))]
+        steps.append([self.size, sorted(start_N), sorted(numbers), in_common, groups])
+        plain(self, slot_N, start_N, table_NP, prefix, *drafts)
+
+    monkeypatch.setattr(BucketStep, "load", load)
+    decoder, _ = decode._filled(policy, shape, 8)
+    assert decoder.clock.forwards == 0
+    for _ in range(6):
+        decoder.step()
+        assert len(decoder.scheduler.running) == 16
+    assert decoder.clock.sampled_tokens == 5 * 16, "the last step is not read yet"
+    filled = steps[:6]
+    assert filled[0][1] == [shape.context] * 16
+    assert (filled[0][4] is not None) == (kind == 1)
+
+    del steps[:]
+    monkeypatch.setattr(decode, "_fill_contexts", lambda decoder: prefilled(decoder, 8))
+    decoder, _ = decode._filled(policy, shape, 8)
+    del steps[:]
+    for _ in range(6):
+        decoder.step()
+    assert steps == filled
+
+
+def test_a_shape_that_does_not_fit_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # Of blocks, one free for each, the one shape takes 16 x 3, the other 2 for its groups and 16 x 2.
+    needed = PagedKV.bytes_needed(decode.MODELS["tiny"], 40, decode.PAGE, 4)
+    monkeypatch.setattr(decode, "free_memory", lambda device: needed / decode.KV_SHARE)
+    bench = DecodeBench(
+        models=["tiny"], batch=16, own=20, shared=80, steps=1, device="cpu", profile=str(tmp_path / "profile.txt")
+    )
+    (row,) = run_decode_bench(bench)
+    assert row["shape"]["shared"] == 80
+    assert "tiny, 100: left out, its keys and values take 0.0 GB, and 0.0 GB are free for them" in (
+        capsys.readouterr().out
+    )
+    title, first, *_ = (tmp_path / "profile.txt").read_text().splitlines()
+    assert title == "2 layers, 80 shared by 8 + 20, 8 steps"
+    assert " us " in first and " calls  " in first
+
+
+def test_what_runs_out_of_memory_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("..")
+
+    monkeypatch.setattr(decode, "random_policy", full)
+    assert run_decode_bench(DecodeBench(models=["tiny"], batch=8, device="cpu")) == []
+    assert capsys.readouterr().out.count("left out, out of memory") == 2
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
