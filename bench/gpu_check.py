@@ -2,7 +2,12 @@
 
 A part is a command in a process of its own with a limit of its own: a failure, or a kernel that hangs, costs that part
 alone. Benches append their rows while they measure: the rows of a part that was cut off are kept. Tuning comes before
-the benches: it compiles every candidate, and the others use its result.
+the benches: it compiles every candidate, and the others use its result. On an H100 with 16 cores all parts together
+are meant to take three and a half minutes; the limits are for slower machines.
+
+    check-GPU.txt         the table, written anew after each part
+    check-GPU.jsonl       a row a part
+    check-GPU-PART.log    all that the part printed; the terminal gets its failed tests, and its end if it failed
 """
 
 import os
@@ -12,21 +17,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from thresher.bench.harness import append_rows, check_files, facts, read_rows
-from thresher.common.console import console, table
+from thresher.common.console import console
 from thresher.common.errors import UserError
-from thresher.common.machine import checkout, gpu
+from thresher.common.files import atomic_write_text
+from thresher.common.machine import gpu
 
+ROOT = Path(__file__).resolve().parent.parent
 FEWEST_SECONDS = 5.0  # with less left, a part is not begun
+GRACE = 5.0  # seconds between SIGINT and SIGKILL
+LAST_LINES = 12  # of the log of a part that failed
+MOST_WORKERS = 14  # processes of tests; each has a CUDA context of its own
+COUNTED = re.compile(r"^[= ]*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE)  # pytest's last line
 ROWS = 8192
 COLUMNS = 151_665  # of Qwen2.5's tokenizer: what a trainer's head is cut to
 LOSS_TARGETS = {1536: 0.61, 2048: 0.63, 3584: 0.66}  # of the floor 6THV, by width
 DECODER_TESTS = "tests/engine/decoding/test_decoder_cuda.py"
+# Tests of kernels/ that a GPU changes nothing of.
+OF_A_CPU = ("bits_settings", "interpreter_proofs", "paged_attention", "draw_in_blocks", "noise", "tiles")
 # Under racecheck: tests of a few small launches, one for each file of kernels. The tests before it ran them too, so
 # that Triton has their binaries. The loss's runs the head and its reduction.
 RACED = (
@@ -60,7 +75,7 @@ Read = Callable[[Sequence[dict[str, Any]]], list[TableLine]]
 @dataclass(frozen=True, slots=True)
 class CheckPart:
     """command: arguments, with {out} for its rows' file. seconds: its limit. rows: the beginning of that file's name.
-    lines: of the rows that it wrote. needs: a program without which it is left out."""
+    lines: of the rows that it wrote. needs: programs and modules without which it is left out."""
 
     name: str
     command: tuple[str, ...]
@@ -68,7 +83,24 @@ class CheckPart:
     rows: str | None = None
     lines: Read = field(default=lambda rows: [])
     environment: tuple[tuple[str, str], ...] = ()
-    needs: str | None = None
+    needs: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        """Return what it needs and this machine lacks."""
+        return [name for name in self.needs if which(name) is None and find_spec(name) is None]
+
+
+def smoke_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
+    """Make a line a step of the run, and one with the seconds of its commands."""
+    lines = []
+    for row in rows:
+        for number, step in enumerate(row["steps"], 1):
+            rates = f"{step['rollout_tokens_per_s']:,.0f} sampled, {step['update_tokens_per_s']:,.0f} trained tokens/s"
+            more = f"log-prob gap {step['logprob_gap_max']:.1e}, {step['search_queries']} searches"
+            lines.append(TableLine(f"  step {number}", f"{rates}, {more}"))
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in row["seconds"].items())
+        lines.append(TableLine("  its commands", spent))
+    return lines
 
 
 def loss_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
@@ -105,17 +137,13 @@ def decode_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     """Make a line a shape and peer."""
-    return [
-        TableLine(
-            f"rollout {row['shape']}, {row['tokens']} tokens",
-            f"{row['ours_tokens_per_s']['p50']:,.0f} tokens/s",
-            "-",
-            "3x generate_batch" if row["peer"] == "generate_batch" else "-",
-            f"{row['peer']} {row['ratio']['p50']:.2f}x" if row["ratio"] else f"{row['peer']}: {row['peer_failure']}",
-        )
-        for row in rows
-        if row["peer"] is not None
-    ]
+    lines = []
+    for row in rows:
+        what, measured = f"rollout {row['shape']}, {row['tokens']} tokens", row["ours_tokens_per_s"]["p50"]
+        target = "3x generate_batch" if row["peer"] == "generate_batch" else "-"
+        peer = f"{row['peer']} {row['ratio']['p50']:.2f}x" if row["ratio"] else row.get("peer_failure") or "-"
+        lines.append(TableLine(what, f"{measured:,.0f} tokens/s", "-", target, peer))
+    return lines
 
 
 def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
@@ -123,125 +151,191 @@ def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     lines = []
     for row in rows:
         measured = f"{row['shared']['tokens_per_s']['p50']:,.0f} tokens/s"
-        peer = "-" if row["ratio_step"] is None else f"TRL {row['ratio_step']:.2f}x"
+        peer = row.get("peer_failure") or "-" if row["ratio_step"] is None else f"TRL {row['ratio_step']:.2f}x"
         lines.append(TableLine(f"step {row['shape']}, {row['tokens']:,} tokens", measured, peer=peer))
         predicted = f"{row['asked_tokens'] / row['computed_tokens']:.2f}x by tokens"
         lines.append(TableLine("  its update, prefixes shared by unshared", f"{row['shared_gain']:.2f}x", predicted))
     return lines
 
 
-def parts(root: Path) -> tuple[CheckPart, ...]:
-    """List all parts; root: of the checkout. Their limits add up to seven and a half minutes."""
-    kernels = root / "tests" / "kernels"
-    tests = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+def parts() -> tuple[CheckPart, ...]:
+    """List all parts, in their order."""
+    kernels = ROOT / "tests" / "kernels"
+    tests = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "thresher.bench.gpu_tests")
+    ignored = (f"--ignore={kernels / f'test_{name}.py'}" for name in OF_A_CPU)
+    workers = min(max(len(os.sched_getaffinity(0)) - 2, 1), MOST_WORKERS)
+    spread = ("-n", str(workers), "--dist", "worksteal") if find_spec("xdist") else ()
     bench = (sys.executable, "-m", "thresher.cli", "bench")
     cuda = ("--device", "cuda")
     loss = ("loss", *cuda, "--vocab", str(COLUMNS), "--tokens", str(ROWS), "--density", "100")
-    bits = str(kernels / "test_bits_settings.py")
     racecheck = ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1")
 
     def measured(name: str, lines: Read, seconds: float, budget: int, *options: str) -> CheckPart:
         command = (*bench, *(loss if name == "loss" else (name, *cuda)), *options, "--budget", str(budget))
         return CheckPart(name=name, command=(*command, "--out", "{out}"), seconds=seconds, rows=name, lines=lines)
 
+    alone = () if find_spec("transformers") else ("--peer", "none")
+    smoke = (sys.executable, "-m", "thresher.bench.gpu_smoke", "{out}")
+    files = (*ignored, str(kernels), str(ROOT / DECODER_TESTS))
     return (
-        CheckPart("tests", (*tests, str(kernels), str(root / DECODER_TESTS), "--ignore", bits), 100),
+        CheckPart("smoke", smoke, 75, rows="smoke", lines=smoke_lines),
+        CheckPart(
+            name="tests",
+            command=(*tests, "-m", "not slow", "--tb=short", *spread, *files),
+            seconds=100,
+            needs=("pytest", "hypothesis"),
+        ),
         CheckPart(
             name="tuning",
-            command=(*bench, *loss, "--hidden", "1536", "--peers", "none", "--budget", "50"),
-            seconds=85,
+            command=(*bench, *loss, "--hidden", "1536", "--peers", "none", "--budget", "25", "--out", "{out}"),
+            seconds=45,
+            rows="tuning",
+            lines=loss_lines,
             environment=(("THRESHER_AUTOTUNE", "1"),),
         ),
-        measured("loss", loss_lines, 60, 40, "--hidden", "1536", "3584"),
-        measured("decode", decode_lines, 75, 50, "--steps", "32"),
-        measured("rollout", rollout_lines, 50, 35, "--shape", "rag", "--rounds", "2"),
-        measured("step", step_lines, 55, 35, "--shape", "0.5B", "--steps", "2"),
+        measured("loss", loss_lines, 50, 20, "--hidden", "1536", "3584"),
+        measured("decode", decode_lines, 50, 25, "--steps", "32"),
+        measured("rollout", rollout_lines, 40, 15, "--shape", "rag", "--rounds", "2", *alone),
+        measured("step", step_lines, 55, 20, "--shape", "0.5B", "--steps", "2"),
         CheckPart(
             name="racecheck",
             command=(*racecheck, *tests, *(str(kernels / test) for test in RACED)),
-            seconds=25,
-            needs="compute-sanitizer",
+            seconds=30,
+            needs=("compute-sanitizer", "pytest", "hypothesis"),
         ),
     )
 
 
+def named_parts(names: Sequence[str] | None) -> list[CheckPart]:
+    """Return the parts of these names, each of which may be several behind commas; all for None. UserError for a name
+    that is none."""
+    known = {part.name: part for part in parts()}
+    if names is None:
+        return list(known.values())
+    wanted = [name for several in names for name in several.split(",") if name]
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"--parts {name}: there is no such part; expected some of {', '.join(known)}")
+    if not wanted:
+        raise UserError(f"--parts: names no part; expected some of {', '.join(known)}")
+    return [part for name, part in known.items() if name in wanted]
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a part: how ("passed", "failed", "cut off" or "left out") and why."""
+    """The end of a part: how ("passed", "failed", "cut off" or "left out") and why. counted: pytest's counts."""
 
     part: CheckPart
     how: str
-    why: str
-    seconds: float
-    lines: tuple[TableLine, ...]
+    why: str = ""
+    seconds: float = 0.0
+    lines: tuple[TableLine, ...] = ()
+    counted: str = ""
 
     @property
     def wrong(self) -> bool:
         return self.how in ("failed", "cut off")
 
+    @property
+    def said(self) -> str:
+        took = f", {self.seconds:.0f} s" if self.seconds else ""
+        return f"{self.how}{self.why}{took}" + (f": {self.counted}" if self.counted else "")
+
 
 def run_gpu_check(out: str | Path, budget: float, only: Sequence[str] | None = None) -> list[Outcome]:
     """Run the parts (those named in `only`), say how each ended, show the table."""
-    root, name = checkout(), gpu()
-    if root is None:
+    wanted, name = named_parts(only), gpu()
+    if not (ROOT / "tests" / "kernels").is_dir():
         raise UserError("the tests are part of the check: run it from a checkout of the repository")
     if name is None:
         raise UserError("torch sees no CUDA device; run this where there is one")
     slug = re.sub("[^a-z0-9]+", "-", name.partition(",")[0].lower())
-    folder = Path(out)
+    folder = Path(out).resolve()
     check_files(folder / f"check-{slug}.jsonl", None)
     deadline, outcomes = time.monotonic() + budget, []
-    for part in parts(root):
-        if only is not None and part.name not in only:
-            continue
+    for part in wanted:
+        console.print(f"{part.name} ..", soft_wrap=True)
         outcome = run_part(part, folder, slug, deadline)
         outcomes.append(outcome)
-        console.print(f"{part.name}: {outcome.how}{outcome.why}, {outcome.seconds:.0f} s", soft_wrap=True)
+        console.print(f"{part.name}: {outcome.said}", soft_wrap=True)
         row = {"bench": "gpu-check", **facts(("triton",)), "part": part.name, "how": outcome.how, "why": outcome.why}
-        append_rows(folder / f"check-{slug}.jsonl", row | {"seconds": outcome.seconds})
-    show(outcomes, name)
+        row |= {"seconds": outcome.seconds, "counted": outcome.counted}
+        append_rows(folder / f"check-{slug}.jsonl", row)
+        atomic_write_text(folder / f"check-{slug}.txt", table_text(outcomes, name))
+    console.print(table_text(outcomes, name), soft_wrap=True)
     return outcomes
 
 
 def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outcome:
     """Run one part in a process group of its own, which is stopped as a whole."""
-    seconds = min(part.seconds, deadline - time.monotonic())
-    if part.needs is not None and which(part.needs) is None:
-        return Outcome(part, "left out", f" ({part.needs} is not installed)", 0.0, ())
+    seconds = min(part.seconds, deadline - GRACE - time.monotonic())
+    if missing := part.missing():
+        return Outcome(part, "left out", f" ({', '.join(missing)} not installed)")
     if seconds < FEWEST_SECONDS:
-        return Outcome(part, "left out", " (no time left)", 0.0, ())
+        return Outcome(part, "left out", " (no time left)")
     path = None if part.rows is None else folder / f"{part.rows}-{slug}.jsonl"
+    log = folder / f"check-{slug}-{part.name}.log"
     before = len(read_rows(path))
     command = [argument.format(out=path) if argument == "{out}" else argument for argument in part.command]
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | dict(part.environment)
     started = time.monotonic()
-    process = subprocess.Popen(command, env=os.environ | dict(part.environment), start_new_session=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
     try:
-        status: int | None = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        status = None
+        follow(process, log, started + seconds)
+        cut_off = process.poll() is None
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    lines = tuple(part.lines(read_rows(path)[before:]))
+        stop(process)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    counts = COUNTED.findall(text)
+    found = tuple(part.lines(read_rows(path)[before:])), counts[-1] if counts else ""
     spent = time.monotonic() - started
-    if status is None:
-        return Outcome(part, "cut off", f" (after its {seconds:.0f} s)", spent, lines)
-    return Outcome(part, "passed" if status == 0 else "failed", "" if status == 0 else f" ({status})", spent, lines)
+    if not cut_off and process.returncode == 0:
+        return Outcome(part, "passed", "", spent, *found)
+    for line in text.splitlines()[-LAST_LINES:]:
+        console.print(f"  | {line[:200]}", soft_wrap=True)
+    if cut_off:
+        return Outcome(part, "cut off", f" (after its {seconds:.0f} s)", spent, *found)
+    return Outcome(part, "failed", f" ({process.returncode})", spent, *found)
 
 
-def show(outcomes: Sequence[Outcome], name: str) -> None:
-    """Print the table; a part without figures has a line that says how it ended."""
-    lines = [
-        line
-        for outcome in outcomes
-        for line in (outcome.lines or (TableLine(outcome.part.name, f"{outcome.how}{outcome.why}"),))
-    ]
-    table(
-        f"gpu-check on {name}",
-        ("", "measured", "predicted", "target", "peer"),
-        [(line.what, line.measured, line.predicted, line.target, line.peer) for line in lines],
-    )
+def follow(process: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
+    """Wait for the process, at most until `deadline`; print lines of its log that say which test failed."""
+    rest = ""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        while True:
+            over = process.poll() is not None or time.monotonic() > deadline
+            *whole, rest = (rest + lines.read()).split("\n")
+            for line in whole:
+                if line.startswith("FAILED ") and ": " in line:
+                    console.print(f"  {line[:300]}", soft_wrap=True)
+            if over:
+                return
+            time.sleep(0.1)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, and all of its group: by SIGINT, and GRACE seconds later by SIGKILL."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+
+
+def table_text(outcomes: Sequence[Outcome], name: str) -> str:
+    """Return the table: a line that says how a part ended, then those of its figures."""
+    rows = [TableLine("", "measured", "predicted", "target", "peer")]
+    for outcome in outcomes:
+        rows += [TableLine(outcome.part.name, outcome.said, "", "", ""), *outcome.lines]
+    cells = [(row.what, row.measured, row.predicted, row.target, row.peer) for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join([f"gpu-check on {name}", *lines]) + "\n"
 
 
 def failure(outcomes: Sequence[Outcome]) -> str | None:

@@ -39,6 +39,7 @@ from thresher.bench.harness import (
     measure_rates,
     print_files,
     ratios,
+    reason_of,
     resolve_device,
     spread,
     spread_text,
@@ -100,8 +101,7 @@ class Rounds:
     failures: dict[str, str] = field(default_factory=dict)
 
     def fail(self, peer: str, error: Exception) -> None:
-        text = " ".join(str(error).split()) or "no message"
-        self.failures[peer] = f"{type(error).__name__}: {text[:200]}"
+        self.failures[peer] = reason_of(error)
         self.peers.pop(peer, None)
 
 
@@ -174,7 +174,13 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
     found = Rounds()
     peers, model = _peers(setting, PEERS[bench.peer], found)
     first = ours.run()  # warms up as well
-    gaps = prove(setting, first.written, None if model is None else model.logits)
+    try:
+        gaps = prove(setting, first.written, None if model is None else model.logits)
+    except Exception as error:  # whatever a peer's library may raise; what is wrong with ours comes again
+        gaps = prove(setting, first.written)
+        for peer in peers:
+            found.fail(peer.name, error)
+        peers, model = [], None
     console.print(
         f"{shape.name}, {shape.sampled} tokens a sample: recorded log-probs agree with a forward of ours to "
         f"{gaps['recomputed']:.1e} nats" + (f", with Hugging Face's model to {gaps['peer']:.1e}" if model else "")

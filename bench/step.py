@@ -2,9 +2,9 @@
 
 All sides get the same model (random weights), prompts, group, number of tokens, reward, beta, learning rate and
 optimiser (settings.py); their steps alternate in one process, so under the same settings of the allocator too
-(cli/process.py). Before anything is timed, log-probs that were recorded while sampling must agree with a forward over
-the whole sequences, and with the peer's. Where a shape has several ways for TRL to compute an update, each takes a step
-first, and the quickest goes on.
+(cli/process.py). A peer that fails leaves its reason, and ours is measured alone. Before anything is timed, log-probs
+that were recorded while sampling must agree with a forward over the whole sequences, and with the peer's. Where a shape
+has several ways for TRL to compute an update, each takes a step first, and the quickest goes on.
 
     rollout       sampling all completions (TRL: `_generate`, see step_trl.py)
     update        the rest of the step: rewards, advantages, reference, forward, backward, clip, optimiser
@@ -16,6 +16,7 @@ Axes: T packed tokens.
 """
 
 import copy
+import gc
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from thresher.bench.harness import (
     print_files,
     ratios,
     read_rows,
+    reason_of,
     resolve_device,
     spread,
     spread_text,
@@ -82,6 +84,7 @@ class Steps:
     computed: int = 0
     way: PeerWay | None = None
     tried: list[dict[str, Any]] = field(default_factory=list)
+    peer_failure: str | None = None
 
 
 class Ours:
@@ -191,6 +194,23 @@ def _peer(peer: str, shape: StepShape) -> str:
 
 
 def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[dict[str, float], Steps]:
+    """Measure ours beside the peer; alone, with the reason in `peer_failure`, where the peer fails."""
+    if peer == "none":
+        return _take_turns(bench, ours, peer, deadline)
+    try:
+        return _take_turns(bench, ours, peer, deadline)
+    except Exception as error:  # whatever a peer's library may raise; what is wrong with ours comes again below
+        failure = reason_of(error)
+    gc.collect()  # a trainer's weights and moments hang in cycles
+    if ours.setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    console.print(f"TRL fails, so ours is measured alone: {failure}", soft_wrap=True)
+    gaps, steps = _take_turns(bench, ours, "none", deadline)
+    steps.peer_failure = failure
+    return gaps, steps
+
+
+def _take_turns(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[dict[str, float], Steps]:
     steps, longest, last = Steps(), 0.0, time.monotonic()
 
     def our_round(theirs: Seconds | None) -> bool:
@@ -273,6 +293,7 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
         "logprob_gap": gaps,
         "peer_way": None if steps.way is None else asdict(steps.way),
         "peer_ways_tried": steps.tried,
+        "peer_failure": steps.peer_failure,
         "lengths": shape.record()
         | {
             "layers": config.num_hidden_layers,

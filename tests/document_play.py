@@ -157,7 +157,7 @@ REDUCED = {
         (*("--device", "cpu", "--model", "0.5B", "--batch", "8"), *("--own", "4", "--shared", "8", "--steps", "1")),
         once=True,
     ),
-    "bench gpu-check": Row(("--part", "racecheck"), once=True, gpu=True),
+    "bench gpu-check": Row(("--parts", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }
 FLAGS_OF_THEIR_OWN = (

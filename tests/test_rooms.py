@@ -30,7 +30,7 @@ ROOMS = (
     ("engine/extraction", "engine/reports", "engine/training"),
     ("engine/reproduce",),
     ("bench/harness.py", "bench/loss_cases.py", "bench/plots.py", "bench/sass.py"),
-    ("bench/compile.py", "bench/gpu_check.py", "bench/loss.py", "bench/roofline.py"),
+    ("bench/compile.py", "bench/gpu_check.py", "bench/gpu_tests.py", "bench/loss.py", "bench/roofline.py"),
     ("bench/retrieval_server.py", "bench/retrieval_sets.py"),
     ("bench/decode.py", "bench/retrieval.py"),
     ("bench/settings.py",),
@@ -44,6 +44,7 @@ ROOMS = (
     ("cli/flags.py",),
     ("cli/commands",),
     ("cli/main.py",),
+    ("bench/gpu_smoke.py",),
     ("cli/__main__.py",),
 )
 LEVEL = {room: level for level, line in enumerate(ROOMS) for room in line}

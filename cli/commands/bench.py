@@ -19,7 +19,6 @@ StepShape = Literal["demo", "rag", "search", "smollm2", "0.5B", "1.5B", "7B-lora
 RolloutShape = Literal["demo", "rag", "search", "branches"]
 Model = Literal["0.5B", "1.5B", "3B", "7B"]
 Chip = Literal["A100-40", "A100-80", "A800", "H100", "H200"]
-Part = Literal["tests", "tuning", "loss", "decode", "rollout", "step", "racecheck"]
 
 Rows = Annotated[str | None, "JSON lines to append to"]
 Picture = Annotated[str | None, "PNG to write"]
@@ -122,6 +121,7 @@ class Decode(
     device: WhereThereIsOne = None
     dtype: ByDevice = None
     budget: Budget = math.inf
+    profile: Annotated[str | None, "FILE", "append the time of each kernel in 8 more steps of each shape"] = None
     out: Rows = None
 
     def __call__(self) -> None:
@@ -237,18 +237,22 @@ class GpuCheck(
     group=BENCH,
     help="check all on a GPU, in eight minutes",
     place=60,
-    example="thresher bench gpu-check --part tests loss",
+    example="thresher bench gpu-check --parts tests,loss",
 ):
     """Run what `make gpu-check` runs."""
 
-    out: Annotated[str, "DIR", "for its rows; default: bench/results"] = "bench/results"
+    out: Annotated[str, "DIR", "for its table, rows and logs; default: runs/gpu-check"] = "runs/gpu-check"
     budget: Annotated[Seconds, "SECONDS", "default: 465"] = 465.0
-    part: Annotated[Sequence[Part] | None, "default: all of them"] = None
+    parts: Annotated[
+        Sequence[str] | None,
+        "PART",
+        "of smoke, tests, tuning, loss, decode, rollout, step, racecheck; default: all of them",
+    ] = None
 
     def __call__(self) -> None:
         from thresher.bench.gpu_check import failure, run_gpu_check
 
-        outcomes = run_gpu_check(self.out, self.budget, self.part)
+        outcomes = run_gpu_check(self.out, self.budget, self.parts)
         parts = [{"part": one.part.name, "how": one.how, "why": one.why, "seconds": one.seconds} for one in outcomes]
         console.answer({"parts": parts})
         leave(failure(outcomes))

