@@ -11,11 +11,9 @@
 The mean of the norm is taken in float32 whatever the dtype of x, and the weight is applied after the cast back, as
 Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
 
-`add_norm`, `norm_heads`, `silu_gate` and `rotate_and_store` are one kernel each where `uses_triton` is true
-(norm_triton.py, heads_triton.py, gate_triton.py, rope_triton.py). The functions here are their reference, and the only
-implementation on a CPU.
-
-Deliberately absent: a fused rotation for training, where attention's kernels ask for q and k apart.
+`add_norm`, `norm_heads`, `silu_gate`, `rotated_heads` and `rotate_and_store` are one kernel each where `uses_triton` is
+true (norm_triton.py, heads_triton.py, gate_triton.py, rope_triton.py). The functions here are their reference, and the
+only implementation on a CPU.
 
 Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/value heads, M = N + 2K, D head dimension,
 I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
@@ -88,6 +86,10 @@ def rotate(x_TND: Tensor, table: Tensor) -> Tensor:
 def rotated_heads(qkv_TMD: Tensor, table: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of a fused projection [T, N + 2K, D] the rotated queries [T, N, D] and keys [T, K, D], and the values [T, K, D].
     Queries and keys lie side by side, so one rotation turns both."""
+    if uses_triton(qkv_TMD):
+        from thresher.kernels.rope_triton import fused_rotated_heads
+
+        return fused_rotated_heads(qkv_TMD, table, kv_heads)
     heads = qkv_TMD.shape[1] - 2 * kv_heads
     q_TND, k_TKD = rotate(qkv_TMD[:, : heads + kv_heads], table).split([heads, kv_heads], dim=1)
     return q_TND, k_TKD, qkv_TMD[:, heads + kv_heads :]

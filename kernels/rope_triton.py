@@ -1,22 +1,28 @@
-"""layers.py's `rotate_and_store` in Triton: what a fused projection becomes before attention reads it, in one launch.
+"""layers.py's `rotate_and_store` and `rotated_heads` in Triton: what a fused projection becomes before attention reads
+it, in one launch; and the gradient of the second, in another.
 
     y = (a cos - b sin, b cos + a sin)    a, b = halves of a query or key   (Su et al. 2021, equation 34; half-split)
-    q -> a dense tensor,  k, v of row t -> the cache at (block_T[t], every head, slot_T[t])
+    da = dy[0] cos + dy[1] sin,  db = dy[1] cos - dy[0] sin
+    rotate_and_store: q -> a dense tensor,  k, v of row t -> the cache at (block_T[t], every head, slot_T[t])
+    rotated_heads: q, k, v -> a dense tensor each
 
-Each product is rounded to the dtype, and then their sum, as torch does it: in bfloat16 the result has the bits of
-layers.py's `rotate`, so that what a rollout caches is what the update computes. It has no gradient.
+Each product is rounded to the dtype, and then their sum, as torch does it: in bfloat16 the results have the bits of
+layers.py's `rotate` and its gradient, so that what a rollout caches is what the update computes.
 
 Axes: T tokens, N query heads, K key/value heads, M = N + 2K, D head dimension, P blocks of the cache, S slots of a
 block (docs/notation.md).
 """
 
 # Kernels are typed by their launches.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, no-untyped-call"
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
@@ -76,10 +82,60 @@ def _rotate_and_store_kernel(
     tl.store(v_at + D // 2, right, mask=stored & (head >= N + K))
 
 
-def _constants(heads: int, kv_heads: int, dim: int, slots: int) -> dict[str, int]:
-    """Return the constants of a launch: query heads, key/value heads, head dimension, slots of a block, the tile."""
+@triton.jit
+def _rotated_heads_kernel(
+    qkv_ptr,  # [T, N + 2K, D] bf16 or fp32, dense; with BACK written: the gradient of the projection
+    rope_ptr,  # [2, T, 1, D/2] the same: cos, sin
+    q_ptr,  # [T, N, D] as qkv, dense, written; with BACK read: the gradient of the rotated queries
+    k_ptr,  # [T, K, D] the same
+    v_ptr,  # [T, K, D] the same
+    count,  # T
+    N: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = (tl.program_id(0) // tl.cdiv(N + 2 * K, HEADS)).to(tl.int64)
+    head = (tl.program_id(0) % tl.cdiv(N + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    inside = (head < N + 2 * K) & (half < D // 2)
+    turned = head < N + K
+    is_q, is_k, is_v = inside & (head < N), inside & (head >= N) & turned, inside & (head >= N + K)
+    joined_at = qkv_ptr + row * ((N + 2 * K) * D) + head * D + half
+    q_at = q_ptr + row * (N * D) + head * D + half
+    k_at = k_ptr + row * (K * D) + (head - N) * D + half
+    v_at = v_ptr + row * (K * D) + (head - (N + K)) * D + half
+    cos = tl.load(rope_ptr + row * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
+    sin = tl.load(rope_ptr + (count + row) * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
+    if BACK:  # of three loads one has the value, and the others 0
+        a = tl.load(q_at, mask=is_q, other=0.0) + tl.load(k_at, mask=is_k, other=0.0)
+        b = tl.load(q_at + D // 2, mask=is_q, other=0.0) + tl.load(k_at + D // 2, mask=is_k, other=0.0)
+        a = (a + tl.load(v_at, mask=is_v, other=0.0)).to(tl.float32)
+        b = (b + tl.load(v_at + D // 2, mask=is_v, other=0.0)).to(tl.float32)
+        sin = -sin
+    else:
+        a = tl.load(joined_at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(joined_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    left = tl.where(turned, _rounded(a * cos, q_ptr) - _rounded(b * sin, q_ptr), a).to(q_ptr.dtype.element_ty)
+    right = tl.where(turned, _rounded(b * cos, q_ptr) + _rounded(a * sin, q_ptr), b).to(q_ptr.dtype.element_ty)
+    if BACK:
+        tl.store(joined_at, left, mask=inside)
+        tl.store(joined_at + D // 2, right, mask=inside)
+    else:
+        tl.store(q_at, left, mask=is_q)
+        tl.store(q_at + D // 2, right, mask=is_q)
+        tl.store(k_at, left, mask=is_k)
+        tl.store(k_at + D // 2, right, mask=is_k)
+        tl.store(v_at, left, mask=is_v)
+        tl.store(v_at + D // 2, right, mask=is_v)
+
+
+def _constants(heads: int, kv_heads: int, dim: int, **more: int) -> dict[str, int]:
+    """Return the constants of a launch: query heads, key/value heads, head dimension, the tile, and `more`."""
     tile = min(HEADS, triton.next_power_of_2(heads + 2 * kv_heads))
-    return {"N": heads, "K": kv_heads, "D": dim, "S": slots, "HEADS": tile, "HALF": triton.next_power_of_2(dim // 2)}
+    return {"N": heads, "K": kv_heads, "D": dim, **more, "HEADS": tile, "HALF": triton.next_power_of_2(dim // 2)}
 
 
 def _warps(constants: dict[str, int]) -> int:
@@ -92,28 +148,20 @@ def fused_rotate_and_store(
     """Compute layers.py's `rotate_and_store`, which has the arguments, on a GPU (or interpreted, on a CPU); all
     bfloat16 or all float32. Raises ValueError for other dtypes, shapes and strides; where block_T
     and slot_T point is not checked."""
-    check_dtype("qkv_TMD", qkv_TMD)
-    T, M, D = qkv_TMD.shape if qkv_TMD.dim() == 3 else (0, 0, 0)
-    if 2 * kv_heads >= M or kv_heads < 1 or D % 2:
-        raise ValueError(
-            f"qkv_TMD has shape {tuple(qkv_TMD.shape)} for {kv_heads} key/value heads; expected [T, N + 2K, D] with N "
-            "and K of at least 1 and D even"
-        )
+    T, M, D = _check_projection(qkv_TMD, rope, kv_heads)
     dtype, device = qkv_TMD.dtype, qkv_TMD.device
-    check_dense("qkv_TMD", qkv_TMD, (T, M, D), dtype, device)
-    check_dense("rope", rope, (2, T, 1, D // 2), dtype, device)
     check_dense("block_T", block_T, (T,), torch.int32, device)
     check_dense("slot_T", slot_T, (T,), torch.int32, device)
     slots = k_PKSD.shape[2] if k_PKSD.dim() == 4 else 0
     for name, cache in (("k_PKSD", k_PKSD), ("v_PKSD", v_PKSD)):
         check_dense(f"a block of {name}", cache[:1], (min(1, len(cache)), kv_heads, slots, D), dtype, device)
-    constants = _constants(M - 2 * kv_heads, kv_heads, D, slots)
+    constants = _constants(M - 2 * kv_heads, kv_heads, D, S=slots)
     q_TND = torch.empty((T, constants["N"], D), dtype=qkv_TMD.dtype, device=qkv_TMD.device)
     places, strides = (block_T, slot_T), (k_PKSD.stride(0), v_PKSD.stride(0))
     if T:
         grid = (T * triton.cdiv(M, constants["HEADS"]),)
         with on_device(qkv_TMD):
-            # Without fusion: LLVM would narrow products and sums to bfloat16 and fuse them, one rounding in place of two.
+            # Else LLVM narrows products and sums to bfloat16 and fuses them: one rounding in place of two.
             options = {"num_warps": _warps(constants), "enable_fp_fusion": False}
             _rotate_and_store_kernel[grid](
                 qkv_TMD, rope, *places, q_TND, k_PKSD, v_PKSD, T, *strides, **constants, **options
@@ -121,28 +169,89 @@ def fused_rotate_and_store(
     return q_TND
 
 
+def _check_projection(qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> tuple[int, int, int]:
+    """Return T, M and D of a fused projection that the kernels serve."""
+    check_dtype("qkv_TMD", qkv_TMD)
+    T, M, D = qkv_TMD.shape if qkv_TMD.dim() == 3 else (0, 0, 0)
+    if 2 * kv_heads >= M or kv_heads < 1 or D % 2:
+        raise ValueError(
+            f"qkv_TMD has shape {tuple(qkv_TMD.shape)} for {kv_heads} key/value heads; expected [T, N + 2K, D] with N "
+            "and K of at least 1 and D even"
+        )
+    check_dense("qkv_TMD", qkv_TMD, (T, M, D), qkv_TMD.dtype, qkv_TMD.device)
+    check_dense("rope", rope, (2, T, 1, D // 2), qkv_TMD.dtype, qkv_TMD.device)
+    return T, M, D
+
+
+def fused_rotated_heads(qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute layers.py's `rotated_heads`, which has the arguments, on a GPU (or interpreted, on a CPU), differentiable
+    once by the projection; bfloat16 or float32. The results are dense. Raises ValueError for other dtypes and shapes.
+    """
+    _check_projection(qkv_TMD, rope, kv_heads)
+    q_TND, k_TKD, v_TKD = _RotatedHeads.apply(qkv_TMD, rope, kv_heads)
+    return q_TND, k_TKD, v_TKD
+
+
+class _RotatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        T, M, D = qkv_TMD.shape
+        heads = (M - 2 * kv_heads, kv_heads, kv_heads)
+        q_TND, k_TKD, v_TKD = (torch.empty((T, n, D), dtype=qkv_TMD.dtype, device=qkv_TMD.device) for n in heads)
+        _launch_rotated_heads(qkv_TMD, rope, q_TND, k_TKD, v_TKD, back=False)
+        ctx.save_for_backward(rope)
+        return q_TND, k_TKD, v_TKD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (rope,) = ctx.saved_tensors
+        grad_q_TND, grad_k_TKD, grad_v_TKD = (grad.contiguous() for grad in grads)
+        T, N, D = grad_q_TND.shape
+        grad_TMD = grad_q_TND.new_empty(T, N + 2 * grad_k_TKD.shape[1], D)
+        _launch_rotated_heads(grad_TMD, rope, grad_q_TND, grad_k_TKD, grad_v_TKD, back=True)
+        return grad_TMD, None, None
+
+
+def _launch_rotated_heads(
+    qkv_TMD: Tensor, rope: Tensor, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, back: bool
+) -> None:
+    T, M, D = qkv_TMD.shape
+    constants = _constants(q_TND.shape[1], k_TKD.shape[1], D, BACK=back)
+    if T:
+        with on_device(qkv_TMD):
+            _rotated_heads_kernel[(T * triton.cdiv(M, constants["HEADS"]),)](
+                qkv_TMD, rope, q_TND, k_TKD, v_TKD, T, **constants, num_warps=_warps(constants), enable_fp_fusion=False
+            )
+
+
 def specialisations() -> tuple[Specialisation, ...]:
-    """The heads of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, with blocks of 16 slots, the first in float32, too."""
+    """The heads of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, with blocks of 16 slots, the first in float32, too; and
+    the heads of 1.5B for training."""
     shapes = [
-        ("*bf16", _constants(14, 2, 64, 16)),
-        ("*bf16", _constants(12, 2, 128, 16)),
-        ("*bf16", _constants(16, 2, 128, 16)),
-        ("*bf16", _constants(28, 4, 128, 16)),
-        ("*fp32", _constants(14, 2, 64, 16)),
+        ("*bf16", _constants(14, 2, 64, S=16)),
+        ("*bf16", _constants(12, 2, 128, S=16)),
+        ("*bf16", _constants(16, 2, 128, S=16)),
+        ("*bf16", _constants(28, 4, 128, S=16)),
+        ("*fp32", _constants(14, 2, 64, S=16)),
+        ("*bf16", _constants(12, 2, 128, BACK=False)),
+        ("*bf16", _constants(12, 2, 128, BACK=True)),
     ]
     floats, places = ("qkv_ptr", "rope_ptr", "q_ptr", "k_ptr", "v_ptr"), ("block_ptr", "slot_ptr")
     strides = ("k_stride_p", "v_stride_p")
-    return tuple(
-        Specialisation(
-            name=f"rope {pointer[1:]} heads {heads['N']}/{heads['K']} D {heads['D']}",
-            kernel=_rotate_and_store_kernel,
-            signature=dict.fromkeys(floats, pointer)
-            | dict.fromkeys(places, "*i32")
-            | dict.fromkeys(("count", *strides), "i32"),
+
+    def one(pointer: str, heads: dict[str, int]) -> Specialisation:
+        stores = "S" in heads
+        kind = "" if stores else " for training, its gradient" if heads["BACK"] else " for training"
+        more = dict.fromkeys(places, "*i32") | dict.fromkeys(strides, "i32") if stores else {}
+        return Specialisation(
+            name=f"rope {pointer[1:]} heads {heads['N']}/{heads['K']} D {heads['D']}{kind}",
+            kernel=_rotate_and_store_kernel if stores else _rotated_heads_kernel,
+            signature=dict.fromkeys(floats, pointer) | more | {"count": "i32"},
             constants=heads,
-            aligned=(*floats, *strides),
+            aligned=(*floats, *strides) if stores else floats,
             num_warps=_warps(heads),
             enable_fp_fusion=False,
         )
-        for pointer, heads in shapes
-    )
+
+    return tuple(one(*shape) for shape in shapes)

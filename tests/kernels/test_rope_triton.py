@@ -11,11 +11,11 @@ import torch
 from interpreter import DEVICE, GuardedMemory, between_nans, drawn
 from torch import Tensor
 
-from thresher.kernels.layers import rope_table, rotate, rotate_and_store
+from thresher.kernels.layers import rope_table, rotate, rotate_and_store, rotated_heads
 
 pytest.importorskip("triton")
 
-from thresher.kernels.rope_triton import fused_rotate_and_store
+from thresher.kernels.rope_triton import fused_rotate_and_store, fused_rotated_heads
 
 pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
 
@@ -83,9 +83,15 @@ def small_launches() -> dict[str, Callable[[], None]]:
         given = arguments(T, shape, dtype, apart)
         check(given, fused_rotate_and_store(**given))
 
+    def train() -> None:
+        table = rope_table(torch.arange(5), 6, 1e4, torch.bfloat16)
+        outputs = fused_rotated_heads(drawn(5, 34, 6, seed=0, dtype=torch.bfloat16).requires_grad_(), table, 7)
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+
     return {
         "ragged": lambda: launch(7, (3, 1, 10, 3), torch.float32, False),
         "more heads than a program takes": lambda: launch(5, (20, 7, 6, 5), torch.bfloat16, True),
+        "heads for training, and their gradient": train,
     }
 
 
@@ -115,6 +121,28 @@ def test_in_bfloat16_it_has_the_bits_of_torch(shape: tuple[int, int, int, int]) 
     for name in ("k_PKSD", "v_PKSD"):
         assert torch.equal(given[name].cpu().nan_to_num(7.0), theirs[name].nan_to_num(7.0))
         assert theirs[name].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(14, 2, 64), (3, 1, 10), (20, 7, 6), (1, 1, 2)], ids=str)
+def test_heads_for_training_have_the_bits_of_torch_and_so_has_their_gradient(
+    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    N, K, D = shape
+    positions_T = torch.randint(0, 3000, (13,), generator=torch.Generator().manual_seed(0))
+    qkv_TMD = drawn(13, N + 2 * K, D, seed=0, dtype=dtype).requires_grad_()
+    table = between_nans(rope_table(positions_T, D, 1e4, dtype))
+    grads = [drawn(13, heads, D, seed=heads, dtype=dtype) for heads in (N, K, K)]
+    with monkeypatch.context() as patched:
+        memory = GuardedMemory(patched)
+        outputs = fused_rotated_heads(qkv_TMD, table, K)
+        found = [*outputs, *torch.autograd.grad(outputs, qkv_TMD, grads)]
+    memory.check()
+    on_cpu = qkv_TMD.detach().cpu().requires_grad_()
+    outputs = rotated_heads(on_cpu, table.cpu(), K)
+    expected = [*outputs, *torch.autograd.grad(outputs, on_cpu, [grad.cpu() for grad in grads])]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.is_contiguous() and torch.equal(ours.cpu(), theirs) and theirs.isfinite().all()
 
 
 def test_a_row_of_nans_stays_in_its_place() -> None:
