@@ -245,7 +245,10 @@ class _WithGradients(torch.autograd.Function):
         return (
             # In float32: a loss scale of 65,536 is no float16, and 1/3 no bfloat16.
             None if hidden_grad_TH is None else (hidden_grad_TH.to(grad.dtype) * grad).to(hidden_grad_TH.dtype),
-            None if head_grad_VH is None else (head_grad_VH * grad).to(ctx.head_dtype),
+            # Rounded as it is stored: no second float32 [V, H] is written and read.
+            None
+            if head_grad_VH is None
+            else torch.mul(head_grad_VH, grad, out=torch.empty_like(head_grad_VH, dtype=ctx.head_dtype)),
             None,
             None,
             None,
