@@ -1,0 +1,656 @@
+"""Attention over a forest of segments (prefix.py) in Triton, forward and backward: a launch, and two.
+
+    z_ij = (log2 e / sqrt(D)) q_i . k_j        p_ij = 2^(z_ij - e_i) where j <= i < end[j], else 0
+    e_i = log2 sum_j 2^z_ij                    o_i = sum_j p_ij v_j
+
+    ds_ij = p_ij (do_i . v_j - do_i . o_i)     dq_i = sum_j ds_ij k_j / sqrt(D)
+    dv_j = sum_i p_ij do_i                     dk_j = sum_i ds_ij q_i / sqrt(D)
+
+The softmax is computed tile of keys by tile of keys, and its backward from e alone (Dao et al. 2022, algorithms 1 and
+4). A program of the forward and of dq has a tile of rows of one query head, and a list of the key tiles that they see:
+first those that all its rows see whole, which take no mask, then the others. A program of dk and dv has a tile of keys
+of one KV head, whose rows are one stretch from its first key to the largest end, under all heads of the group. Sums
+have one order: no atomics. Lists are made on the host once a forest, and sent in one copy; the longest work starts
+first.
+
+Axes: T packed tokens, N query heads, K KV heads, D head dimension (docs/notation.md).
+"""
+
+# Kernels are typed by their launches.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thresher.kernels.attention.decode_triton import INTERPRETED, LOG2_E, MODELS, KeyTiling, gpu, is_exact, no_keys
+from thresher.kernels.registry import Specialisation
+
+Ints = NDArray[np.int32]
+MOST_DIM = 256
+
+
+# --- Lists
+
+
+@dataclass(frozen=True, slots=True)
+class Tilings:
+    """Of the three kernels."""
+
+    forward: KeyTiling
+    dq: KeyTiling
+    dkv: KeyTiling
+
+
+@dataclass(frozen=True, slots=True)
+class ForestLists:
+    """Of one forest under one `Tilings`, on the device, int32.
+
+    end_T: row i sees key j if j <= i < end_T[j]. forward and dq: for each tile of rows (its number, and where in
+    `*_tiles` its list begins, its whole tiles end, all end), and the numbers of key tiles. dkv: for each tile of keys
+    (its number; tiles of rows: the first, the whole ones' first and last + 1, the last + 1).
+    """
+
+    tilings: Tilings
+    end_T: Tensor
+    forward: Tensor  # [row tiles, 4]
+    forward_tiles: Tensor
+    dq: Tensor  # [row tiles, 4]
+    dq_tiles: Tensor
+    dkv: Tensor  # [key tiles, 5]
+
+
+def make_lists(lengths: Sequence[int], ends: Sequence[int], tilings: Tilings, device: torch.device) -> ForestLists:
+    """lengths and ends: of a forest's segments."""
+    end_T = np.repeat(np.array(ends, np.int32), lengths)
+    of_forward = key_lists(end_T, tilings.forward)
+    of_dq = of_forward
+    if (tilings.dq.rows, tilings.dq.keys) != (tilings.forward.rows, tilings.forward.keys):
+        of_dq = key_lists(end_T, tilings.dq)
+    given = [end_T, *of_forward, *of_dq, row_spans(end_T, tilings.dkv)]
+    joined = torch.from_numpy(np.concatenate([x.reshape(-1) for x in given]))
+    if device.type == "cuda":
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    sent = [x.view(like.shape) for x, like in zip(joined.split([x.size for x in given]), given, strict=True)]
+    return ForestLists(tilings, *sent)
+
+
+def key_lists(end_T: Ints, tiling: KeyTiling) -> tuple[Ints, Ints]:
+    """(for each tile of rows its number and where in the second its key tiles begin, the whole ones end, all end; the
+    numbers of key tiles)."""
+    T = len(end_T)
+    first = np.arange(0, T, tiling.rows)[:, None]
+    stop = np.minimum(first + tiling.rows, T)
+    key, lowest, highest = _key_tiles(end_T, tiling.keys)
+    # The rows that see any of some neighbouring keys are one stretch: each key is seen by its own row.
+    seen = (first < highest) & (stop > key)
+    whole = (key + tiling.keys - 1 <= first) & (stop <= lowest)
+    of_row, tile = np.nonzero(seen)
+    tiles = tile[np.argsort(2 * of_row + ~whole[seen], kind="stable")]
+    counts, wholes = seen.sum(1), whole.sum(1)
+    begin = np.cumsum(counts) - counts
+    spans = np.stack([np.arange(len(counts)), begin, begin + wholes, begin + counts], 1)
+    return spans[np.argsort(-counts, kind="stable")].astype(np.int32), tiles.astype(np.int32)
+
+
+def row_spans(end_T: Ints, tiling: KeyTiling) -> Ints:
+    """For each tile of keys its number, and of the tiles of rows that see any of it the first, the first and the last
+    + 1 of those that see it whole, and the last + 1."""
+    key, lowest, highest = _key_tiles(end_T, tiling.keys)
+    first, stop = key // tiling.rows, -(-highest // tiling.rows)
+    whole, whole_stop = -(-(key + tiling.keys - 1) // tiling.rows), lowest // tiling.rows
+    whole = np.minimum(whole, stop)
+    whole_stop = np.maximum(whole_stop, whole)
+    spans = np.stack([np.arange(len(key)), first, whole, whole_stop, stop], 1)
+    return spans[np.argsort(first - stop, kind="stable")].astype(np.int32)
+
+
+def _key_tiles(end_T: Ints, keys: int) -> tuple[NDArray[np.int64], Ints, Ints]:
+    """(first key, least end, largest end) of each tile; one that T cuts is seen whole by nobody: 0."""
+    key = np.arange(0, len(end_T), keys)
+    lowest, highest = np.minimum.reduceat(end_T, key), np.maximum.reduceat(end_T, key)
+    if len(end_T) % keys:
+        lowest[-1] = 0
+    return key, lowest, highest
+
+
+# --- Kernels
+
+_LISTS = ["end_ptr", "spans_ptr", "tiles_ptr"]
+
+
+@triton.jit
+def _load_rows(
+    x_ptr,  # [T, D] of one head
+    first,  # row
+    stride,
+    T,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CUT: tl.constexpr,  # whether rows may lie behind T
+    UPCAST: tl.constexpr,
+):
+    """[ROWS, WIDTH], zeros where there is nothing."""
+    row = tl.arange(0, ROWS)
+    depth = tl.arange(0, WIDTH)
+    x_ptrs = x_ptr + first.to(tl.int64) * stride + (row[:, None] * stride + depth[None, :])
+    if CUT and WIDTH != D:
+        x = tl.load(x_ptrs, mask=(first + row < T)[:, None] & (depth < D)[None, :], other=0.0)
+    elif CUT:
+        x = tl.load(x_ptrs, mask=(first + row < T)[:, None], other=0.0)
+    elif WIDTH != D:
+        x = tl.load(x_ptrs, mask=(depth < D)[None, :], other=0.0)
+    else:
+        x = tl.load(x_ptrs)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _store_rows(
+    x_ptr,  # [T, D] of one head
+    x,  # [ROWS, WIDTH]
+    first,
+    stride,
+    T,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    depth = tl.arange(0, WIDTH)
+    x_ptrs = x_ptr + first.to(tl.int64) * stride + (row[:, None] * stride + depth[None, :])
+    tl.store(x_ptrs, x.to(x_ptr.dtype.element_ty), mask=(first + row < T)[:, None] & (depth < D)[None, :])
+
+
+@triton.jit
+def _attend(
+    q,  # [ROWS, WIDTH]
+    highest,  # [ROWS] fp32: the largest z so far, -inf for none
+    total,  # [ROWS] fp32: sum 2^(z - highest)
+    o,  # [ROWS, WIDTH] fp32: sum 2^(z - highest) v
+    row,  # [ROWS]
+    low,  # of the list
+    high,
+    tiles_ptr,
+    end_ptr,
+    k_ptr,
+    v_ptr,
+    k_stride_t,
+    v_stride_t,
+    scale,
+    T,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """(highest, total, o) with the keys of these tiles."""
+    tile = tl.load(tiles_ptr + low, mask=low < high, other=0)
+    for at in range(low, high):
+        # Asked for a step ahead: were it asked for here, the pipeline's stages would go to it and not to the keys.
+        following = tl.load(tiles_ptr + at + 1, mask=at + 1 < high, other=0)
+        k = _load_rows(k_ptr, tile * KEYS, k_stride_t, T, D, WIDTH, KEYS, MASKED, UPCAST)
+        z = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            key = tile * KEYS + tl.arange(0, KEYS)
+            end = tl.load(end_ptr + key, mask=key < T, other=0)
+            z = tl.where((key[None, :] <= row[:, None]) & (row[:, None] < end[None, :]), z, float("-inf"))
+        higher = tl.maximum(highest, tl.max(z, 1) * scale)
+        # A row that has seen no key yet: its exponentials are 2^-inf, and no -inf is subtracted from another.
+        shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+        shrink = tl.exp2(highest - shift)
+        e = tl.exp2(z * scale - shift[:, None])
+        v = _load_rows(v_ptr, tile * KEYS, v_stride_t, T, D, WIDTH, KEYS, MASKED, UPCAST)
+        o = tl.dot(e.to(v.dtype), v, o * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(e, 1)
+        highest = higher
+        tile = following
+    return highest, total, o
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_LISTS)
+def _forest_forward_kernel(
+    q_ptr,  # [T, N, D] bf16 or fp32
+    k_ptr,  # [T, K, D] the same
+    v_ptr,  # [T, K, D] the same
+    end_ptr,  # [T] int32
+    spans_ptr,  # [row tiles, 4] int32
+    tiles_ptr,  # int32
+    o_ptr,  # [T, N, D] q's dtype, dense
+    lse_ptr,  # [N, T] fp32: e
+    T,
+    q_stride_t,
+    q_stride_n,
+    k_stride_t,
+    k_stride_n,
+    v_stride_t,
+    v_stride_n,
+    scale,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_KV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # Heads of a group are neighbours: the second finds its keys in the cache.
+    head = tl.program_id(0)
+    kv = head // PER_KV
+    span = spans_ptr + tl.program_id(1) * 4
+    first = tl.load(span) * ROWS
+    low, whole, high = tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    row = first + tl.arange(0, ROWS)
+    q = _load_rows(q_ptr + head * q_stride_n, first, q_stride_t, T, D, WIDTH, ROWS, True, UPCAST)
+    k_head, v_head = k_ptr + kv * k_stride_n, v_ptr + kv * v_stride_n
+    highest, total, o = no_keys(ROWS, WIDTH)
+    highest, total, o = _attend(
+        q, highest, total, o, row, low, whole, tiles_ptr, end_ptr, k_head, v_head, k_stride_t, v_stride_t, scale, T,
+        D, WIDTH, KEYS, False, UPCAST,
+    )  # fmt: skip
+    highest, total, o = _attend(
+        q, highest, total, o, row, whole, high, tiles_ptr, end_ptr, k_head, v_head, k_stride_t, v_stride_t, scale, T,
+        D, WIDTH, KEYS, True, UPCAST,
+    )  # fmt: skip
+    total = tl.maximum(total, 1e-30)  # of a row behind T; any other one sees a key, its own at the least
+    _store_rows(o_ptr + head * D, o / total[:, None], first, HEADS * D, T, D, WIDTH, ROWS)
+    tl.store(lse_ptr + head.to(tl.int64) * T + row, highest + tl.log2(total), mask=row < T)
+
+
+@triton.jit
+def _add_dq(
+    dq,  # [ROWS, WIDTH] fp32
+    q,
+    do,
+    lse,  # [ROWS]
+    delta,  # [ROWS]
+    row,
+    low,
+    high,
+    tiles_ptr,
+    end_ptr,
+    k_ptr,
+    v_ptr,
+    k_stride_t,
+    v_stride_t,
+    scale,
+    T,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return dq with the keys of these tiles, before it is scaled."""
+    tile = tl.load(tiles_ptr + low, mask=low < high, other=0)
+    for at in range(low, high):
+        following = tl.load(tiles_ptr + at + 1, mask=at + 1 < high, other=0)
+        k = _load_rows(k_ptr, tile * KEYS, k_stride_t, T, D, WIDTH, KEYS, MASKED, UPCAST)
+        v = _load_rows(v_ptr, tile * KEYS, v_stride_t, T, D, WIDTH, KEYS, MASKED, UPCAST)
+        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None]
+        if MASKED:
+            key = tile * KEYS + tl.arange(0, KEYS)
+            end = tl.load(end_ptr + key, mask=key < T, other=0)
+            z = tl.where((key[None, :] <= row[:, None]) & (row[:, None] < end[None, :]), z, float("-inf"))
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = tl.exp2(z) * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        tile = following
+    return dq
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_LISTS)
+def _forest_dq_kernel(
+    q_ptr,  # [T, N, D] bf16 or fp32
+    k_ptr,  # [T, K, D] the same
+    v_ptr,  # [T, K, D] the same
+    o_ptr,  # [T, N, D] the same, dense
+    do_ptr,  # [T, N, D] the same
+    lse_ptr,  # [N, T] fp32
+    end_ptr,  # [T] int32
+    spans_ptr,  # [row tiles, 4] int32
+    tiles_ptr,  # int32
+    dq_ptr,  # [T, N, D] q's dtype, dense
+    delta_ptr,  # [N, T] fp32, written: do . o
+    T,
+    q_stride_t,
+    q_stride_n,
+    k_stride_t,
+    k_stride_n,
+    v_stride_t,
+    v_stride_n,
+    do_stride_t,
+    do_stride_n,
+    scale,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_KV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head = tl.program_id(0)
+    kv = head // PER_KV
+    span = spans_ptr + tl.program_id(1) * 4
+    first = tl.load(span) * ROWS
+    low, whole, high = tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    row = first + tl.arange(0, ROWS)
+    o = _load_rows(o_ptr + head * D, first, HEADS * D, T, D, WIDTH, ROWS, True, UPCAST)
+    do = _load_rows(do_ptr + head * do_stride_n, first, do_stride_t, T, D, WIDTH, ROWS, True, UPCAST)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    row_at = head.to(tl.int64) * T + row
+    tl.store(delta_ptr + row_at, delta, mask=row < T)
+    lse = tl.load(lse_ptr + row_at, mask=row < T, other=0.0)
+    q = _load_rows(q_ptr + head * q_stride_n, first, q_stride_t, T, D, WIDTH, ROWS, True, UPCAST)
+    k_head, v_head = k_ptr + kv * k_stride_n, v_ptr + kv * v_stride_n
+    dq = tl.zeros((ROWS, WIDTH), tl.float32)
+    dq = _add_dq(
+        dq, q, do, lse, delta, row, low, whole, tiles_ptr, end_ptr, k_head, v_head, k_stride_t, v_stride_t, scale, T,
+        D, WIDTH, KEYS, False, UPCAST,
+    )  # fmt: skip
+    dq = _add_dq(
+        dq, q, do, lse, delta, row, whole, high, tiles_ptr, end_ptr, k_head, v_head, k_stride_t, v_stride_t, scale, T,
+        D, WIDTH, KEYS, True, UPCAST,
+    )  # fmt: skip
+    _store_rows(dq_ptr + head * D, dq * (scale * 0.6931471805599453), first, HEADS * D, T, D, WIDTH, ROWS)
+
+
+@triton.jit
+def _add_dkv(
+    dk,  # [KEYS, WIDTH] fp32
+    dv,  # [KEYS, WIDTH] fp32
+    k,
+    v,
+    key,  # [KEYS]
+    end,  # [KEYS]
+    low,  # tiles of rows low .. gap - 1 and after .. high - 1
+    gap,
+    after,
+    high,
+    q_ptr,  # of the group's first head
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    q_stride_t,
+    q_stride_n,
+    do_stride_t,
+    do_stride_n,
+    scale,
+    T,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_KV: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return dk, before it is scaled, and dv, with these rows of all heads of the group."""
+    count = gap - low + high - after
+    for step in range(0, count * PER_KV):
+        head = step // count
+        place = step - head * count
+        tile = tl.where(place < gap - low, low + place, after + place - (gap - low))
+        first = tile * ROWS
+        row = first + tl.arange(0, ROWS)
+        q = _load_rows(q_ptr + head * q_stride_n, first, q_stride_t, T, D, WIDTH, ROWS, MASKED, UPCAST)
+        do = _load_rows(do_ptr + head * do_stride_n, first, do_stride_t, T, D, WIDTH, ROWS, MASKED, UPCAST)
+        row_at = head.to(tl.int64) * T + row
+        if MASKED:
+            lse = tl.load(lse_ptr + row_at, mask=row < T, other=0.0)
+            delta = tl.load(delta_ptr + row_at, mask=row < T, other=0.0)
+        else:
+            lse = tl.load(lse_ptr + row_at)
+            delta = tl.load(delta_ptr + row_at)
+        z = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :]
+        if MASKED:
+            z = tl.where((key[:, None] <= row[None, :]) & (row[None, :] < end[:, None]), z, float("-inf"))
+        p = tl.exp2(z)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_LISTS)
+def _forest_dkv_kernel(
+    q_ptr,  # [T, N, D] bf16 or fp32
+    k_ptr,  # [T, K, D] the same
+    v_ptr,  # [T, K, D] the same
+    do_ptr,  # [T, N, D] the same
+    lse_ptr,  # [N, T] fp32
+    delta_ptr,  # [N, T] fp32
+    end_ptr,  # [T] int32
+    spans_ptr,  # [key tiles, 5] int32
+    dk_ptr,  # [T, K, D] q's dtype, dense
+    dv_ptr,  # [T, K, D] the same
+    T,
+    q_stride_t,
+    q_stride_n,
+    k_stride_t,
+    k_stride_n,
+    v_stride_t,
+    v_stride_n,
+    do_stride_t,
+    do_stride_n,
+    scale,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_KV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    kv = tl.program_id(0)
+    span = spans_ptr + tl.program_id(1) * 5
+    first = tl.load(span) * KEYS
+    low, whole, after, high = tl.load(span + 1), tl.load(span + 2), tl.load(span + 3), tl.load(span + 4)
+    key = first + tl.arange(0, KEYS)
+    end = tl.load(end_ptr + key, mask=key < T, other=0)
+    k = _load_rows(k_ptr + kv * k_stride_n, first, k_stride_t, T, D, WIDTH, KEYS, True, UPCAST)
+    v = _load_rows(v_ptr + kv * v_stride_n, first, v_stride_t, T, D, WIDTH, KEYS, True, UPCAST)
+    q_head, do_head = q_ptr + kv * PER_KV * q_stride_n, do_ptr + kv * PER_KV * do_stride_n
+    heads_at = kv.to(tl.int64) * PER_KV * T
+    dk, dv = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
+    dk, dv = _add_dkv(
+        dk, dv, k, v, key, end, whole, after, after, after, q_head, do_head, lse_ptr + heads_at, delta_ptr + heads_at,
+        q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, D, WIDTH, PER_KV, ROWS, False, UPCAST,
+    )  # fmt: skip
+    dk, dv = _add_dkv(
+        dk, dv, k, v, key, end, low, whole, after, high, q_head, do_head, lse_ptr + heads_at, delta_ptr + heads_at,
+        q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, D, WIDTH, PER_KV, ROWS, True, UPCAST,
+    )  # fmt: skip
+    kv_heads: tl.constexpr = HEADS // PER_KV
+    _store_rows(dk_ptr + kv * D, dk * (scale * 0.6931471805599453), first, kv_heads * D, T, D, WIDTH, KEYS)
+    _store_rows(dv_ptr + kv * D, dv, first, kv_heads * D, T, D, WIDTH, KEYS)
+
+
+# --- Launches
+
+
+def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLists) -> tuple[Tensor, Tensor]:
+    """(output like q, dense; e [N, T] float32: log2 sum 2^z, the log-sum-exp times log2 e)."""
+    T, N, D = q_TND.shape
+    out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
+    lse_NT = torch.empty((N, T), dtype=torch.float32, device=q_TND.device)
+    _forest_forward_kernel[(N, len(lists.forward))](
+        q_TND,
+        k_TKD,
+        v_TKD,
+        lists.end_T,
+        lists.forward,
+        lists.forward_tiles,
+        out_TND,
+        lse_NT,
+        T,
+        *_strides(q_TND, k_TKD, v_TKD),
+        **_options(q_TND, k_TKD, lists.tilings.forward),
+    )
+    return out_TND, lse_NT
+
+
+def forest_backward(
+    grad_TND: Tensor,
+    q_TND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    out_TND: Tensor,
+    lse_NT: Tensor,
+    lists: ForestLists,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), dense; out and e are what the forward returned."""
+    (T, N, D), K = q_TND.shape, k_TKD.shape[1]
+    dq_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
+    dk_TKD, dv_TKD = (torch.empty((T, K, D), dtype=q_TND.dtype, device=q_TND.device) for _ in range(2))
+    delta_NT = torch.empty_like(lse_NT)
+    strides = _strides(q_TND, k_TKD, v_TKD, grad_TND)
+    _forest_dq_kernel[(N, len(lists.dq))](
+        q_TND,
+        k_TKD,
+        v_TKD,
+        out_TND,
+        grad_TND,
+        lse_NT,
+        lists.end_T,
+        lists.dq,
+        lists.dq_tiles,
+        dq_TND,
+        delta_NT,
+        T,
+        *strides,
+        **_options(q_TND, k_TKD, lists.tilings.dq),
+    )
+    _forest_dkv_kernel[(K, len(lists.dkv))](
+        q_TND,
+        k_TKD,
+        v_TKD,
+        grad_TND,
+        lse_NT,
+        delta_NT,
+        lists.end_T,
+        lists.dkv,
+        dk_TKD,
+        dv_TKD,
+        T,
+        *strides,
+        **_options(q_TND, k_TKD, lists.tilings.dkv),
+    )
+    return dq_TND, dk_TKD, dv_TKD
+
+
+def is_served(q_TND: Tensor) -> bool:
+    """Return whether these kernels run where q is, in its dtype, with its head dimension."""
+    return (
+        (q_TND.is_cuda or INTERPRETED)
+        and q_TND.dtype in (torch.bfloat16, torch.float32)
+        and q_TND.shape[-1] <= MOST_DIM
+        and q_TND.shape[-1] % 8 == 0
+    )
+
+
+def tilings_for(q_TND: Tensor) -> Tilings:
+    return forest_tilings(is_exact(q_TND), _width(q_TND.shape[-1]), gpu(q_TND.device)[1])
+
+
+def forest_tilings(exact: bool, width: int, capability: int) -> Tilings:
+    """By head dimension, and by the GPU. exact: float32, whose products take registers and time; not for speed."""
+    if exact:
+        small = KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2)
+        return Tilings(small, small, KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2))
+    if width > 128:
+        return Tilings(
+            KeyTiling(rows=64, keys=32, num_warps=4, num_stages=2),
+            KeyTiling(rows=64, keys=32, num_warps=8, num_stages=1),
+            KeyTiling(rows=32, keys=64, num_warps=8, num_stages=1),
+        )
+    if width > 64:
+        return Tilings(
+            KeyTiling(rows=128, keys=64 if capability >= 90 else 32, num_warps=8, num_stages=3),
+            KeyTiling(rows=128, keys=64 if capability >= 90 else 32, num_warps=8, num_stages=2),
+            KeyTiling(rows=64 if capability >= 90 else 32, keys=128, num_warps=8, num_stages=2),
+        )
+    return Tilings(
+        KeyTiling(rows=128, keys=64, num_warps=4, num_stages=3),
+        KeyTiling(rows=128, keys=64, num_warps=8, num_stages=3),
+        KeyTiling(rows=64, keys=128, num_warps=8, num_stages=3),
+    )
+
+
+def _width(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of rows and heads."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _options(q_TND: Tensor, k_TKD: Tensor, tiling: KeyTiling) -> dict[str, Any]:
+    N, D = q_TND.shape[1:]
+    constants = _constants(N, k_TKD.shape[1], D)
+    return {"scale": LOG2_E * D**-0.5, "UPCAST": INTERPRETED, **constants, **tiling.options()}
+
+
+def _constants(heads: int, kv_heads: int, dim: int) -> dict[str, int]:
+    return {"D": dim, "WIDTH": _width(dim), "HEADS": heads, "PER_KV": heads // kv_heads}
+
+
+# --- What is compiled
+
+
+def specialisations() -> tuple[Specialisation, ...]:
+    """Return the specialisations that the launchers ask for at the models' shapes, plus a head dimension that is no
+    power of two, the largest, and float32."""
+    shapes = [*dict.fromkeys((dim, per_kv, kv_heads) for dim, per_kv, kv_heads in MODELS), (96, 4, 2), (256, 4, 2)]
+    found = [one for shape in shapes for capability in (80, 90) for one in _specialised(*shape, capability, "bf16")]
+    exact = [one for capability in (80, 90) for one in _specialised(*MODELS[1], capability, "fp32")]
+    return (*found, *exact)
+
+
+def _specialised(dim: int, per_kv: int, kv_heads: int, capability: int, dtype: str) -> list[Specialisation]:
+    tilings = forest_tilings(dtype == "fp32", _width(dim), capability)
+    operands = {
+        "forward": (_forest_forward_kernel, tilings.forward, ("q", "k", "v", "o"), ("q", "k", "v")),
+        "dq": (_forest_dq_kernel, tilings.dq, ("q", "k", "v", "o", "do", "dq"), ("q", "k", "v", "do")),
+        "dkv": (_forest_dkv_kernel, tilings.dkv, ("q", "k", "v", "do", "dk", "dv"), ("q", "k", "v", "do")),
+    }
+    made = []
+    for name, (kernel, tiling, tensors, strided) in operands.items():
+        pointers = [f"{x}_ptr" for x in tensors]
+        strides = [f"{x}_stride_{axis}" for x in strided for axis in "tn"]
+        numbers = ["lse_ptr"] if name == "forward" else ["lse_ptr", "delta_ptr"]
+        integers = ["end_ptr", "spans_ptr"] if name == "dkv" else _LISTS
+        made.append(
+            Specialisation(
+                name=f"forest {name} {dtype} D {dim} {per_kv} x {kv_heads}",
+                kernel=kernel,
+                signature=dict.fromkeys(pointers, f"*{dtype}")
+                | dict.fromkeys(numbers, "*fp32")
+                | dict.fromkeys(integers, "*i32")
+                | {"T": "i32"}
+                | dict.fromkeys(strides, "i32")
+                | {"scale": "fp32"},
+                constants=_constants(per_kv * kv_heads, kv_heads, dim)
+                | {"ROWS": tiling.rows, "KEYS": tiling.keys, "UPCAST": False},
+                aligned=(*pointers, *numbers, *strides),
+                num_warps=tiling.num_warps,
+                num_stages=tiling.num_stages,
+                tensor_cores=dtype == "bf16",
+                wgmma=min(tiling.rows, tiling.keys) >= 64 or name != "dkv",
+                capabilities=(capability,),
+            )
+        )
+    return made
