@@ -398,7 +398,7 @@ def _add_dkv(
 ):
     """Return dk, before it is scaled, and dv, with these rows of all heads of the group."""
     count = gap - low + high - after
-    for step in range(0, count * PER_KV):
+    for step in range(count * PER_KV):
         head = step // count
         place = step - head * count
         tile = tl.where(place < gap - low, low + place, after + place - (gap - low))
@@ -482,7 +482,7 @@ def _forest_dkv_kernel(
 
 
 def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLists) -> tuple[Tensor, Tensor]:
-    """(output like q, dense; e [N, T] float32: log2 sum 2^z, the log-sum-exp times log2 e)."""
+    """(output like q, dense; e [N, T] float32: log2 sum 2^z, the log-sum-exp times log2 e). Last axes are dense."""
     T, N, D = q_TND.shape
     out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
     lse_NT = torch.empty((N, T), dtype=torch.float32, device=q_TND.device)
@@ -502,7 +502,7 @@ def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLis
     return out_TND, lse_NT
 
 
-def forest_backward(
+def forest_dq(
     grad_TND: Tensor,
     q_TND: Tensor,
     k_TKD: Tensor,
@@ -510,13 +510,11 @@ def forest_backward(
     out_TND: Tensor,
     lse_NT: Tensor,
     lists: ForestLists,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), dense; out and e are what the forward returned."""
-    (T, N, D), K = q_TND.shape, k_TKD.shape[1]
+) -> tuple[Tensor, Tensor]:
+    """(dq, dense; do . o [N, T] float32); out and e are what the forward returned."""
+    T, N, D = q_TND.shape
     dq_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
-    dk_TKD, dv_TKD = (torch.empty((T, K, D), dtype=q_TND.dtype, device=q_TND.device) for _ in range(2))
     delta_NT = torch.empty_like(lse_NT)
-    strides = _strides(q_TND, k_TKD, v_TKD, grad_TND)
     _forest_dq_kernel[(N, len(lists.dq))](
         q_TND,
         k_TKD,
@@ -530,9 +528,24 @@ def forest_backward(
         dq_TND,
         delta_NT,
         T,
-        *strides,
+        *_strides(q_TND, k_TKD, v_TKD, grad_TND),
         **_options(q_TND, k_TKD, lists.tilings.dq),
     )
+    return dq_TND, delta_NT
+
+
+def forest_dkv(
+    grad_TND: Tensor,
+    q_TND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    lse_NT: Tensor,
+    delta_NT: Tensor,
+    lists: ForestLists,
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv), dense; do . o is what `forest_dq` returned."""
+    T, K, D = k_TKD.shape
+    dk_TKD, dv_TKD = (torch.empty((T, K, D), dtype=k_TKD.dtype, device=k_TKD.device) for _ in range(2))
     _forest_dkv_kernel[(K, len(lists.dkv))](
         q_TND,
         k_TKD,
@@ -545,10 +558,10 @@ def forest_backward(
         dk_TKD,
         dv_TKD,
         T,
-        *strides,
+        *_strides(q_TND, k_TKD, v_TKD, grad_TND),
         **_options(q_TND, k_TKD, lists.tilings.dkv),
     )
-    return dq_TND, dk_TKD, dv_TKD
+    return dk_TKD, dv_TKD
 
 
 def is_served(q_TND: Tensor) -> bool:
