@@ -30,7 +30,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thresher.kernels.attention.decode_triton import INTERPRETED, LOG2_E, MODELS, KeyTiling, gpu, is_exact, no_keys
+from thresher.kernels.attention.decode_triton import INTERPRETED, LOG2_E, KeyTiling, gpu, is_exact, no_keys
 from thresher.kernels.registry import Specialisation
 
 Ints = NDArray[np.int32]
@@ -219,7 +219,7 @@ def _attend(
     return highest, total, o
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_LISTS)
+@triton.jit(do_not_specialize=["T", "per_kv"], do_not_specialize_on_alignment=_LISTS)
 def _forest_forward_kernel(
     q_ptr,  # [T, N, D] bf16 or fp32
     k_ptr,  # [T, K, D] the same
@@ -230,6 +230,7 @@ def _forest_forward_kernel(
     o_ptr,  # [T, N, D] q's dtype, dense
     lse_ptr,  # [N, T] fp32: e
     T,
+    per_kv,  # query heads of a KV head
     q_stride_t,
     q_stride_n,
     k_stride_t,
@@ -239,15 +240,13 @@ def _forest_forward_kernel(
     scale,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    PER_KV: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     # Heads of a group are neighbours: the second finds its keys in the cache.
     head = tl.program_id(0)
-    kv = head // PER_KV
+    kv = head // per_kv
     span = spans_ptr + tl.program_id(1) * 4
     first = tl.load(span) * ROWS
     low, whole, high = tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
@@ -264,7 +263,7 @@ def _forest_forward_kernel(
         D, WIDTH, KEYS, True, UPCAST,
     )  # fmt: skip
     total = tl.maximum(total, 1e-30)  # of a row behind T; any other one sees a key, its own at the least
-    _store_rows(o_ptr + head * D, o / total[:, None], first, HEADS * D, T, D, WIDTH, ROWS)
+    _store_rows(o_ptr + head * D, o / total[:, None], first, tl.num_programs(0) * D, T, D, WIDTH, ROWS)
     tl.store(lse_ptr + head.to(tl.int64) * T + row, highest + tl.log2(total), mask=row < T)
 
 
@@ -310,7 +309,7 @@ def _add_dq(
     return dq
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_LISTS)
+@triton.jit(do_not_specialize=["T", "per_kv"], do_not_specialize_on_alignment=_LISTS)
 def _forest_dq_kernel(
     q_ptr,  # [T, N, D] bf16 or fp32
     k_ptr,  # [T, K, D] the same
@@ -324,6 +323,7 @@ def _forest_dq_kernel(
     dq_ptr,  # [T, N, D] q's dtype, dense
     delta_ptr,  # [N, T] fp32, written: do . o
     T,
+    per_kv,  # query heads of a KV head
     q_stride_t,
     q_stride_n,
     k_stride_t,
@@ -335,19 +335,17 @@ def _forest_dq_kernel(
     scale,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    PER_KV: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     head = tl.program_id(0)
-    kv = head // PER_KV
+    kv = head // per_kv
     span = spans_ptr + tl.program_id(1) * 4
     first = tl.load(span) * ROWS
     low, whole, high = tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     row = first + tl.arange(0, ROWS)
-    o = _load_rows(o_ptr + head * D, first, HEADS * D, T, D, WIDTH, ROWS, True, UPCAST)
+    o = _load_rows(o_ptr + head * D, first, tl.num_programs(0) * D, T, D, WIDTH, ROWS, True, UPCAST)
     do = _load_rows(do_ptr + head * do_stride_n, first, do_stride_t, T, D, WIDTH, ROWS, True, UPCAST)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row_at = head.to(tl.int64) * T + row
@@ -364,7 +362,7 @@ def _forest_dq_kernel(
         dq, q, do, lse, delta, row, whole, high, tiles_ptr, end_ptr, k_head, v_head, k_stride_t, v_stride_t, scale, T,
         D, WIDTH, KEYS, True, UPCAST,
     )  # fmt: skip
-    _store_rows(dq_ptr + head * D, dq * (scale * 0.6931471805599453), first, HEADS * D, T, D, WIDTH, ROWS)
+    _store_rows(dq_ptr + head * D, dq * (scale * 0.6931471805599453), first, tl.num_programs(0) * D, T, D, WIDTH, ROWS)
 
 
 @triton.jit
@@ -389,16 +387,16 @@ def _add_dkv(
     do_stride_n,
     scale,
     T,
+    per_kv,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
-    PER_KV: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Return dk, before it is scaled, and dv, with these rows of all heads of the group."""
     count = gap - low + high - after
-    for step in range(count * PER_KV):
+    for step in range(count * per_kv):
         head = step // count
         place = step - head * count
         tile = tl.where(place < gap - low, low + place, after + place - (gap - low))
@@ -424,7 +422,7 @@ def _add_dkv(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_LISTS)
+@triton.jit(do_not_specialize=["T", "per_kv"], do_not_specialize_on_alignment=_LISTS)
 def _forest_dkv_kernel(
     q_ptr,  # [T, N, D] bf16 or fp32
     k_ptr,  # [T, K, D] the same
@@ -437,6 +435,7 @@ def _forest_dkv_kernel(
     dk_ptr,  # [T, K, D] q's dtype, dense
     dv_ptr,  # [T, K, D] the same
     T,
+    per_kv,  # query heads of a KV head
     q_stride_t,
     q_stride_n,
     k_stride_t,
@@ -448,8 +447,6 @@ def _forest_dkv_kernel(
     scale,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    PER_KV: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -462,20 +459,20 @@ def _forest_dkv_kernel(
     end = tl.load(end_ptr + key, mask=key < T, other=0)
     k = _load_rows(k_ptr + kv * k_stride_n, first, k_stride_t, T, D, WIDTH, KEYS, True, UPCAST)
     v = _load_rows(v_ptr + kv * v_stride_n, first, v_stride_t, T, D, WIDTH, KEYS, True, UPCAST)
-    q_head, do_head = q_ptr + kv * PER_KV * q_stride_n, do_ptr + kv * PER_KV * do_stride_n
-    heads_at = kv.to(tl.int64) * PER_KV * T
+    q_head, do_head = q_ptr + kv * per_kv * q_stride_n, do_ptr + kv * per_kv * do_stride_n
+    heads_at = kv.to(tl.int64) * per_kv * T
     dk, dv = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
     dk, dv = _add_dkv(
         dk, dv, k, v, key, end, whole, after, after, after, q_head, do_head, lse_ptr + heads_at, delta_ptr + heads_at,
-        q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, D, WIDTH, PER_KV, ROWS, False, UPCAST,
+        q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, per_kv, D, WIDTH, ROWS, False, UPCAST,
     )  # fmt: skip
     dk, dv = _add_dkv(
         dk, dv, k, v, key, end, low, whole, after, high, q_head, do_head, lse_ptr + heads_at, delta_ptr + heads_at,
-        q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, D, WIDTH, PER_KV, ROWS, True, UPCAST,
+        q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, per_kv, D, WIDTH, ROWS, True, UPCAST,
     )  # fmt: skip
-    kv_heads: tl.constexpr = HEADS // PER_KV
-    _store_rows(dk_ptr + kv * D, dk * (scale * 0.6931471805599453), first, kv_heads * D, T, D, WIDTH, KEYS)
-    _store_rows(dv_ptr + kv * D, dv, first, kv_heads * D, T, D, WIDTH, KEYS)
+    kv_stride = tl.num_programs(0) * D
+    _store_rows(dk_ptr + kv * D, dk * (scale * 0.6931471805599453), first, kv_stride, T, D, WIDTH, KEYS)
+    _store_rows(dv_ptr + kv * D, dv, first, kv_stride, T, D, WIDTH, KEYS)
 
 
 # --- Launches
@@ -496,8 +493,9 @@ def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLis
         out_TND,
         lse_NT,
         T,
+        q_TND.shape[1] // k_TKD.shape[1],
         *_strides(q_TND, k_TKD, v_TKD),
-        **_options(q_TND, k_TKD, lists.tilings.forward),
+        **_options(q_TND, lists.tilings.forward),
     )
     return out_TND, lse_NT
 
@@ -528,8 +526,9 @@ def forest_dq(
         dq_TND,
         delta_NT,
         T,
+        q_TND.shape[1] // k_TKD.shape[1],
         *_strides(q_TND, k_TKD, v_TKD, grad_TND),
-        **_options(q_TND, k_TKD, lists.tilings.dq),
+        **_options(q_TND, lists.tilings.dq),
     )
     return dq_TND, delta_NT
 
@@ -558,8 +557,9 @@ def forest_dkv(
         dk_TKD,
         dv_TKD,
         T,
+        q_TND.shape[1] // k_TKD.shape[1],
         *_strides(q_TND, k_TKD, v_TKD, grad_TND),
-        **_options(q_TND, k_TKD, lists.tilings.dkv),
+        **_options(q_TND, lists.tilings.dkv),
     )
     return dk_TKD, dv_TKD
 
@@ -611,29 +611,22 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def _options(q_TND: Tensor, k_TKD: Tensor, tiling: KeyTiling) -> dict[str, Any]:
-    N, D = q_TND.shape[1:]
-    constants = _constants(N, k_TKD.shape[1], D)
-    return {"scale": LOG2_E * D**-0.5, "UPCAST": INTERPRETED, **constants, **tiling.options()}
-
-
-def _constants(heads: int, kv_heads: int, dim: int) -> dict[str, int]:
-    return {"D": dim, "WIDTH": _width(dim), "HEADS": heads, "PER_KV": heads // kv_heads}
+def _options(q_TND: Tensor, tiling: KeyTiling) -> dict[str, Any]:
+    D = q_TND.shape[2]
+    return {"scale": LOG2_E * D**-0.5, "D": D, "WIDTH": _width(D), "UPCAST": INTERPRETED, **tiling.options()}
 
 
 # --- What is compiled
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Return the specialisations that the launchers ask for at the models' shapes, plus a head dimension that is no
-    power of two, the largest, and float32."""
-    shapes = [*dict.fromkeys((dim, per_kv, kv_heads) for dim, per_kv, kv_heads in MODELS), (96, 4, 2), (256, 4, 2)]
-    found = [one for shape in shapes for capability in (80, 90) for one in _specialised(*shape, capability, "bf16")]
-    exact = [one for capability in (80, 90) for one in _specialised(*MODELS[1], capability, "fp32")]
-    return (*found, *exact)
+    """Return the specialisations that the launchers ask for for the models' head dimensions, one that is no power of
+    two, the largest, and float32."""
+    asked = [(dim, "bf16") for dim in (64, 96, 128, 256)] + [(128, "fp32")]
+    return tuple(one for of in asked for capability in (80, 90) for one in _specialised(*of, capability))
 
 
-def _specialised(dim: int, per_kv: int, kv_heads: int, capability: int, dtype: str) -> list[Specialisation]:
+def _specialised(dim: int, dtype: str, capability: int) -> list[Specialisation]:
     tilings = forest_tilings(dtype == "fp32", _width(dim), capability)
     operands = {
         "forward": (_forest_forward_kernel, tilings.forward, ("q", "k", "v", "o"), ("q", "k", "v")),
@@ -648,15 +641,15 @@ def _specialised(dim: int, per_kv: int, kv_heads: int, capability: int, dtype: s
         integers = ["end_ptr", "spans_ptr"] if name == "dkv" else _LISTS
         made.append(
             Specialisation(
-                name=f"forest {name} {dtype} D {dim} {per_kv} x {kv_heads}",
+                name=f"forest {name} {dtype} D {dim}",
                 kernel=kernel,
                 signature=dict.fromkeys(pointers, f"*{dtype}")
                 | dict.fromkeys(numbers, "*fp32")
                 | dict.fromkeys(integers, "*i32")
-                | {"T": "i32"}
+                | {"T": "i32", "per_kv": "i32"}
                 | dict.fromkeys(strides, "i32")
                 | {"scale": "fp32"},
-                constants=_constants(per_kv * kv_heads, kv_heads, dim)
+                constants={"D": dim, "WIDTH": _width(dim)}
                 | {"ROWS": tiling.rows, "KEYS": tiling.keys, "UPCAST": False},
                 aligned=(*pointers, *numbers, *strides),
                 num_warps=tiling.num_warps,
