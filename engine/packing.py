@@ -35,7 +35,7 @@ import torch
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.kernels.attention.parts import AttentionWithLSE
-from thresher.kernels.attention.prefix import PrefixForest
+from thresher.kernels.attention.prefix import ForestKernels, PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.rewards.advantages import advantages_by_group
 
@@ -242,7 +242,7 @@ def pack_shared(
     micro_batch_tokens: int,
     device: torch.device | str = "cpu",
     attention: TrainingAttention | None = None,
-    partial: AttentionWithLSE | None = None,
+    partial: AttentionWithLSE | ForestKernels | None = None,
 ) -> list[MicroBatch]:
     """As `pack`, but common beginnings are packed once where that is worth it; the rest is packed by `pack`.
 
@@ -272,7 +272,7 @@ def pack_shared(
 
 
 def _shared_batch(
-    chosen: dict[int, _Arrays], device: torch.device | str, partial: AttentionWithLSE | None
+    chosen: dict[int, _Arrays], device: torch.device | str, partial: AttentionWithLSE | ForestKernels | None
 ) -> MicroBatch:
     ordered = OrderedIds.of([one.fed_L for one in chosen.values()])
     trie = build_trie(ordered)

@@ -44,8 +44,9 @@ from thresher.engine.store.token_stats import TokenRecorder
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
 from thresher.kernels.attention.backends.libraries import Unserved
-from thresher.kernels.attention.backends.parts import load_partial_attention
+from thresher.kernels.attention.backends.parts import load_forest_attention
 from thresher.kernels.attention.parts import AttentionWithLSE
+from thresher.kernels.attention.prefix import ForestKernels
 from thresher.kernels.attention.varlen import TrainingAttention
 from thresher.kernels.objective import LossResult
 from thresher.kernels.operands import RowCheck, raise_late
@@ -116,13 +117,13 @@ def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAtten
         raise UserError(f"optim.{error}") from None
 
 
-def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> AttentionWithLSE | None:
+def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> AttentionWithLSE | ForestKernels | None:
     """Return the backend's attention in parts, for sequences that share a beginning; None: each is computed whole.
     Where None is not the recipe's choice, the reason is printed."""
     if not optim.share_prefix:
         return None
     try:
-        return load_partial_attention(backend, policy.device, policy.dtype, policy.config.head_dim)
+        return load_forest_attention(backend, policy.device, policy.dtype, policy.config.head_dim)
     except Unserved as error:
         console.console.print(
             f"optim.share_prefix has no effect: attention is computed by {backend}, which {error}", soft_wrap=True

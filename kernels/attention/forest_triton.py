@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thresher.kernels.attention.decode_triton import INTERPRETED, LOG2_E, KeyTiling, gpu, is_exact, no_keys
+from thresher.kernels.attention.prefix import ForestKernels, PrefixForest
 from thresher.kernels.registry import Specialisation
 
 Ints = NDArray[np.int32]
@@ -564,18 +565,41 @@ def forest_dkv(
     return dk_TKD, dv_TKD
 
 
-def is_served(q_TND: Tensor) -> bool:
-    """Return whether these kernels run where q is, in its dtype, with its head dimension."""
-    return (
-        (q_TND.is_cuda or INTERPRETED)
-        and q_TND.dtype in (torch.bfloat16, torch.float32)
-        and q_TND.shape[-1] <= MOST_DIM
-        and q_TND.shape[-1] % 8 == 0
-    )
+class TritonForest(ForestKernels):
+    """As the attention of a `PrefixForest`: bfloat16 and float32, head dimensions up to MOST_DIM."""
+
+    def attend(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
+        tilings = forest_tilings(is_exact(q_TND), _width(q_TND.shape[2]), gpu(q_TND.device)[1])
+        if tilings not in layout.lists:
+            with torch.inference_mode(False):
+                layout.lists[tilings] = make_lists(layout.lengths, layout.ends, tilings, layout.device)
+        out_TND: Tensor = _ForestAttention.apply(q_TND, k_TKD, v_TKD, layout.lists[tilings])
+        return out_TND
 
 
-def tilings_for(q_TND: Tensor) -> Tilings:
-    return forest_tilings(is_exact(q_TND), _width(q_TND.shape[-1]), gpu(q_TND.device)[1])
+class _ForestAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLists) -> Tensor:
+        q_TND, k_TKD, v_TKD = map(_dense_last, (q_TND, k_TKD, v_TKD))
+        out_TND, lse_NT = forest_forward(q_TND, k_TKD, v_TKD, lists)
+        ctx.save_for_backward(q_TND, k_TKD, v_TKD, out_TND, lse_NT)
+        ctx.lists = lists
+        return out_TND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_TND, k_TKD, v_TKD, out_TND, lse_NT = ctx.saved_tensors
+        grad_TND = _dense_last(grads[0])
+        dq_TND, delta_NT = forest_dq(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_NT, ctx.lists)
+        return dq_TND, *forest_dkv(grad_TND, q_TND, k_TKD, v_TKD, lse_NT, delta_NT, ctx.lists), None
+
+
+def _dense_last(x_TND: Tensor) -> Tensor:
+    return x_TND if x_TND.stride(2) == 1 else x_TND.contiguous()
+
+
+def is_served(dtype: torch.dtype, dim: int) -> bool:
+    return dtype in (torch.bfloat16, torch.float32) and dim <= MOST_DIM
 
 
 def forest_tilings(exact: bool, width: int, capability: int) -> Tilings:

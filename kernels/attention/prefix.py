@@ -10,11 +10,12 @@ Backward merges nothing. With the merged o and lse, p[i, j] = e^(s[i, j] - lse[i
 ds = p (do . v[j] - do . o) too, so that each part yields its share of dq and its own dk, dv.
 
 A part is a `SegmentPairs`, computed by an `AttentionWithLSE`: torch on a CPU (parts.py), a library on CUDA
-(backends/parts.py).
+(backends/parts.py). `ForestKernels` make no parts: forest_triton.py, which comes first on CUDA.
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -39,11 +40,12 @@ class PrefixForest:
         lengths: Sequence[int],
         parents: Sequence[int],
         device: torch.device | str = "cpu",
-        attention: AttentionWithLSE | None = None,
+        attention: "AttentionWithLSE | ForestKernels | None" = None,
     ) -> None:
         self.lengths, self.parents = list(lengths), list(parents)
         self.device = torch.device(device)
         self.attention = attention or cpu_attention()
+        self.lists: dict[Any, Any] = {}  # of `ForestKernels`, which make them in the first layer
         starts = [0, *accumulate(self.lengths)]
         before: list[int] = []  # tokens before the segment
         level: list[int] = []  # ancestors
@@ -63,15 +65,19 @@ class PrefixForest:
         self.positions_T = torch.cat([torch.arange(at, at + n) for at, n in zip(before, self.lengths, strict=True)]).to(
             self.device
         )
-        self.parts = list(self._parts(list(pairwise(starts)), level))
+        self.parts = (
+            []
+            if isinstance(self.attention, ForestKernels)
+            else list(self._parts(list(pairwise(starts)), level, self.attention.by_level))
+        )
 
-    def _parts(self, own: list[Run], level: list[int]) -> Iterator[SegmentPairs]:
+    def _parts(self, own: list[Run], level: list[int], by_level: bool) -> Iterator[SegmentPairs]:
         """The causal part first, which reaches every row."""
         yield SegmentPairs(own, own, True, self.device)
         inner = [s for s, (_, stop) in enumerate(own) if self.ends[s] > stop]
         of_level: dict[int, list[int]] = {}
         for s in inner:
-            of_level.setdefault(level[s] if self.attention.by_level else s, []).append(s)
+            of_level.setdefault(level[s] if by_level else s, []).append(s)
         for group in of_level.values():
             yield SegmentPairs([(own[s][1], self.ends[s]) for s in group], [own[s] for s in group], False, self.device)
 
@@ -83,8 +89,18 @@ class PrefixForest:
         return prefix_attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
 
 
+class ForestKernels(ABC):
+    """Attention over a whole forest at once."""
+
+    @abstractmethod
+    def attend(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
+        """`prefix_attention`."""
+
+
 def prefix_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
     """Causal attention along each path of the forest; q [T, N, D], k and v [T, K, D] -> [T, N, D], differentiable."""
+    if isinstance(layout.attention, ForestKernels):
+        return layout.attention.attend(q_TND, k_TKD, v_TKD, layout)
     out_TND: Tensor = _PrefixAttention.apply(q_TND, k_TKD, v_TKD, layout)
     return out_TND
 
@@ -93,8 +109,8 @@ class _PrefixAttention(torch.autograd.Function):
     """Parts are added up in float32, or in a wider dtype of the queries, and rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
-        attend = layout.attention
+    def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Any) -> Tensor:
+        attend: AttentionWithLSE = layout.attention
         own, *above = layout.parts
         out_TND, lse_TN = attend.forward(q_TND, k_TKD, v_TKD, own)
         if above:
@@ -111,7 +127,7 @@ class _PrefixAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_TND, k_TKD, v_TKD, out_TND, lse_TN = ctx.saved_tensors
         grad_TND = grads[0].contiguous()
-        attend = ctx.layout.attention
+        attend: AttentionWithLSE = ctx.layout.attention
         own, *above = ctx.layout.parts
         sums = attend.backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN, own)
         if above:

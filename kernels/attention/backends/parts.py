@@ -12,7 +12,9 @@ whose output and gradients are known.
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension (docs/notation.md).
 """
 
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.kernels.attention.backends.libraries import GET_FLASH2, Unserved, first_line, load_part
 from thresher.kernels.attention.parts import AttentionWithLSE, MatmulAttention, SegmentPairs, cpu_attention
-from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
+from thresher.kernels.attention.prefix import ForestKernels, PrefixForest, prefix_attention
 
 Tensors = tuple[Tensor, ...]
 OFF_BY = 0.02  # a norm's share that a library may be off in a trial; bfloat16 rounds by 2^-9
@@ -141,7 +143,25 @@ def load_partial_attention(
     return attention
 
 
-def try_parts(attention: AttentionWithLSE, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def load_forest_attention(
+    backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> AttentionWithLSE | ForestKernels:
+    """Our kernels for a whole forest on CUDA, tried before they are used; else `load_partial_attention`."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from thresher.kernels.attention.forest_triton import TritonForest, is_served
+
+        if is_served(dtype, head_dim):
+            try:
+                try_parts(TritonForest(), device, dtype, head_dim)
+                return TritonForest()
+            except Exception as error:  # a compiler raises what it likes
+                warnings.warn(f"attention over a forest in Triton does not run ({first_line(error)})", stacklevel=2)
+    return load_partial_attention(backend, device, dtype, head_dim)
+
+
+def try_parts(
+    attention: AttentionWithLSE | ForestKernels, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> None:
     """Two trees, one of them three segments deep, two query heads to a key head; Unserved where output or gradients
     differ from those of products in float32. What the library raises, it raises."""
     lengths, parents = [9, 3, 17, 1, 5, 4, 6], [-1, 0, 1, 1, 0, -1, 5]
