@@ -37,7 +37,7 @@ from thresher.kernels.attention.decode_triton import (
     options,
     strides,
 )
-from thresher.kernels.attention.rows import KEYS, DecodeRows, SharedPrefix, decode_splits
+from thresher.kernels.attention.rows import KEYS, DecodeRows, SharedPrefix, decode_splits, prefix_splits
 from thresher.kernels.registry import Specialisation
 
 PREFIX = KeyTiling(rows=64, keys=KEYS, num_warps=4, num_stages=2)
@@ -81,17 +81,18 @@ def _prefix_kernel(
     KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # Groups that exist are the first: their programs start first, and those without work end behind them.
     tiles = tl.cdiv(members * queries * PER_KV, ROWS)
-    g = (tl.program_id(0) // tiles).to(tl.int64)
+    g = (tl.program_id(2) // tiles).to(tl.int64)
     kv = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(0)
     length = tl.load(length_ptr + g)
     if length == 0:
         return
     part = tl.cdiv(tl.cdiv(length, KEYS), splits) * KEYS
     low = split * part
     high = tl.minimum(low + part, length)
-    i = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    i = tl.program_id(2) % tiles * ROWS + tl.arange(0, ROWS)
     row = i // PER_KV % queries
     head = kv * PER_KV + i % PER_KV
     member = i // (PER_KV * queries)
@@ -228,9 +229,9 @@ def triton_decode(q_BQND: Tensor, k_PKSD: Tensor, v_PKSD: Tensor, rows: DecodeRo
         launch_decode(q_BQND, k_PKSD, v_PKSD, rows, own_splits, own.o, own.lse, None)
         _launch_merge(own, None, rows, out_BQND)
         return out_BQND
-    (G, M), tiles = prefix.members_GM.shape, _tiles(prefix, q_BQND, K)
-    prefix_splits = splits or decode_splits(G * tiles, K, prefix.table_GP.shape[1] * S, sms)
-    shared = _new_parts(q_BQND, prefix_splits, G, K, M * Q * N // K)
+    G, M = prefix.members_GM.shape
+    shared_splits = splits or prefix_splits(B, K, prefix.table_GP.shape[1] * S, sms)
+    shared = _new_parts(q_BQND, shared_splits, G, K, M * Q * N // K)
     place_B = torch.empty_like(rows.count_B)
     launch_decode(q_BQND, k_PKSD, v_PKSD, rows, own_splits, own.o, own.lse, place_B)
     _launch_prefix(q_BQND, k_PKSD, v_PKSD, rows, prefix, shared, place_B)
@@ -265,7 +266,7 @@ def _launch_prefix(
     """After `launch_decode`, which says of every sequence that it has no place."""
     Q, K, (G, M) = q_BQND.shape[1], k_PKSD.shape[1], prefix.members_GM.shape
     splits = parts.o.shape[0]
-    _prefix_kernel[(G * _tiles(prefix, q_BQND, K), K, splits)](
+    _prefix_kernel[(splits, K, G * _tiles(prefix, q_BQND, K))](
         q_BQND,
         k_PKSD,
         v_PKSD,

@@ -17,7 +17,14 @@ import os
 import torch
 from torch import Tensor
 
-from thresher.kernels.attention.rows import DecodeRows, PrefillRows, SharedPrefix, decode_splits, prefix_pays
+from thresher.kernels.attention.rows import (
+    DecodeRows,
+    PrefillRows,
+    SharedPrefix,
+    decode_splits,
+    prefix_pays,
+    prefix_splits,
+)
 
 __all__ = [
     "DecodeRows",
@@ -27,6 +34,7 @@ __all__ = [
     "decode_splits",
     "prefill_attention",
     "prefix_pays",
+    "prefix_splits",
     "reference_cached_attention",
 ]
 
@@ -40,8 +48,9 @@ def decode_attention(
     """Few new rows of each sequence -> o [B, Q, N, D], contiguous, in q's dtype; rows beyond a count are zeros.
 
     q_BQND: the cache's dtype, any strides but the last axis contiguous. splits: parts of a sequence's own keys, and
-    of a prefix's; None: `decode_splits` of each. Raises ValueError for shapes, dtypes, strides and devices that do not
-    go together. No value is read from the device: with static tensors the call can be captured in a CUDA graph.
+    of a prefix's; None: `decode_splits` and `prefix_splits`. Raises ValueError for shapes, dtypes, strides and devices
+    that do not go together. No value is read from the device: with static tensors the call can be captured in a CUDA
+    graph.
     """
     B, Q = q_BQND.shape[:2] if q_BQND.dim() == 4 else (0, 0)
     _check_cache("q_BQND", 4, q_BQND, k_PKSD, v_PKSD)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 KEYS = 64  # keys that a program reads at a time
 BLOCKS_PER_SM = 4  # blocks that a multiprocessor holds of the decoding kernel, by its registers and shared memory
+PREFIX_BLOCKS_PER_SM = 2  # a part more is a part more to merge for every member
+USUAL_MEMBERS = 8  # of a group
 # A prefix pass costs a launch and a part to merge for every member. Cascades are said to lose at 128 tokens and to win
 # from a few hundred on; not measured here yet.
 PREFIX_TOKENS = 256
@@ -69,6 +71,14 @@ def decode_splits(sequences: int, kv_heads: int, keys: int, sms: int) -> int:
     keys: the most that its table holds. A bucket's shape decides it, and not how long its sequences are.
     """
     wanted = -(-BLOCKS_PER_SM * sms // max(1, sequences * kv_heads))
+    return max(1, min(wanted, -(-keys // KEYS)))
+
+
+def prefix_splits(sequences: int, kv_heads: int, keys: int, sms: int) -> int:
+    """Parts into which a prefix's keys are cut, so that `sms` multiprocessors are full where all sequences share theirs
+    in groups of the usual size. As many groups as there may be would give parts for too few."""
+    programs = -(-sequences // USUAL_MEMBERS) * kv_heads
+    wanted = -(-PREFIX_BLOCKS_PER_SM * sms // max(1, programs))
     return max(1, min(wanted, -(-keys // KEYS)))
 
 

@@ -15,6 +15,7 @@ from thresher.kernels.attention.paged_cuda import (
     decode_splits,
     prefill_attention,
     prefix_pays,
+    prefix_splits,
     reference_cached_attention,
 )
 
@@ -135,6 +136,16 @@ def test_no_rows_give_no_rows() -> None:
 )
 def test_parts_fill_the_multiprocessors(sequences: int, kv_heads: int, keys: int, sms: int, splits: int) -> None:
     assert decode_splits(sequences, kv_heads, keys, sms) == splits
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kv_heads", "keys", "sms", "splits"),
+    [(256, 2, 4096, 132, 5), (256, 8, 4096, 132, 2), (4096, 2, 4096, 132, 1), (1, 2, 256, 132, 4), (1, 1, 16, 1, 1)],
+)
+def test_parts_of_prefixes_are_as_many_as_groups_need(
+    sequences: int, kv_heads: int, keys: int, sms: int, splits: int
+) -> None:
+    assert prefix_splits(sequences, kv_heads, keys, sms) == splits
 
 
 def test_a_prefix_pays_where_it_is_long_and_shared() -> None:
