@@ -55,11 +55,12 @@ FLOAT32 = KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2)
 
 
 def decode_tiling(exact: bool, queries: int) -> KeyTiling:
-    """For so many rows of one KV head, in one tile up to 64. Two stages and four programs a multiprocessor keep as many
-    bytes on their way as three and two would, and more warps to compute. exact: float32."""
+    """For so many rows of one KV head, in one tile up to 64. With two stages mma has one buffer, which is refilled when
+    a step has been computed: programs that start together would wait for memory together, and then compute together
+    while it idles. A third lets either go on. exact: float32."""
     if exact:
         return FLOAT32
-    return KeyTiling(rows=16 if queries <= 16 else 32 if queries <= 32 else 64, keys=KEYS, num_warps=4, num_stages=2)
+    return KeyTiling(rows=16 if queries <= 16 else 32 if queries <= 32 else 64, keys=KEYS, num_warps=4, num_stages=3)
 
 
 @triton.jit
