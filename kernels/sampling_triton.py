@@ -4,6 +4,8 @@
     argmax_v z[v] + g[v],  g = -log t,  t = -log u      =      argmax_v e^(z[v] - m) / t[v]
     logp = z[token] - M - log S,    M = max m,  S = sum e^(m - M) s       over a row's tiles, in a fixed order
 
+Within a tile z and m count powers of two, z log2(e), so that e^(z - m) is a multiply-add and one instruction.
+
 A tile stores, for each row: its best score z + g (a greedy row's: z), that column, its z, m and s; a second kernel
 reduces them. The second line is Gumbel-max (Maddison, Tarlow and Minka 2014) as a race. u has the bits of noise.py, so
 a token is the torch path's wherever the two best scores are further apart than rounding; of equal scores the lowest id
@@ -16,7 +18,7 @@ Axes: B sequences that draw a token, H hidden width, V vocabulary (docs/notation
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, log
 
 import torch
 import triton
@@ -59,12 +61,12 @@ AMPERE = (
     DrawTiling(rows=16, columns=128, width=64, num_warps=4, num_stages=4),
     DrawTiling(rows=32, columns=128, width=64, num_warps=4, num_stages=4),
     DrawTiling(rows=64, columns=128, width=64, num_warps=8, num_stages=3, parts=2),
-    DrawTiling(rows=128, columns=128, width=32, num_warps=4, num_stages=4, parts=2),
+    DrawTiling(rows=128, columns=128, width=32, num_warps=4, num_stages=4, parts=4),
 )
 HOPPER = (
     *AMPERE[:2],
     DrawTiling(rows=64, columns=128, width=64, num_warps=4, num_stages=4, parts=4),
-    DrawTiling(rows=128, columns=128, width=64, num_warps=8, num_stages=3, parts=4, maxnreg=128),
+    DrawTiling(rows=128, columns=128, width=64, num_warps=8, num_stages=3, parts=8, maxnreg=128),
 )
 FLOAT32 = tuple(DrawTiling(rows=rows, columns=64, width=32, num_warps=4, num_stages=2) for rows in (16, 64))
 
@@ -89,6 +91,7 @@ _G64, _F64_0, _F64_1 = (tl.constexpr(x % 2**64) for x in (GOLDEN_64, *FACTORS_64
 _G_UPPER, _G_LOWER = tl.constexpr(GOLDEN_UPPER), tl.constexpr(GOLDEN_LOWER)
 _ONE, _DOWN = tl.constexpr(ONE), tl.constexpr(DOWN)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
+_LN2, _LOG2_E = tl.constexpr(log(2.0)), tl.constexpr(1 / log(2.0))
 
 
 @triton.jit
@@ -121,8 +124,8 @@ def _uniform(low, high, word):
     """u of noise.py's `uniform_noise`, bit for bit."""
     x = (low ^ word) * _F32_0 + high
     x = (x ^ (x >> 15)) * _F32_1 + high
-    x = x ^ (x >> 16)
-    return ((x >> 9) | _ONE).to(tl.float32, bitcast=True) - _DOWN
+    # The upper 23 bits of x ^ (x >> 16), in one operation less.
+    return (((x >> 9) ^ (x >> 25)) | _ONE).to(tl.float32, bitcast=True) - _DOWN
 
 
 @triton.jit
@@ -143,27 +146,54 @@ def _minus_log(u):
 
 
 @triton.jit
-def _race(z, m, noisy, low, high, column, AXIS: tl.constexpr):
-    """Of a tile of logits: sum of e^(z - m), the best value (e^(z - m) / t; of a greedy row z), and its column."""
-    e = tl.exp(z - tl.expand_dims(m, AXIS))
+def _approximate(x, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
+    """2^x, log2 x or 1 / x in one instruction, to some 2^-22; denormal numbers are 0."""
+    if INTERPRETED:
+        return tl.exp2(x) if NAME == "ex2" else (tl.log2(x) if NAME == "lg2" else 1.0 / x)
+    code: tl.constexpr = NAME + ".approx.ftz.f32 $0, $1;"
+    return tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _inverse_minus_log(u, INTERPRETED: tl.constexpr):
+    """1 / -log u, to 3e-7 of it. From .7 on it is 1 / d - G(d), d = 1 - u without rounding, G of degree 4. Below, the
+    logarithm that is one instruction will do."""
+    d = 1.0 - u
+    g = d * 0.04039845 + 0.01800123
+    g = g * d + 0.04303373
+    g = g * d + 0.08323880
+    g = g * d + 0.50000209
+    t = _approximate(u, "lg2", INTERPRETED) * -_LN2
+    near = u >= 0.7
+    return _approximate(tl.where(near, d, t), "rcp", INTERPRETED) - tl.where(near, g, 0.0)
+
+
+@triton.jit
+def _race(z, scale, m, noisy, low, high, column, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Of a tile of logits x W^T: sum of e = 2^(z scale - m), the best value (e / t; of a greedy row z), its column."""
+    e = _approximate(tl.fma(z, tl.expand_dims(scale, AXIS), -tl.expand_dims(m, AXIS)), "ex2", INTERPRETED)
     u = _uniform(tl.expand_dims(low, AXIS), tl.expand_dims(high, AXIS), tl.expand_dims(_token_word(column), 1 - AXIS))
-    value = tl.where(tl.expand_dims(noisy, AXIS), e / _minus_log(u), z)
+    value = tl.where(tl.expand_dims(noisy, AXIS), e * _inverse_minus_log(u, INTERPRETED), z)
     best = tl.max(value, AXIS)
     wins = value == tl.expand_dims(best, AXIS)
     return tl.sum(e, AXIS), best, tl.min(tl.where(wins, tl.expand_dims(column, 1 - AXIS), _NO_COLUMN), AXIS)
 
 
 @triton.jit
-def _race_in_parts(z, m, noisy, low, high, first, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+def _race_in_parts(
+    z, scale, m, noisy, low, high, first, COLUMNS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """`_race` for [rows, COLUMNS] a part of the columns at a time, so that one part's numbers are in registers, not
     the tile's. first: the tile's first column."""
     if PARTS == 1:
-        s, best, chosen = _race(z, m, noisy, low, high, first + tl.arange(0, COLUMNS), 1)
+        s, best, chosen = _race(z, scale, m, noisy, low, high, first + tl.arange(0, COLUMNS), 1, INTERPRETED)
     else:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
-        s, best, chosen = _race_in_parts(left, m, noisy, low, high, first, HALF, PARTS // 2)
-        right_s, right_best, right_chosen = _race_in_parts(right, m, noisy, low, high, first + HALF, HALF, PARTS // 2)
+        s, best, chosen = _race_in_parts(left, scale, m, noisy, low, high, first, HALF, PARTS // 2, INTERPRETED)
+        right_s, right_best, right_chosen = _race_in_parts(
+            right, scale, m, noisy, low, high, first + HALF, HALF, PARTS // 2, INTERPRETED
+        )
         s += right_s
         chosen = tl.where(right_best > best, right_chosen, chosen)
         best = tl.maximum(best, right_best)
@@ -220,19 +250,21 @@ def _draw_kernel(
 
     temperature = tl.load(temperature_ptr + row_inside * temperature_stride)
     noisy = temperature > 0
-    z = z * tl.expand_dims(1.0 / tl.where(noisy, temperature, 1.0), AXIS)
+    scale = _LOG2_E / tl.where(noisy, temperature, 1.0)
     if V % COLUMNS != 0:
         z = tl.where(across < V, z, float("-inf"))
-    m = tl.max(z, AXIS)
+    m = tl.max(z, AXIS) * scale
     level = tl.where(m == float("-inf"), 0.0, m)
     low, high = _row_words(tl.load(seeds_ptr + row_inside), tl.load(positions_ptr + row_inside))
     if AXIS == 0:
-        s, best, chosen = _race(z, level, noisy, low, high, column, 0)
+        s, best, chosen = _race(z, scale, level, noisy, low, high, column, 0, UPCAST)
     else:
-        s, best, chosen = _race_in_parts(z, level, noisy, low, high, column_tile * COLUMNS, COLUMNS, PARTS)
+        first = column_tile * COLUMNS
+        s, best, chosen = _race_in_parts(z, scale, level, noisy, low, high, first, COLUMNS, PARTS, UPCAST)
     # Its z out of its value: to look for it in z would keep two tiles in registers.
-    score = tl.where(noisy, m + tl.log(best), best)
-    z_chosen = tl.where(noisy, m + tl.log(best * _minus_log(_uniform(low, high, _token_word(chosen)))), best)
+    t = _minus_log(_uniform(low, high, _token_word(chosen)))
+    score = tl.where(noisy, m + tl.log2(best), best)  # a greedy row's is compared as it is
+    z_chosen = tl.where(noisy, m + tl.log2(best * t), best * _LOG2_E)
     row_stride = tl.cast(row_tiles * ROWS, tl.int64)
     plane = row_stride * tl.cdiv(V, COLUMNS)
     parts = parts_ptr + column_tile * row_stride + row
@@ -283,10 +315,10 @@ def _reduce_draw_kernel(
         best = tl.where(better, top, best)
         rise = tl.maximum(highest, tl.max(m, 0))
         level = tl.where(rise == float("-inf"), 0.0, rise)
-        total = total * tl.exp(highest - level) + tl.sum(tl.exp(m - level[None, :]) * s, 0)
+        total = total * tl.exp2(highest - level) + tl.sum(tl.exp2(m - level[None, :]) * s, 0)
         highest = rise
     tl.store(ids_ptr + row, tl.minimum(best_column, V - 1).to(tl.int64), mask=row < count)
-    tl.store(logprobs_ptr + row, (best_z - highest) - tl.log(total), mask=row < count)
+    tl.store(logprobs_ptr + row, ((best_z - highest) - tl.log2(total)) * _LN2, mask=row < count)
 
 
 def draw_fused(
