@@ -25,6 +25,7 @@ from thresher.kernels.sampling_triton import (
     FLOAT32,
     HOPPER,
     DrawTiling,
+    _inverse_minus_log,
     _minus_log,
     _row_words,
     _token_word,
@@ -218,9 +219,11 @@ def _noise_kernel(seeds_ptr, positions_ptr, u_ptr, first, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _minus_log_kernel(u_ptr, t_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _minus_log_kernel(u_ptr, t_ptr, inverse_ptr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(t_ptr + at, _minus_log(tl.load(u_ptr + at)))
+    u = tl.load(u_ptr + at)
+    tl.store(t_ptr + at, _minus_log(u))
+    tl.store(inverse_ptr + at, _inverse_minus_log(u, INTERPRETED))
 
 
 @pytest.mark.parametrize("first", [0, 70_001, VOCABULARY - 512])
@@ -235,13 +238,15 @@ def test_the_noise_has_the_bits_of_the_hash(first: int) -> None:
 
 @pytest.mark.slow
 def test_the_clock_of_every_u_is_right_to_the_last_bits() -> None:
-    """All 2^23 of them; near 1, where the largest noise comes from, as well as elsewhere."""
+    """All 2^23 of them; near 1, where the largest noise comes from, as well as elsewhere. Its inverse to what a GPU's
+    logarithm in one instruction is off by."""
     u = torch.arange(2**23, dtype=torch.int32, device=DEVICE).float().add_(0.5).mul_(2.0**-23)
-    found = torch.full_like(u, torch.nan)
+    found, inverse = torch.full_like(u, torch.nan), torch.full_like(u, torch.nan)
     block = 2**18 if DEVICE == "cpu" else 2**10  # few programs to interpret, a small one to compile
-    _minus_log_kernel[(2**23 // block,)](u, found, BLOCK=block)
+    _minus_log_kernel[(2**23 // block,)](u, found, inverse, BLOCK=block, INTERPRETED=DEVICE == "cpu")
     expected = torch.where(u > 0.5, -torch.log1p(u.double() - 1), -u.double().log())
     assert ((found.double() - expected).abs() / expected).max() < 3 * EPS
+    assert (inverse.double() * expected - 1).abs().max() < 10 * EPS
 
 
 def test_what_memory_held_changes_no_bit() -> None:
