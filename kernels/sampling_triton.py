@@ -54,9 +54,9 @@ class DrawTiling:
         return 1 if self.rows >= 64 else 0
 
 
-# By dtype and kind of GPU: the smallest that holds the batch, else the last. Chosen by registers, shared memory and
-# bytes in flight: with Triton 3.6 and 3.7 nothing spills, and two blocks at least share a multiprocessor, so that one
-# multiplies while the other draws (`thresher bench compile`). Not measured on a GPU yet.
+# By dtype and kind of GPU: the smallest that holds the batch, else the last. Hopper's largest is the fastest of 12 on
+# an H200 (docs/internals/log.md). The others were chosen by registers, shared memory and bytes in flight: two blocks at
+# least share a multiprocessor, so that one multiplies while the other draws (`thresher bench compile`).
 AMPERE = (
     DrawTiling(rows=16, columns=128, width=64, num_warps=4, num_stages=4),
     DrawTiling(rows=32, columns=128, width=64, num_warps=4, num_stages=4),
@@ -66,7 +66,7 @@ AMPERE = (
 HOPPER = (
     *AMPERE[:2],
     DrawTiling(rows=64, columns=128, width=64, num_warps=4, num_stages=4, parts=4),
-    DrawTiling(rows=128, columns=128, width=64, num_warps=8, num_stages=3, parts=8, maxnreg=128),
+    DrawTiling(rows=128, columns=256, width=64, num_warps=8, num_stages=3, parts=8),
 )
 FLOAT32 = tuple(DrawTiling(rows=rows, columns=64, width=32, num_warps=4, num_stages=2) for rows in (16, 64))
 

@@ -40,7 +40,7 @@ from thresher.kernels.attention.decode_triton import (
 from thresher.kernels.attention.rows import KEYS, DecodeRows, SharedPrefix, decode_splits, prefix_splits
 from thresher.kernels.registry import Specialisation
 
-PREFIX = KeyTiling(rows=64, keys=KEYS, num_warps=4, num_stages=2)
+PREFIX = KeyTiling(rows=64, keys=KEYS, num_warps=4, num_stages=3)
 MERGED = 16  # parts that the merging kernel reads at a time, at most
 
 

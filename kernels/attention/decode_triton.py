@@ -54,13 +54,16 @@ class KeyTiling:
 FLOAT32 = KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2)
 
 
-def decode_tiling(exact: bool, queries: int) -> KeyTiling:
+def decode_tiling(exact: bool, queries: int, dim: int) -> KeyTiling:
     """For so many rows of one KV head, in one tile up to 64. With two stages mma has one buffer, which is refilled when
     a step has been computed: programs that start together would wait for memory together, and then compute together
-    while it idles. A third lets either go on. exact: float32."""
+    while it idles. A third lets either go on. exact: float32. The tilings of up to 16 rows are the fastest of 31 on an
+    H200 (docs/internals/log.md)."""
     if exact:
         return FLOAT32
-    return KeyTiling(rows=16 if queries <= 16 else 32 if queries <= 32 else 64, keys=KEYS, num_warps=4, num_stages=3)
+    if queries <= 16:
+        return KeyTiling(rows=16, keys=KEYS if dim <= 64 else KEYS // 2, num_warps=2, num_stages=3)
+    return KeyTiling(rows=32 if queries <= 32 else 64, keys=KEYS, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -267,8 +270,8 @@ def launch_decode(
     place_B: Tensor | None,
 ) -> None:
     """One launch of `_decode_kernel`. lse None: o is the output itself. place_B None: nobody has a prefix."""
-    (B, Q, N, _), K = q_BQND.shape, k_PKSD.shape[1]
-    tiling = decode_tiling(is_exact(q_BQND), Q * N // K)
+    (B, Q, N, D), K = q_BQND.shape, k_PKSD.shape[1]
+    tiling = decode_tiling(is_exact(q_BQND), Q * N // K, D)
     # What is neither read nor written is any pointer.
     first_B = rows.start_B if rows.first_B is None else rows.first_B
     _decode_kernel[(B * triton.cdiv(Q * N // K, tiling.rows), K, splits)](
@@ -351,7 +354,7 @@ def _specialisation(
     direct: bool = False,
     dtype: str = "bf16",
 ) -> Specialisation:
-    tiling = decode_tiling(dtype == "fp32", queries * per_kv)
+    tiling = decode_tiling(dtype == "fp32", queries * per_kv, dim)
     results = dict.fromkeys(("o_ptr", "lse_ptr"), f"*{dtype}" if direct else "*fp32")
     integers = dict.fromkeys(("table_ptr", "start_ptr", "count_ptr", "first_ptr", "place_ptr"), "*i32")
     kind = f"{' direct' if direct else ''}{f' S {slots}' if slots != MODEL_SLOTS else ''}"

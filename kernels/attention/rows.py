@@ -13,7 +13,7 @@ from torch import Tensor
 
 KEYS = 64  # keys that a program reads at a time
 BLOCKS_PER_SM = 3  # blocks that a multiprocessor holds of the decoding kernel at D 128, by its shared memory
-PREFIX_BLOCKS_PER_SM = 2  # a part more is a part more to merge for every member
+PREFIX_BLOCKS_PER_SM = 1  # a part more is a part more to merge for every member
 USUAL_MEMBERS = 8  # of a group
 # A prefix pass costs a launch and a part to merge for every member. Cascades are said to lose at 128 tokens and to win
 # from a few hundred on; not measured here yet.

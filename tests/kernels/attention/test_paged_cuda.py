@@ -140,7 +140,7 @@ def test_parts_fill_the_multiprocessors(sequences: int, kv_heads: int, keys: int
 
 @pytest.mark.parametrize(
     ("sequences", "kv_heads", "keys", "sms", "splits"),
-    [(256, 2, 4096, 132, 5), (256, 8, 4096, 132, 2), (4096, 2, 4096, 132, 1), (1, 2, 256, 132, 4), (1, 1, 16, 1, 1)],
+    [(256, 2, 4096, 132, 3), (256, 8, 4096, 132, 1), (4096, 2, 4096, 132, 1), (1, 2, 256, 132, 4), (1, 1, 16, 1, 1)],
 )
 def test_parts_of_prefixes_are_as_many_as_groups_need(
     sequences: int, kv_heads: int, keys: int, sms: int, splits: int
