@@ -30,8 +30,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thresher.kernels.attention.decode_triton import INTERPRETED, LOG2_E, KeyTiling, gpu, is_exact, no_keys
+from thresher.kernels.attention.decode_triton import FLOAT32, INTERPRETED, LOG2_E, KeyTiling, is_exact, no_keys
 from thresher.kernels.attention.prefix import ForestKernels, PrefixForest
+from thresher.kernels.operands import on_device
 from thresher.kernels.registry import Specialisation
 
 Ints = NDArray[np.int32]
@@ -484,20 +485,21 @@ def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLis
     T, N, D = q_TND.shape
     out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
     lse_NT = torch.empty((N, T), dtype=torch.float32, device=q_TND.device)
-    _forest_forward_kernel[(N, len(lists.forward))](
-        q_TND,
-        k_TKD,
-        v_TKD,
-        lists.end_T,
-        lists.forward,
-        lists.forward_tiles,
-        out_TND,
-        lse_NT,
-        T,
-        q_TND.shape[1] // k_TKD.shape[1],
-        *_strides(q_TND, k_TKD, v_TKD),
-        **_options(q_TND, lists.tilings.forward),
-    )
+    with on_device(q_TND):
+        _forest_forward_kernel[(N, len(lists.forward))](
+            q_TND,
+            k_TKD,
+            v_TKD,
+            lists.end_T,
+            lists.forward,
+            lists.forward_tiles,
+            out_TND,
+            lse_NT,
+            T,
+            q_TND.shape[1] // k_TKD.shape[1],
+            *_strides(q_TND, k_TKD, v_TKD),
+            **_options(q_TND, lists.tilings.forward),
+        )
     return out_TND, lse_NT
 
 
@@ -514,23 +516,24 @@ def forest_dq(
     T, N, D = q_TND.shape
     dq_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
     delta_NT = torch.empty_like(lse_NT)
-    _forest_dq_kernel[(N, len(lists.dq))](
-        q_TND,
-        k_TKD,
-        v_TKD,
-        out_TND,
-        grad_TND,
-        lse_NT,
-        lists.end_T,
-        lists.dq,
-        lists.dq_tiles,
-        dq_TND,
-        delta_NT,
-        T,
-        q_TND.shape[1] // k_TKD.shape[1],
-        *_strides(q_TND, k_TKD, v_TKD, grad_TND),
-        **_options(q_TND, lists.tilings.dq),
-    )
+    with on_device(q_TND):
+        _forest_dq_kernel[(N, len(lists.dq))](
+            q_TND,
+            k_TKD,
+            v_TKD,
+            out_TND,
+            grad_TND,
+            lse_NT,
+            lists.end_T,
+            lists.dq,
+            lists.dq_tiles,
+            dq_TND,
+            delta_NT,
+            T,
+            q_TND.shape[1] // k_TKD.shape[1],
+            *_strides(q_TND, k_TKD, v_TKD, grad_TND),
+            **_options(q_TND, lists.tilings.dq),
+        )
     return dq_TND, delta_NT
 
 
@@ -546,22 +549,23 @@ def forest_dkv(
     """(dk, dv), dense; do . o is what `forest_dq` returned."""
     T, K, D = k_TKD.shape
     dk_TKD, dv_TKD = (torch.empty((T, K, D), dtype=k_TKD.dtype, device=k_TKD.device) for _ in range(2))
-    _forest_dkv_kernel[(K, len(lists.dkv))](
-        q_TND,
-        k_TKD,
-        v_TKD,
-        grad_TND,
-        lse_NT,
-        delta_NT,
-        lists.end_T,
-        lists.dkv,
-        dk_TKD,
-        dv_TKD,
-        T,
-        q_TND.shape[1] // k_TKD.shape[1],
-        *_strides(q_TND, k_TKD, v_TKD, grad_TND),
-        **_options(q_TND, lists.tilings.dkv),
-    )
+    with on_device(q_TND):
+        _forest_dkv_kernel[(K, len(lists.dkv))](
+            q_TND,
+            k_TKD,
+            v_TKD,
+            grad_TND,
+            lse_NT,
+            delta_NT,
+            lists.end_T,
+            lists.dkv,
+            dk_TKD,
+            dv_TKD,
+            T,
+            q_TND.shape[1] // k_TKD.shape[1],
+            *_strides(q_TND, k_TKD, v_TKD, grad_TND),
+            **_options(q_TND, lists.tilings.dkv),
+        )
     return dk_TKD, dv_TKD
 
 
@@ -569,7 +573,7 @@ class TritonForest(ForestKernels):
     """As the attention of a `PrefixForest`: bfloat16 and float32, head dimensions up to MOST_DIM."""
 
     def attend(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PrefixForest) -> Tensor:
-        tilings = forest_tilings(is_exact(q_TND), _width(q_TND.shape[2]), gpu(q_TND.device)[1])
+        tilings = forest_tilings(is_exact(q_TND), _width(q_TND.shape[2]))
         if tilings not in layout.lists:
             with torch.inference_mode(False):
                 layout.lists[tilings] = make_lists(layout.lengths, layout.ends, tilings, layout.device)
@@ -602,27 +606,27 @@ def is_served(dtype: torch.dtype, dim: int) -> bool:
     return dtype in (torch.bfloat16, torch.float32) and dim <= MOST_DIM
 
 
-def forest_tilings(exact: bool, width: int, capability: int) -> Tilings:
-    """By head dimension, and by the GPU. exact: float32, whose products take registers and time; not for speed."""
+def forest_tilings(exact: bool, width: int) -> Tilings:
+    """By head dimension: the fastest of an H200 up to 128; above, what spills nothing. exact: float32."""
     if exact:
-        small = KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2)
-        return Tilings(small, small, KeyTiling(rows=16, keys=32, num_warps=8, num_stages=2))
+        return Tilings(FLOAT32, FLOAT32, FLOAT32)
     if width > 128:
         return Tilings(
-            KeyTiling(rows=64, keys=32, num_warps=4, num_stages=2),
             KeyTiling(rows=64, keys=32, num_warps=8, num_stages=1),
-            KeyTiling(rows=32, keys=64, num_warps=8, num_stages=1),
+            KeyTiling(rows=32, keys=32, num_warps=8, num_stages=2),
+            KeyTiling(rows=32, keys=32, num_warps=8, num_stages=1),
         )
     if width > 64:
         return Tilings(
-            KeyTiling(rows=128, keys=64 if capability >= 90 else 32, num_warps=8, num_stages=3),
-            KeyTiling(rows=128, keys=64 if capability >= 90 else 32, num_warps=8, num_stages=2),
-            KeyTiling(rows=64 if capability >= 90 else 32, keys=128, num_warps=8, num_stages=2),
+            KeyTiling(rows=64, keys=64, num_warps=4, num_stages=3),
+            KeyTiling(rows=64, keys=32, num_warps=4, num_stages=3),
+            # On Hopper it reads 7 spilled registers a step, and is faster than all that do not.
+            KeyTiling(rows=32, keys=64, num_warps=4, num_stages=3),
         )
     return Tilings(
         KeyTiling(rows=128, keys=64, num_warps=4, num_stages=3),
-        KeyTiling(rows=128, keys=64, num_warps=8, num_stages=3),
-        KeyTiling(rows=64, keys=128, num_warps=8, num_stages=3),
+        KeyTiling(rows=64, keys=32, num_warps=4, num_stages=3),
+        KeyTiling(rows=64, keys=64, num_warps=4, num_stages=3),
     )
 
 
@@ -647,11 +651,11 @@ def specialisations() -> tuple[Specialisation, ...]:
     """Return the specialisations that the launchers ask for for the models' head dimensions, one that is no power of
     two, the largest, and float32."""
     asked = [(dim, "bf16") for dim in (64, 96, 128, 256)] + [(128, "fp32")]
-    return tuple(one for of in asked for capability in (80, 90) for one in _specialised(*of, capability))
+    return tuple(one for of in asked for one in _specialised(*of))
 
 
-def _specialised(dim: int, dtype: str, capability: int) -> list[Specialisation]:
-    tilings = forest_tilings(dtype == "fp32", _width(dim), capability)
+def _specialised(dim: int, dtype: str) -> list[Specialisation]:
+    tilings = forest_tilings(dtype == "fp32", _width(dim))
     operands = {
         "forward": (_forest_forward_kernel, tilings.forward, ("q", "k", "v", "o"), ("q", "k", "v")),
         "dq": (_forest_dq_kernel, tilings.dq, ("q", "k", "v", "o", "do", "dq"), ("q", "k", "v", "do")),
@@ -679,8 +683,7 @@ def _specialised(dim: int, dtype: str, capability: int) -> list[Specialisation]:
                 num_warps=tiling.num_warps,
                 num_stages=tiling.num_stages,
                 tensor_cores=dtype == "bf16",
-                wgmma=min(tiling.rows, tiling.keys) >= 64 or name != "dkv",
-                capabilities=(capability,),
+                wgmma=(tiling.keys if name == "dkv" else tiling.rows) >= 64,  # the products' rows
             )
         )
     return made

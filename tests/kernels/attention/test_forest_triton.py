@@ -210,15 +210,21 @@ def test_any_strides_are_read(small_tiles: None) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="as large as a GPU's")
 @pytest.mark.parametrize("heads", [(14, 2, 64), (12, 2, 128)], ids=str)
 def test_sixteen_thousand_tokens(heads: tuple[int, int, int]) -> None:
+    """Trees do not see each other: the first and the last are held to float64, each by itself. Bits repeat."""
+    shapes = [1000, 300, 307, 314, 129, 64, 321, 328, 335, 342, 349]
     lengths, parents = [], []
     for tree in range(4):
-        parents += [-1] + [len(parents)] * 8 + [len(parents) + 3] * 2
-        lengths += [1000 + tree] + [300 + 7 * n for n in range(8)] + [129, 64]
-    # In preorder the last two would follow their parent.
-    order = [0, 1, 2, 3, 9, 10, 4, 5, 6, 7, 8]
-    lengths = [lengths[11 * tree + n] for tree in range(4) for n in order]
-    parents = [-1 if n == 0 else 11 * tree + (3 if n > 8 else 0) for tree in range(4) for n in order]
-    check((lengths, parents), heads, torch.bfloat16)
+        parents += [-1] + [11 * tree + (3 if n in (4, 5) else 0) for n in range(1, 11)]
+        lengths += [shapes[0] + tree, *shapes[1:]]
+    layout = PrefixForest(lengths, parents, DEVICE, TritonForest())
+    inputs = given_tensors(sum(lengths), heads, torch.bfloat16)
+    found = found_by(inputs, layout)
+    for a, b in zip(found_by(inputs, layout), found, strict=True):
+        assert torch.equal(a, b)
+    for first, stop in ((0, sum(lengths[:11])), (sum(lengths[:33]), sum(lengths))):
+        rows, end_T = slice(first, stop), layout.end_T[first:stop] - first
+        (out, _, *gradients), more = products(*(x[rows] for x in inputs), end_T)
+        holds([x[rows] for x in found], [out, *gradients], more, heads[2])
 
 
 def small_launches() -> dict[str, Callable[[], None]]:
