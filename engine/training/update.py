@@ -118,8 +118,8 @@ def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAtten
 
 
 def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> AttentionWithLSE | ForestKernels | None:
-    """Return the backend's attention in parts, for sequences that share a beginning; None: each is computed whole.
-    Where None is not the recipe's choice, the reason is printed."""
+    """Return what computes attention for sequences that share a beginning: on CUDA our kernels, else the backend's
+    parts; None: each sequence is computed whole. Where None is not the recipe's choice, the reason is printed."""
     if not optim.share_prefix:
         return None
     try:

@@ -1,4 +1,6 @@
-"""Parts of attention (prefix.py) by a library on CUDA: its forward with a log-sum-exp, and a backward that takes one.
+"""Attention over a forest (prefix.py) on CUDA: by our kernels (forest_triton.py), else in parts by a library.
+
+A library's parts need its forward with a log-sum-exp, and a backward that takes one.
 
 What trains whole sequences keeps both to itself (autograd saves them), so these are the functions underneath:
 

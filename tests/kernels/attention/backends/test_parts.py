@@ -3,6 +3,7 @@ that they are handed, values and gradients; and what is said of a library that c
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from inspect import Parameter, signature
 from itertools import pairwise
 from types import ModuleType
@@ -15,7 +16,7 @@ from backend_fakes import ANYTHING, FLASH, stand_in
 from thresher.kernels.attention.backends import parts
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.kernels.attention.backends.libraries import Unserved
-from thresher.kernels.attention.backends.parts import load_partial_attention
+from thresher.kernels.attention.backends.parts import LibraryParts, load_forest_attention, load_partial_attention
 from thresher.kernels.attention.parts import MatmulAttention, SegmentPairs, cpu_attention
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 
@@ -201,6 +202,37 @@ def another_signature(query: Any, key: Any, value: Any) -> Any:
 def test_a_library_is_tried(broken: Callable[..., Any], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", broken)
     assert reason("varlen").startswith(expected)
+
+
+def loaded_forest(dtype: torch.dtype, dim: int) -> Any:
+    return load_forest_attention("varlen", CUDA, dtype, dim)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(("off", "expected"), [(0.0, None), (0.1, "is off by"), (None, "no assembler")])
+@pytest.mark.usefixtures("libraries")
+def test_kernels_that_fail_their_trial_give_way(
+    off: float | None, expected: str | None, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    from thresher.kernels.attention.forest_triton import TritonForest
+
+    def played(self: TritonForest, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixForest) -> Any:
+        if off is None:
+            raise OSError("no assembler\nand more")
+        return prefix_attention(q, k, v, PrefixForest(layout.lengths, layout.parents)) * (1 + off)
+
+    monkeypatch.setattr(TritonForest, "attend", played)
+    found = loaded_forest(torch.bfloat16, 64)
+    told = [str(one.message) for one in recwarn if "forest" in str(one.message)]
+    if expected is None:
+        assert isinstance(found, TritonForest) and not told
+    else:
+        assert isinstance(found, LibraryParts) and len(told) == 1
+        assert (
+            told[0].startswith(f"attention over a forest in Triton does not run ({expected}") and "more" not in told[0]
+        )
+    for unserved in ((torch.float16, 64), (torch.bfloat16, 264)):
+        assert isinstance(loaded_forest(*unserved), LibraryParts)
 
 
 @pytest.mark.parametrize(
