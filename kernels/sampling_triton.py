@@ -211,7 +211,7 @@ def _draw_kernel(
     seeds_ptr,  # [B] int64
     positions_ptr,  # [B] int64
     temperature_ptr,  # [B] fp32
-    parts_ptr,  # [4, column tiles, row tiles x ROWS] fp32: best score, its z, m, s
+    parts_ptr,  # [4, column tiles, row tiles x ROWS] fp32: best score, its z - m, m, s
     columns_ptr,  # [column tiles, row tiles x ROWS] int32: the best score's
     count,  # B
     temperature_stride,  # 0 where all rows share one
@@ -261,15 +261,16 @@ def _draw_kernel(
     else:
         first = column_tile * COLUMNS
         s, best, chosen = _race_in_parts(z, scale, level, noisy, low, high, first, COLUMNS, PARTS, UPCAST)
-    # Its z out of its value: to look for it in z would keep two tiles in registers.
+    # Its z out of its value: to look for it in z would keep two tiles in registers. Below m, and not from 0: at a
+    # logit of 60 the sum m + log2 would be rounded to 4e-6, and a log-prob might lie that far above 0.
     t = _minus_log(_uniform(low, high, _token_word(chosen)))
     score = tl.where(noisy, m + tl.log2(best), best)  # a greedy row's is compared as it is
-    z_chosen = tl.where(noisy, m + tl.log2(best * t), best * _LOG2_E)
+    below = tl.where(noisy, tl.log2(best * t), tl.fma(best, scale, -level))
     row_stride = tl.cast(row_tiles * ROWS, tl.int64)
     plane = row_stride * tl.cdiv(V, COLUMNS)
     parts = parts_ptr + column_tile * row_stride + row
     tl.store(parts, score)
-    tl.store(parts + plane, z_chosen)
+    tl.store(parts + plane, below)
     tl.store(parts + 2 * plane, m)
     tl.store(parts + 3 * plane, s)
     tl.store(columns_ptr + column_tile * row_stride + row, chosen)
@@ -277,7 +278,7 @@ def _draw_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _reduce_draw_kernel(
-    parts_ptr,  # [4, column tiles, row_stride] fp32: best score, its z, m, s
+    parts_ptr,  # [4, column tiles, row_stride] fp32: best score, its z - m, m, s
     columns_ptr,  # [column tiles, row_stride] int32
     ids_ptr,  # [B] int64
     logprobs_ptr,  # [B] fp32
@@ -294,7 +295,8 @@ def _reduce_draw_kernel(
     plane = tl.cast(row_stride, tl.int64) * tiles
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     best_column = tl.full((ROWS,), _NO_COLUMN, tl.int32)
-    best_z = tl.zeros((ROWS,), tl.float32)
+    best_below = tl.zeros((ROWS,), tl.float32)
+    best_m = tl.zeros((ROWS,), tl.float32)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for start in range(0, tiles, TILES):
@@ -302,7 +304,7 @@ def _reduce_draw_kernel(
         inside = (tile < tiles)[:, None]
         at = tile.to(tl.int64)[:, None] * row_stride + row[None, :]
         score = tl.load(parts_ptr + at, mask=inside, other=float("-inf"))
-        z = tl.load(parts_ptr + plane + at, mask=inside, other=0.0)
+        below = tl.load(parts_ptr + plane + at, mask=inside, other=0.0)
         m = tl.load(parts_ptr + 2 * plane + at, mask=inside, other=float("-inf"))
         s = tl.load(parts_ptr + 3 * plane + at, mask=inside, other=0.0)
         column = tl.load(columns_ptr + at, mask=inside, other=_NO_COLUMN)
@@ -310,7 +312,9 @@ def _reduce_draw_kernel(
         first = tl.min(tl.where(score == top[None, :], column, _NO_COLUMN), 0)
         # Not where they are equal: the columns so far are lower.
         better = (top > best) | (best_column == _NO_COLUMN)
-        best_z = tl.where(better, tl.sum(tl.where(column == first[None, :], z, 0.0), 0), best_z)
+        wins = column == first[None, :]
+        best_below = tl.where(better, tl.sum(tl.where(wins, below, 0.0), 0), best_below)
+        best_m = tl.where(better, tl.sum(tl.where(wins, m, 0.0), 0), best_m)
         best_column = tl.where(better, first, best_column)
         best = tl.where(better, top, best)
         rise = tl.maximum(highest, tl.max(m, 0))
@@ -318,7 +322,9 @@ def _reduce_draw_kernel(
         total = total * tl.exp2(highest - level) + tl.sum(tl.exp2(m - level[None, :]) * s, 0)
         highest = rise
     tl.store(ids_ptr + row, tl.minimum(best_column, V - 1).to(tl.int64), mask=row < count)
-    tl.store(logprobs_ptr + row, ((best_z - highest) - tl.log2(total)) * _LN2, mask=row < count)
+    # The chosen one's share of the total was computed a second time: it may come out above all of it by 1e-6.
+    logprob = (best_below + (best_m - highest) - tl.log2(total)) * _LN2
+    tl.store(logprobs_ptr + row, tl.where(logprob > 0.0, 0.0, logprob), mask=row < count)  # NaN stays
 
 
 def draw_fused(

@@ -70,7 +70,7 @@ _APPROXIMATE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @contextmanager
 def approximate_functions() -> Iterator[None]:
-    """float32 exp, exp2, log, log2, sqrt, rsqrt and / with the errors that a GPU's may have."""
+    """float32 exp, exp2, log, log2, sqrt, rsqrt and / with the errors of a GPU's; fma rounds once."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     def replaced(name: str) -> Callable[[Any, Any], Any]:
@@ -94,8 +94,14 @@ def approximate_functions() -> Iterator[None]:
             rounded = (quotient * (1 + _noise(quotient.astype(np.float32)) * 2.0**-23)).astype(np.float32)
         return type(lhs)(rounded, lhs.dtype.scalar)
 
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        with np.errstate(all="ignore"):
+            exact = x.data.astype(np.float64) * y.data + z.data
+        return type(z)(exact.astype(z.data.dtype), z.dtype.scalar)
+
     with ExitStack() as stack:
         for name in _APPROXIMATE:
             stack.enter_context(patch.object(Builder, name, replaced(name)))
         stack.enter_context(patch.object(Builder, "create_fdiv", fdiv))
+        stack.enter_context(patch.object(Builder, "create_fma", fma))
         yield

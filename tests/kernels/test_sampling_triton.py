@@ -2,13 +2,14 @@
 within what rounding can do, ties, bits of the noise, and what lies beside the tensors."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from interpreter import DEVICE, poisoned_memory
+from interpreter import DEVICE, approximate_functions, poisoned_memory
 from torch import Tensor
 
 from thresher.kernels.noise import uniform_noise
@@ -281,6 +282,21 @@ def test_a_logit_that_is_not_finite_spoils_its_own_row_alone() -> None:
     bad_B[[0, 1, 2, 4, 5]] = True
     assert logprobs_B[bad_B].isnan().all() and ((ids_B >= 0) & (ids_B < 300)).all()
     assert torch.equal(ids_B[~bad_B], plain_ids_B[~bad_B]) and torch.equal(logprobs_B[~bad_B], plain_logprobs_B[~bad_B])
+
+
+def test_a_token_that_is_sure_has_a_log_prob_of_0_at_most() -> None:
+    """However high its logit. A sum of z and of a logarithm, near 60, would be rounded by up to 4e-6."""
+    case = Case(400, 300, width=16)
+    case.temperature_B.fill_(0.9)
+    case.hidden_BH[:] = 1.0
+    case.hidden_BH[:, 0] = torch.linspace(30, 60, 400)
+    case.head_VH.mul_(0.01)
+    case.head_VH[17, 0] = 1.0
+    with approximate_functions() if DEVICE == "cpu" else nullcontext():
+        ids_B, logprobs_B = case.draw()
+    assert (ids_B == 17).all()
+    assert (case.truth()[1][:, 17] > -1e-6).all()
+    assert (logprobs_B <= 0).all() and (logprobs_B > -2e-6).all()
 
 
 def test_columns_of_minus_infinity_are_never_drawn() -> None:
