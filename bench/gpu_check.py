@@ -50,6 +50,7 @@ RACED = (
     "attention/test_decode_triton.py::test_a_draft_whose_part_holds_only_later_keys_adds_nothing",
     "attention/test_cascade_triton.py::test_a_prefix_is_read_once_and_not_by_its_members",
     "attention/test_prefill_triton.py::test_longest_may_be_more_than_any_run_and_queries_a_view",
+    "attention/test_forest_triton.py::test_any_strides_are_read",
     "test_sampling_triton.py::test_one_temperature_for_all_rows_is_not_copied",
     "test_norm_triton.py::test_a_frozen_weight_has_no_sums",
     "test_heads_triton.py::test_weights_gradients_are_sums_of_several_programs",

@@ -131,7 +131,8 @@ class _PrefixAttention(torch.autograd.Function):
         own, *above = ctx.layout.parts
         sums = attend.backward(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_TN, own)
         if above:
-            sums = tuple(x.to(lse_TN.dtype) for x in sums)
+            dq_TND, dk_TKD, dv_TKD = sums
+            sums = dq_TND.to(lse_TN.dtype), dk_TKD.to(lse_TN.dtype), dv_TKD.to(lse_TN.dtype)
         for part in above:
             rows, keys = part.rows, part.keys
             shares = attend.backward(

@@ -76,8 +76,8 @@ def test_hidden_states_and_gradients(family: str, lora: bool, monkeypatch: pytes
     monkeypatch.setattr(layers, "uses_triton", serves)
     fused = results(deepcopy(policy).to(DEVICE))
     layer_count = policy.config.num_hidden_layers
-    # two norms and a gate a layer, and the last norm; Qwen3's norms of heads
-    assert len(served) == (4 if family == "qwen3" else 3) * layer_count + 1
+    # two norms, a rotation and a gate a layer, and the last norm; Qwen3's norms of heads
+    assert len(served) == (5 if family == "qwen3" else 4) * layer_count + 1
     assert fused.keys() == torchs.keys() == truth.keys() and len(truth) > (8 if lora else 14)
     assert any("norm" in name for name in truth) != lora
     of_torch = off(torchs, truth)
