@@ -4,6 +4,7 @@
 #   make demo-real   train SmolLM2-135M-Instruct, a real model, to read: 45 minutes, 13 GB of memory  (QUESTIONS=nq.jsonl, SEED=1, OUT=..)
 #   make test        formatter, linter, type checker, tests: six minutes on two cores   (WORKERS=8)
 #   make test-all    the same, then the slow tests: peers, documents, processes, every CPU setting
+#   make simcuda     a GPU's path on a simulated one, Triton's kernels included: eight minutes
 #   make lint        formatter, linter, type checker
 #   make test-margins  how near every numeric threshold of the tests is, over CPU settings and seeds: hours  (SEEDS=20, TESTS=tests/kernels, MARKS="not slow")
 #   make docs        docs/recipe.md, from the recipe's sections
@@ -153,6 +154,13 @@ test: .venv
 	$(PYTEST) -m "not slow" || status=$$?
 	wait $$checker || { cat "$$types" >&2; exit 1; }
 	exit $$status
+
+# Where there is no GPU, its path on a device of tests/simcuda; afterwards a run with Triton's kernels, interpreted.
+.PHONY: simcuda
+simcuda: .venv
+	@export SIMCUDA=1
+	$(VENV)/bin/pytest tests/on_simulated_device.py tests/engine/decoding/test_decoder_cuda.py
+	SIMCUDA_KERNELS=1 $(VENV)/bin/pytest tests/on_simulated_device.py -k with_kernels
 
 .PHONY: test-all
 test-all: test

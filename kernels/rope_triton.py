@@ -82,7 +82,7 @@ def _rotate_and_store_kernel(
     tl.store(v_at + D // 2, right, mask=stored & (head >= N + K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _rotated_heads_kernel(
     qkv_ptr,  # [T, N + 2K, D] bf16 or fp32, dense; with BACK written: the gradient of the projection
     rope_ptr,  # [2, T, 1, D/2] the same: cos, sin

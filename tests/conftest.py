@@ -39,11 +39,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+
 # Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("SIMCUDA") == "1":
+    import simcuda
 
-ROOT = Path(__file__).resolve().parent.parent
+    simcuda.install(ROOT)
 
 END_OF_TEXT = "<|endoftext|>"
 TEACHING_STEPS = 80
@@ -100,6 +104,19 @@ def ints_of_one_element() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interpreter, "_patch_lang_tensor", patch)
         yield
+
+
+@pytest.fixture(autouse=os.environ.get("SIMCUDA") == "1")
+def on_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """References in the place of the kernels unless SIMCUDA_KERNELS=1; no hazard may be left."""
+    import simcuda
+    from simulated_references import without_kernels
+
+    if os.environ.get("SIMCUDA_KERNELS") != "1":
+        without_kernels(monkeypatch)
+    simcuda.reset()
+    yield
+    assert simcuda.hazards() == []
 
 
 @pytest.fixture(scope="session")

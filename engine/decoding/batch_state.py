@@ -214,7 +214,7 @@ class BatchState:
         kinds = (np.float32, np.int64, np.float32, np.float32)
         host = tuple(map(np.array, columns, kinds))
         for held_B, values_B in zip(self._rules_B, host, strict=True):
-            held_B.copy_(torch.from_numpy(values_B))
+            held_B.copy_(to_device(values_B, self.device))
         temperature_B, top_k_B, top_p_B, min_p_B = self._rules_B
         return SamplingTensors.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
 
@@ -235,7 +235,7 @@ class StopTables:
         self._parts: list[tuple[AnyInts, AnyInts, AnyInts]] = [(columns_V, none, none)]
         eos_V = np.zeros(tokenizer.vocab_size, np.int64)
         eos_V[[token for token in eos_ids if token < tokenizer.vocab_size]] = 1
-        self._eos_V = torch.from_numpy(eos_V).to(device)
+        self._eos_V = to_device(eos_V, device)
         self._lay()
 
     def start(self, stop: tuple[str, ...], lead: bytes = b"") -> int:
@@ -261,11 +261,11 @@ class StopTables:
 
     def _lay(self) -> None:
         def put(parts: Sequence[AnyInts]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self.device)
+            return to_device(np.concatenate(parts).astype(np.int64), self.device)
 
         columns, nexts, codes = zip(*self._parts, strict=True)
         sizes = [table.shape for table in nexts]
-        self._columns_XV = torch.from_numpy(np.concatenate(columns).astype(np.int32)).to(self.device)
+        self._columns_XV = to_device(np.concatenate(columns).astype(np.int32), self.device)
         self.version += 1
         self._next, self._code = (put([table.reshape(-1) for table in tables]) for tables in (nexts, codes))
         self._matcher_A = put([np.full(states, number) for number, (states, _) in enumerate(sizes)])

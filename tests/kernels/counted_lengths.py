@@ -24,7 +24,8 @@ from thresher.kernels import (
     sampling_triton,
 )
 from thresher.kernels import head_triton as backend
-from thresher.kernels.attention import cascade_triton, paged_cuda, prefill_triton
+from thresher.kernels.attention import cascade_triton, forest_triton, paged_cuda, prefill_triton
+from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
 from thresher.kernels.registry import specialisations_of, triton_modules
 
 LENGTHS = (1, 2, 16, 63, 64, 1000)
@@ -74,6 +75,9 @@ def layers(n: int) -> None:
     places = torch.zeros(3, n, dtype=torch.int32)
     caches = torch.ones(2, 5, 2, 16, 64)
     rope_triton.fused_rotate_and_store(torch.ones(n, 18, 64), torch.ones(2, n, 1, 32), 2, *caches, places[1], places[2])
+    projection = torch.ones(n, 18, 64, requires_grad=True)
+    turned = rope_triton.fused_rotated_heads(projection, torch.ones(2, n, 1, 32), 2)
+    torch.autograd.backward(turned, [x.detach() for x in turned])
 
 
 def draws(n: int) -> None:
@@ -97,7 +101,15 @@ def attention(n: int) -> None:
     prefill_triton.triton_prefill(torch.zeros(n, 14, 64, dtype=torch.bfloat16), cache, cache, runs)
 
 
-LAUNCHES: tuple[Callable[[int], None], ...] = (loss, layers, draws, attention)
+def forest(n: int) -> None:
+    """Of two segments below another."""
+    layout = PrefixForest([n, 3, n], [-1, 0, 0], attention=forest_triton.TritonForest())
+    q, k, v = (torch.ones(2 * n + 3, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (14, 2, 2))
+    out = prefix_attention(q, k, v, layout)
+    out.backward(out.detach())
+
+
+LAUNCHES: tuple[Callable[[int], None], ...] = (loss, layers, draws, attention, forest)
 
 
 def main() -> None:

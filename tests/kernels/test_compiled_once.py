@@ -14,4 +14,5 @@ def test_all_lengths_share_one_binary(tmp_path: Path) -> None:
     found = said((str(Path(__file__).with_name("counted_lengths.py")),), tmp_path)
     assert found.pop("_coefficients_kernel") == 2  # with an entropy bonus and without
     assert found.pop("_sum_parts_kernel") == 2  # the widths of its two users
+    assert found.pop("_rotated_heads_kernel") == 2  # forward and backward
     assert found == dict.fromkeys(found, 1) and len(found) > 12

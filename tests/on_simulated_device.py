@@ -1,0 +1,425 @@
+"""The path of a GPU on the simulated device (tests/simcuda): a CPU's results, no hazard, no wait of the host where
+there must be none, and ceilings on launches, waits and nodes of graphs, which a change may only lower.
+
+`make simcuda` runs it, and test_simulated_device.py in a process of its own, since torch keeps the device once it has
+it. References compute in the place of the Triton kernels unless SIMCUDA_KERNELS=1, which takes minutes.
+"""
+
+import json
+import linecache
+import math
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import simcuda
+import torch
+from train_cases import recipe_maker, recipe_tables, sampled, single_threaded, steps_of, write_inputs
+
+from thresher.cli.main import main
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.decoding import batch_state, decoder_cuda
+from thresher.engine.decoding.decoder_cuda import BucketStep
+from thresher.engine.decoding.generator import GenerateRequest, Generator
+from thresher.engine.training.train import train
+from thresher.engine.training.update import Updater
+from thresher.policy.model import load_policy
+from thresher.policy.streamed import StreamedPolicy
+from thresher.policy.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 2048}
+KERNELS = os.environ.get("SIMCUDA_KERNELS") == "1"
+Run = Callable[..., Path]
+
+
+ASKS = re.compile(r'"cuda"|\.is_cuda|torch\.cuda\.')
+NO_STATEMENT = re.compile(r'\s*(#|"|import |from |\w+: (Literal|.*torch\.cuda\.\w+[^(]*$))')
+
+
+def lines_that_ask() -> dict[Path, dict[int, str]]:
+    """Return the product's lines that ask for CUDA, by file and number."""
+    found: dict[Path, dict[int, str]] = {}
+    for folder in ("common", "kernels", "policy", "retrieval", "engine", "cli"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            lines = enumerate(path.read_text().splitlines(), 1)
+            found[path] = {n: line.strip() for n, line in lines if ASKS.search(line) and not NO_STATEMENT.match(line)}
+    return {path: lines for path, lines in found.items() if lines}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lines_run(request: pytest.FixtureRequest) -> Iterator[set[tuple[str, int]]]:
+    """Collect the lines that run, of functions that ask for CUDA, where the slow tests run."""
+    ran = set[tuple[str, int]]()
+    if "not slow" in (request.config.getoption("-m") or ""):
+        yield ran
+        return
+    asking = {str(path): lines for path, lines in lines_that_ask().items()}
+    watched = dict[CodeType, bool]()
+
+    def line(frame: FrameType, event: str, arg: object) -> Any:
+        ran.add((frame.f_code.co_filename, frame.f_lineno))
+        return line
+
+    def call(frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if code not in watched:
+            asked = asking.get(code.co_filename, {})
+            watched[code] = any(number in asked for _, _, number in code.co_lines())
+        return line(frame, event, arg) if watched[code] else None
+
+    sys.settrace(call)
+    threading.settrace(call)
+    yield ran
+    sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+@pytest.fixture(scope="session")
+def tables(once: Any, tiny_tokenizer: Any, tiny_index_folder: Path, tiny_questions: Any) -> dict[str, Any]:
+    """The recipe of train_cases.py for a model with heads of 16, the fewest that the kernels serve."""
+    import train_cases
+
+    def make(folder: Path) -> None:
+        narrow = train_cases.make_config
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_cases, "make_config", lambda **c: narrow(**WIDE, **c))
+            write_inputs(folder, tiny_tokenizer, tiny_questions)
+
+    return recipe_tables(once("wide-inputs", make), tiny_index_folder)
+
+
+@pytest.fixture
+def make(tables: dict[str, Any]) -> Callable[..., Recipe]:
+    def make(device: str, **changes: dict[str, Any]) -> Recipe:
+        small = {
+            "run": {"steps": 2, "eval_every": 2, "eval_questions": 2, "save_every": 1},
+            "optim": {"warmup_ratio": 0.0},
+        }
+        for name, keys in {**changes, "model": {**changes.get("model", {}), "device": device}}.items():
+            small[name] = {**small.get(name, {}), **keys}
+        return recipe_maker(tables)(**small)
+
+    return make
+
+
+# --- Results
+
+
+def tokens(run: Path, step: int) -> list[list[int]]:
+    """Return the ids of a step's trajectories."""
+    return [[token for segment in one["segments"] for token in segment["ids"]] for one in sampled(run, step)]
+
+
+def assert_same(run: Path, cpu: Path, budget: float) -> None:
+    """The same tokens at each step; losses, gradient norms and KL within `budget` of theirs."""
+    ours, theirs = steps_of(run), steps_of(cpu)
+    assert [one["step"] for one in ours] == [one["step"] for one in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert tokens(run, one["step"]) == tokens(cpu, one["step"])
+        for name in ("loss", "grad_norm", "kl", "entropy"):
+            if name in other:
+                assert one[name] == pytest.approx(other[name], rel=budget, abs=budget)
+
+
+FLOAT32 = {
+    "plain": {},
+    "whole sequences": {"optim": {"share_prefix": False}},
+    "adapters": {"lora": {"rank": 4}},
+    "moments in 8 bits": {"optim": {"optimizer_state_dtype": "8bit"}},
+    "moments in CPU memory": {"optim": {"offload": "moments"}},
+    "reference in CPU memory": {"grpo": {"reference": "cpu"}, "optim": {"checkpoint_activations": "on"}},
+    "several updates": {
+        "grpo": {"old_logprobs": "recomputed", "updates_per_batch": 2, "epochs_per_batch": 2},
+        "optim": {"micro_batch_tokens": 200},
+    },
+    "few blocks": {"rollout": {"kv_tokens": 512}},
+    "branches": {"system": {"name": "eviomni", "template": None}, "rollout": {"max_context": 2000}},
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(c, id=i, marks=[pytest.mark.slow] * (i != "plain")) for i, c in FLOAT32.items()]
+)
+def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path) -> None:
+    for name in ("cpu", "cuda"):
+        train(make(name, **changes), tmp_path / name)
+    # Of two orders of float32 sums, through two updates.
+    assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
+    assert simcuda.counts()["launches"] > 1000
+
+
+@pytest.mark.skipif(not KERNELS, reason="references compute; make simcuda runs the kernels, interpreted")
+def test_with_kernels_a_run_is_the_cpu_s(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    sizes = {"group_size": 2, "questions_per_step": 1, "max_turn_tokens": 6, "max_policy_tokens": 12}
+    for name in ("cpu", "cuda"):
+        train(make(name, rollout=sizes, run={"steps": 1, "eval_questions": 1}), tmp_path / name)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
+    assert simcuda.counts()["kernels"] > 100
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_cpu_s(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    for name in ("cpu", "cuda"):
+        changes = {"optim": {"offload": "moments", "optimizer_state_dtype": "8bit"}}
+        train(make(name, run={"steps": 1, "save_every": 1}, **changes), tmp_path / name)
+        train(make(name, run={"steps": 2, "save_every": 1}, **changes), tmp_path / name, resume=True)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
+
+
+BFLOAT16 = {
+    "plain": {},
+    "adapters": {"lora": {"rank": 4}},
+    "masters in CPU memory": {"optim": {"offload": "masters"}, "grpo": {"reference": "cpu"}},
+    "importance weights": {"grpo": {"old_logprobs": "recomputed", "tis_level": "token"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", BFLOAT16.values(), ids=BFLOAT16)
+def test_in_bfloat16_rollout_and_update_agree(
+    changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Its bits are not the CPU's, so no sample is: what it drew with, the update finds again, up to rounding."""
+    train(make("cuda", **changes, model={"dtype": "bfloat16"}), tmp_path / "run")
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2 and all(step["sampled_tokens"] > 100 for step in steps)
+    # Logits of a few units have a relative error of 2^-9 from each of some twenty roundings.
+    assert all(step["logprob_gap"] < 0.05 and math.isfinite(step["grad_norm"]) for step in steps)
+
+
+COMMANDS = {
+    "eval": "eval {recipe} --limit 3 --device {device} --out {out}",
+    "rollout": "rollout --model {model} --system r1 --questions {dev} --n 2 --device {device} --out {out}.jsonl "
+    "--set rollout.max_turn_tokens=8",
+    "generate": "generate --model {model} --prompt Who? --n 2 --max-new-tokens 8 --device {device}",
+    "sft": "sft {sft} --set model.device={device} --out {out}",
+    "extract": "extract --model {model} --questions {dev} --index {index} --limit 2 --device {device} "
+    "--out {out}.jsonl",
+    "plan": "plan --recipe {recipe} --device {device}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs(
+    name: str, tables: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `generate` writes what it does on the CPU."""
+    questions = [{"id": f"q{n}", "question": "Who?", "golden_answers": ["Anna Bell"]} for n in range(12)]
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    sft = {"data": str(tmp_path / "sft.jsonl"), "format": "closed-book", "steps": 2, "batch_size": 4}
+    sections = {"model": tables["model"], "system": tables["system"], "rollout": {"max_context": 200}, "sft": sft}
+    (tmp_path / "sft.toml").write_text(
+        "".join(
+            f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+            for section, keys in sections.items()
+        )
+    )
+    said = {}
+    for device in ("cpu", "cuda"):
+        make(device).write(tmp_path / f"{device}.toml")
+        line = COMMANDS[name].format(
+            recipe=tmp_path / f"{device}.toml",
+            sft=tmp_path / "sft.toml",
+            out=tmp_path / f"out-{device}",
+            model=tables["model"]["path"],
+            dev=tables["data"]["dev"],
+            index=tables["retrieval"]["index"],
+            device=device,
+        )
+        with pytest.raises(SystemExit) as ended:
+            main(line.split())
+        said[device] = capsys.readouterr()
+        assert ended.value.code == 0, said[device].err
+    assert name != "generate" or said["cuda"].out == said["cpu"].out
+
+
+# --- What the host waits for, and how much is launched
+
+
+def waits(folder: str) -> set[str]:
+    """Return the lines of the folder's files in which the host waited."""
+    found = (re.fullmatch(r".* @ (\S+?):(\d+)(?: < .*)?", at) for at in simcuda.syncs())
+    lines = ((match[1], int(match[2])) for match in found if match)
+    return {linecache.getline(str(ROOT / file), line).strip() for file, line in lines if file.startswith(folder)}
+
+
+class Counted:
+    """What each call of a method added to the device's counts."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        self.calls = list[dict[str, int]]()
+        plain = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = simcuda.counts()
+            result = plain(*args, **kwargs)
+            self.calls.append({key: count - before[key] for key, count in simcuda.counts().items()})
+            return result
+
+        patch.setattr(owner, name, counted)
+
+    def most(self, key: str) -> int:
+        return max(call[key] for call in self.calls)
+
+
+def test_what_a_step_launches_and_where_the_host_waits(
+    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ceilings for a model of two layers, references in the kernels' place. A change may only lower them."""
+    load, launch = (Counted(monkeypatch, BucketStep, name) for name in ("load", "launch"))
+    backward = Counted(monkeypatch, Updater, "_backward")
+    train(make("cuda"), tmp_path / "run")
+    assert waits("engine/decoding/") == {
+        "self.done.synchronize()",  # a step's draws are read
+        "with torch.cuda.graph(self.graph, pool=self.pool):",  # a capture begins
+        "ended.synchronize()",  # the forwards before the first step of a run are timed
+    }
+    replayed = [call for call in launch.calls if call["replays"] and not call["captures"]]
+    assert len(replayed) > 0.8 * len(launch.calls)
+    assert load.most("launches") == 1 and load.most("syncs") == 0
+    assert {call["launches"] for call in replayed} == {2} and {call["syncs"] for call in replayed} == {0}
+    assert max(call["replayed_nodes"] for call in replayed) <= 263
+    assert backward.most("syncs") <= 3 and backward.most("launches") <= 1100
+
+
+# --- Rules broken on purpose
+
+
+def broken(run: Callable[[], object]) -> str:
+    """Return what the device says of a run that breaks a rule: its error, or its hazards."""
+    try:
+        run()
+        said = ""
+    except Exception as error:  # whatever trips over the consequences
+        said = str(error)
+    found = [f"{kind}: {what}" for kind, what in simcuda.hazards()]
+    simcuda.reset()
+    return "\n".join([said, *found])
+
+
+@pytest.fixture
+def samples(tables: dict[str, Any]) -> Callable[[], object]:
+    """Decode some steps on the device."""
+
+    def run() -> object:
+        folder = Path(tables["model"]["path"])
+        generator = Generator(load_policy(folder, torch.float32, "cuda"), load_tokenizer(folder), speculate=0)
+        prompts = [f"Question: What is the mayor of {name}?" for name in ("Anna Bell", "Karl Lund")]
+        return generator.generate([GenerateRequest(prompt_text=prompt, n=3, max_new_tokens=8) for prompt in prompts])
+
+    return run
+
+
+def test_one_staging_buffer_for_two_steps_is_seen(
+    samples: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert broken(samples).strip() == ""
+    monkeypatch.setattr(decoder_cuda, "IN_FLIGHT", 1)
+    assert "pinned-reuse: a pinned buffer was changed before its copy was known to be over" in broken(samples)
+
+
+def test_a_wait_in_a_captured_function_is_seen(samples: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = BucketStep.run
+
+    def run(self: BucketStep) -> None:
+        assert int(self.inputs["count"].max()) > 0
+        plain(self)
+
+    monkeypatch.setattr(BucketStep, "run", run)
+    assert "operation not permitted when stream is capturing: item" in broken(samples)
+
+
+def test_a_graph_whose_input_was_freed_is_seen(samples: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = BucketStep._capture
+
+    def capture(self: BucketStep) -> None:
+        plain(self)
+        self.row_Q = torch.empty(0)
+
+    monkeypatch.setattr(BucketStep, "_capture", capture)
+    assert "graph-freed: a graph is replayed whose memory was freed; its capture saw it at engine/" in broken(samples)
+
+
+def test_a_stream_that_does_not_wait_is_seen(
+    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = StreamedPolicy._wait_for
+
+    def wait_for(self: StreamedPolicy, index: int) -> Any:
+        self._copied[index % 2] = None
+        return plain(self, index)
+
+    monkeypatch.setattr(StreamedPolicy, "_wait_for", wait_for)
+    found = broken(lambda: train(make("cuda", grpo={"reference": "cpu"}, run={"steps": 1}), tmp_path / "run"))
+    assert "race: read after a write of another stream, unordered; seen at" in found
+
+
+def test_a_result_that_is_read_before_it_arrived_is_seen(
+    samples: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has not arrived has bytes that are no draws."""
+    plain = batch_state.DrawnRows.read
+    monkeypatch.setattr(batch_state.DrawnRows, "read", lambda self, count: plain(self._replace(done=None), count))
+    with pytest.raises(Exception):  # noqa: B017 - whatever trips over them first
+        samples()
+
+
+# --- Every line that asks for CUDA
+
+KERNEL = "Triton's kernels, in whose place references compute"
+RANKS = "several ranks"
+ENCODER = "a learned encoder or classifier"
+UNRUN = {
+    "cli/commands/training.py": (2, "refusals, and a memory check that a tiny model skips"),
+    "engine/compressors/recomp_train.py": (1, ENCODER),
+    "engine/compressors/training_data.py": (2, "data for compressors"),
+    "engine/parallel/ranks.py": (2, RANKS),
+    "engine/parallel/sharded_weights.py": (1, RANKS),
+    "engine/parallel/sync.py": (2, RANKS),
+    "engine/planning/time.py": (2, "the time of a chip of the data sheets, by the one that is there"),
+    "engine/reproduce/pipelines.py": (1, "an argument"),
+    "engine/training/sft_analyses.py": (2, "analyses by another model"),
+    "engine/training/update.py": (2, "what held memory, told once it has run out"),
+    "kernels/attention/backends/parts.py": (1, KERNEL),
+    "kernels/attention/decode_triton.py": (2, KERNEL),
+    "kernels/attention/forest_triton.py": (1, KERNEL),
+    "kernels/attention/paged_cuda.py": (1, KERNEL),
+    "kernels/autotune_cache.py": (3, KERNEL),
+    "kernels/head_tiling.py": (2, KERNEL),
+    "kernels/logprob.py": (1, "a constant"),
+    "kernels/operands.py": (1, KERNEL),
+    "kernels/sampling_triton.py": (1, KERNEL),
+    "retrieval/encoders/learned.py": (5, ENCODER),
+}
+
+
+@pytest.mark.slow
+def test_each_line_that_asks_for_cuda_ran_or_has_a_reason(
+    lines_run: set[tuple[str, int]], request: pytest.FixtureRequest
+) -> None:
+    """Of each file the number of those that did not; it may only fall."""
+    if request.config.getoption("-k") or KERNELS:
+        pytest.skip("not all tests were run as they are counted")
+    unrun = [
+        (str(path.relative_to(ROOT)), text)
+        for path, lines in lines_that_ask().items()
+        for number, text in lines.items()
+        if (str(path), number) not in lines_run
+    ]
+    print(*unrun, sep="\n")
+    assert Counter(file for file, _ in unrun) == {file: count for file, (count, _) in UNRUN.items()}
