@@ -297,6 +297,25 @@ def test_what_a_step_launches_and_where_the_host_waits(
     assert backward.most("syncs") <= 3 and backward.most("launches") <= 1100
 
 
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, id="all"), pytest.param({"lora": {"rank": 4}}, marks=pytest.mark.slow)]
+)
+def test_graphs_outlive_updates(
+    changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rollout's are dropped: what an update takes is not known yet. After that each is captured once."""
+    captured = Counter[tuple[int, int, int, float | None]]()
+    plain = BucketStep._capture
+
+    def capture(self: BucketStep) -> None:
+        captured[self.size, len(self.row_Q), self.groups, self.rules.temperature] += 1
+        plain(self)
+
+    monkeypatch.setattr(BucketStep, "_capture", capture)
+    train(make("cuda", **changes, run={"steps": 4, "eval_every": 9, "eval_questions": 2}), tmp_path / "run")
+    assert len(captured) > 2 and max(captured.values()) == 2
+
+
 # --- Rules broken on purpose
 
 

@@ -184,6 +184,9 @@ def step_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            torch.autograd.graph.increment_version(parameter)  # fused AdamW does not, though it writes in place
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -51,6 +51,10 @@ def missing() -> str | None:
             return "there is no g++ to build it"
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
             return "Python.h is not installed"
+        try:
+            library().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"its folder cannot be made: {error}"
     return None
 
 
@@ -67,7 +71,6 @@ def build() -> Path:
     made = library()
     if made.exists():
         return made
-    made.parent.mkdir(parents=True, exist_ok=True)
     lib = Path(torch.__file__).parent / "lib"
     include = Path(torch.__file__).parent / "include"
     with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
