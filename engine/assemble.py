@@ -64,7 +64,7 @@ class RunContext(PromptContext):
         limits = self.limits
         blocks = Rollout.blocks_for(limits)
         if limits.attention != "torch":
-            # On a GPU the cache takes what memory there is when a rollout begins, and has to hold one context.
+            # On a GPU the cache is as large as the free memory allows, and has to hold one context.
             blocks = 1 + -(-limits.max_context // limits.kv_block_size)
         needed = PagedKV.bytes_needed(self.policy.config, blocks, limits.kv_block_size, self.policy.dtype.itemsize)
         available = free_memory(self.policy.device)

@@ -6,7 +6,7 @@
 
 Within a tile z and m count powers of two, z log2(e), so that e^(z - m) is a multiply-add and one instruction.
 
-A tile stores, for each row: its best score z + g (a greedy row's: z), that column, its z, m and s; a second kernel
+A tile stores, for each row: its best score z + g (a greedy row's: z), that column, its z - m, m and s; a second kernel
 reduces them. The second line is Gumbel-max (Maddison, Tarlow and Minka 2014) as a race. u has the bits of noise.py, so
 a token is the torch path's wherever the two best scores are further apart than rounding; of equal scores the lowest id
 wins. A row with a logit that is not finite gets a log-prob of NaN. Filters (top-k ..) are drawn by sampling.py.
@@ -223,7 +223,7 @@ def _draw_kernel(
     WIDTH: tl.constexpr,
     AXIS: tl.constexpr,  # of the columns in a tile of logits
     PARTS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     # Neighbouring programs share their columns: the head streams through once, the hidden states stay in the cache.
     row_tiles = tl.cdiv(count, ROWS)
@@ -242,7 +242,7 @@ def _draw_kernel(
     z = tl.zeros((COLUMNS, ROWS), tl.float32) if AXIS == 0 else tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(0, H, WIDTH):
         w, x = tl.load(head_ptrs), tl.load(hidden_ptrs)
-        if UPCAST:
+        if INTERPRETED:
             w, x = w.to(tl.float32), x.to(tl.float32)
         z = tl.dot(w, x, z, input_precision="ieee") if AXIS == 0 else tl.dot(x, w, z, input_precision="ieee")
         head_ptrs += WIDTH
@@ -257,10 +257,10 @@ def _draw_kernel(
     level = tl.where(m == float("-inf"), 0.0, m)
     low, high = _row_words(tl.load(seeds_ptr + row_inside), tl.load(positions_ptr + row_inside))
     if AXIS == 0:
-        s, best, chosen = _race(z, scale, level, noisy, low, high, column, 0, UPCAST)
+        s, best, chosen = _race(z, scale, level, noisy, low, high, column, 0, INTERPRETED)
     else:
         first = column_tile * COLUMNS
-        s, best, chosen = _race_in_parts(z, scale, level, noisy, low, high, first, COLUMNS, PARTS, UPCAST)
+        s, best, chosen = _race_in_parts(z, scale, level, noisy, low, high, first, COLUMNS, PARTS, INTERPRETED)
     # Its z out of its value: to look for it in z would keep two tiles in registers. Below m, and not from 0: at a
     # logit of 60 the sum m + log2 would be rounded to 4e-6, and a log-prob might lie that far above 0.
     t = _minus_log(_uniform(low, high, _token_word(chosen)))
@@ -358,7 +358,7 @@ def draw_fused(
         temperature_B.stride(0),
         lm_head_VH.stride(0),
         width,
-        UPCAST=INTERPRETED,
+        INTERPRETED=INTERPRETED,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.maxnreg,
@@ -444,7 +444,7 @@ def _draw_specialisation(
         kernel=_draw_kernel,
         signature={f"{name}_ptr": kind for name, kind in {**types, "parts": "*fp32", "columns": "*i32"}.items()}
         | dict.fromkeys(("count", "temperature_stride", "head_stride_v", "H"), "i32"),
-        constants={**_tile_constants(VOCABULARY, tiling, width), "UPCAST": False},
+        constants={**_tile_constants(VOCABULARY, tiling, width), "INTERPRETED": False},
         aligned=("hidden_ptr", "head_ptr", "parts_ptr", "columns_ptr", "head_stride_v", "H"),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -19,8 +19,9 @@ from thresher.kernels.layers import add_norm, norm_heads, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
 
-# attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated. It is PagedStep
-# (DeviceStep on CUDA) in a rollout, and in an update Varlen, or PrefixForest where sequences share beginnings.
+# attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated. In a rollout it is
+# PagedStep; on CUDA DeviceStep for prompts and appended text, BucketStep._attend for what draws. In an update it is
+# Varlen, or PrefixForest where sequences share beginnings.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 

@@ -6,7 +6,7 @@ write.
 
     on the host (numpy), from what the host has done         on the policy's device
     known_B    tokens of the sequence                        tokens_BL    its ids
-    cached_B   those whose keys and values are cached        logprobs_BL  of those that it sampled
+    cached_B   those whose keys and values are cached        logprobs_BL  of those that it sampled; none with a mirror
     table_BP   its blocks, blocks_B of them, then 0          seeds_B      its noise
     room_B     tokens left to the turn; 0: no turn           state_B      of the stop automaton
     prompt_B   tokens of its prompt                          temperature, top_k, top_p, min_p _B
@@ -32,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.engine.decoding.kv_cache import to_device
 from thresher.engine.decoding.scheduler import SamplingParams, TokenSequence
 from thresher.engine.decoding.stop_tags import Hit, TagMatcher
 from thresher.kernels.attention.paged_cpu import places
@@ -65,7 +64,8 @@ class BatchState:
         sizes = [slots * length, slots, slots]
         self._all = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         tokens, self.seeds_B, self.state_B = self._all.split(sizes)
-        self.tokens_BL, self.logprobs_BL = tokens.view(slots, length), torch.zeros(slots, length, device=device)
+        self.tokens_BL = tokens.view(slots, length)
+        self.logprobs_BL = torch.zeros(slots, 0 if mirror else length, device=device)
         self._seeds, self._states = (sum(sizes[:count]) for count in (1, 2))  # where they begin in _all
         # What the host writes: on a CPU _all itself, for a call of torch costs more than one of numpy; else an image,
         # of which `send` copies these places.
@@ -217,6 +217,12 @@ class BatchState:
             held_B.copy_(to_device(values_B, self.device))
         temperature_B, top_k_B, top_p_B, min_p_B = self._rules_B
         return SamplingTensors.of(temperature_B, top_k_B, top_p_B, min_p_B, host=host)
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy to a GPU without waiting; on a CPU the tensor has the array's memory."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class StopTables:

@@ -15,7 +15,8 @@ So a turn that has ended gets one token too many, which is discarded and counted
 With drafts a step is read before the next is launched, since drafts follow from the last token; `Drafter.looks` decides
 from counts alone. Then `receive n` also adds the accepted drafts to `known`.
 
-Axes: N sequences of a decode step, Q rows of a sequence, K drafts, P blocks of a sequence, L tokens of a slot.
+Axes: N sequences of a decode step, B those of its bucket with padding, Q rows of a sequence, K drafts, P blocks of a
+sequence, L tokens of a slot; g groups that share blocks, G these cut into groups of MEMBERS, X the members in a list.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ from thresher.kernels.layers import rotate_and_store
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
-StepKey = tuple[int, int, bool, float | None, bool]  # size, drafts, shares; the rows' one temperature, whether filtered
+# Size, drafts, shares; and what `SamplingTensors` knows on the host, which decides what is launched: the rows' one
+# temperature, whether any is filtered.
+StepKey = tuple[int, int, bool, float | None, bool]
 KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
 KEPT_SHARE = 0.8  # of a GPU's memory: a cache that fits in it beside what updates have taken stays allocated
 
@@ -137,6 +140,7 @@ class DeviceDecoder(Decoder):
         self._pending: PendingStep | None = None
         self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
+        # An update writes the weights in place, so these change only where memory was freed or moved.
         read = [*self.policy.parameters(), *self.policy.buffers(), *self.held()]
         addresses = [x.data_ptr() for x in read]
         if addresses != self._addresses:
@@ -470,6 +474,7 @@ class BucketStep:
         hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self._attend)
         head_VH = self.policy.head_VH[: self.columns]
         seeds_T, rules = batch.seeds_B[slot_T], self.rules.take(slot_T)
+        # The noise is that of the drawn token's position.
         ids_T, logprobs_T = sampling.sample_from_head(hidden_TH, head_VH, seeds_T, position_T + 1, rules)
         ids_BQ, slot_B = ids_T.view(-1, len(row_Q)), slot_B1[:, 0]
         logprobs_BQ, state_B = logprobs_T.view_as(ids_BQ), batch.state_B[slot_B]

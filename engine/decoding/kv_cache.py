@@ -6,13 +6,12 @@ as the kernels read them (paged_cuda.py). `PagedStep` and `DeviceStep` are the `
 rotate, write the new rows' keys and values to their slots, and attend.
 """
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from thresher.common.errors import UserError
+from thresher.engine.decoding.batch_state import to_device
 from thresher.kernels.attention.paged_cpu import (
     SLOT_STEP,
     CacheShape,
@@ -159,9 +158,3 @@ class DeviceStep:
         if self.fresh is not None and self.layout is not None:
             return self.fresh(*rotated_heads(qkv_TMD, rope, kv_heads), self.layout)
         return prefill_attention(q_TND, k_PKSD, v_PKSD, self.rows)
-
-
-def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy to a GPU without waiting; on a CPU the tensor has the array's memory."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -286,7 +286,7 @@ class EpisodeRunner:
 
 
 class Rollout(EpisodeRunner):
-    """Makes trajectories with one policy. A run begins with an empty cache, on CUDA also with new memory."""
+    """Makes trajectories with one policy. A run begins with an empty cache; on CUDA its memory may be new."""
 
     def __init__(
         self,

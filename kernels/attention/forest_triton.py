@@ -464,6 +464,7 @@ def _forest_dkv_kernel(
     q_head, do_head = q_ptr + kv * per_kv * q_stride_n, do_ptr + kv * per_kv * do_stride_n
     heads_at = kv.to(tl.int64) * per_kv * T
     dk, dv = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
+    # First the tiles of rows whole .. after - 1, which see all of the keys and need no mask; then those on either side.
     dk, dv = _add_dkv(
         dk, dv, k, v, key, end, whole, after, after, after, q_head, do_head, lse_ptr + heads_at, delta_ptr + heads_at,
         q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, per_kv, D, WIDTH, ROWS, False, UPCAST,
@@ -473,6 +474,7 @@ def _forest_dkv_kernel(
         q_stride_t, q_stride_n, do_stride_t, do_stride_n, scale, T, per_kv, D, WIDTH, ROWS, True, UPCAST,
     )  # fmt: skip
     kv_stride = tl.num_programs(0) * D
+    # log 2: scale has a factor of log2 e.
     _store_rows(dk_ptr + kv * D, dk * (scale * 0.6931471805599453), first, kv_stride, T, D, WIDTH, KEYS)
     _store_rows(dv_ptr + kv * D, dv, first, kv_stride, T, D, WIDTH, KEYS)
 
