@@ -116,6 +116,7 @@ def on_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         without_kernels(monkeypatch)
     simcuda.reset()
     yield
+    torch.cuda.synchronize()  # copies that are under way are looked at
     assert simcuda.hazards() == []
 
 

@@ -12,7 +12,6 @@ It imports nothing but torch (and triton, where that is installed); README.md sa
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib.util
 import os
@@ -22,7 +21,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,35 +39,37 @@ _root = ""
 
 
 def missing() -> str | None:
-    """Return why no device can be made here, or None."""
+    """Return the reason why no device can be made here, or None."""
     version = torch.__version__.partition("+")[0]
     if version.rpartition(".")[0] not in CHECKED:
         return f"torch is {version}; simcuda was checked with {', '.join(CHECKED)}"
     if torch.version.cuda is not None and _c is None:
         return "this torch has CUDA of its own"
+    if sys.platform != "linux":
+        return "simcuda is built on Linux alone"
     if not library().exists():
         if shutil.which("g++") is None:
             return "there is no g++ to build it"
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
             return "Python.h is not installed"
-        try:
-            library().parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return f"its folder cannot be made: {error}"
+        above = next(folder for folder in library().parents if folder.exists())
+        if not os.access(above, os.W_OK):
+            return f"{above}, where it would be built, cannot be written"
     return None
 
 
 def library() -> Path:
     """Return where the built extension lies, or will lie: one for each source, torch and Python."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "simcuda"
-    key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "simcuda"
+    key = hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:12]
     return cache / f"_simcuda-{key}-{torch.__version__}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def build() -> Path:
-    """Compile the extension where it is not yet there; return its file. Takes a minute. RuntimeError with the
-    compiler's words."""
+    """Compile the extension where it is not there yet, which takes a minute; return its file. RuntimeError: the
+    compiler's output."""
     made = library()
+    made.parent.mkdir(parents=True, exist_ok=True)
     if made.exists():
         return made
     lib = Path(torch.__file__).parent / "lib"
@@ -89,7 +90,7 @@ def build() -> Path:
 
 
 def install(root: str | Path = ".", capability: tuple[int, int] = (8, 0), memory: int = 80 << 30) -> None:
-    """Give torch the device. Places are told as lines of files under `root`. memory: bytes of the device."""
+    """Give torch the device. Places are reported as lines of files under `root`. memory: bytes of the device."""
     global _c, _root
     if _c is not None:
         return
@@ -99,7 +100,7 @@ def install(root: str | Path = ".", capability: tuple[int, int] = (8, 0), memory
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    _c, _root = module, str(Path(root).resolve())
+    _c, _root = module, str(Path(root).resolve()) + os.sep
     _c.where_with(_where)
     _c.set_total_memory(memory)
     _patch_torch_cuda(capability)
@@ -163,7 +164,7 @@ def one_launch(function: Callable[..., Any]) -> Callable[..., Any]:
     it returns is new. A graph may hold it."""
 
     def launched(*args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, torch.Tensor) and x.is_cuda]
+        tensors = [x for x in _tensors(args) if x.is_cuda]
         if not tensors:
             return function(*args)
         _c.launch(tensors)
@@ -240,9 +241,6 @@ class Stream(torch.Stream):
     def synchronize(self) -> None:
         _c.synchronize_stream(_id(self))
 
-    def query(self) -> bool:
-        return True
-
     @property
     def cuda_stream(self) -> int:
         return self.stream_id
@@ -298,28 +296,20 @@ class CUDAGraph:
 class _Capture:
     """torch.cuda.graph."""
 
+    stream: Stream | None = None  # of all captures that name none
+
     def __init__(self, cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, **_: Any):
-        self.graph, self.stream = cuda_graph, stream or Stream()
+        _Capture.stream = _Capture.stream or Stream()
+        self.graph, self.stream = cuda_graph, stream or _Capture.stream
 
     def __enter__(self) -> None:
         _c.synchronize()
-        gc.collect()
         self.before = _c.set_stream(self.stream.stream_id)
         self.graph.capture_begin()
 
     def __exit__(self, *error: Any) -> None:
         self.graph.capture_end()
         _c.set_stream(self.before)
-
-
-class _Device:
-    """torch.cuda.device: there is one."""
-
-    def __init__(self, device: Any = None) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: Any) -> None: ...
 
 
 def _patch_torch_cuda(capability: tuple[int, int]) -> None:
@@ -375,7 +365,7 @@ def _patch_torch_cuda(capability: tuple[int, int]) -> None:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "stream": _in_stream,
         "graph": _Capture,
-        "device": _Device,
+        "device": lambda device=None: nullcontext(),
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
@@ -445,6 +435,8 @@ def _flash(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int,
         raise RuntimeError("FlashAttention: operands that it does not take (simulated)")
     if max_q < int(cu_q.diff().max()) or max_k < int(cu_k.diff().max()):
         raise RuntimeError("FlashAttention: a sequence is longer than the maximum that was given (simulated)")
+    if dropout or window_size_left not in (None, -1) or not (seqused_k is alibi_slopes is None):
+        raise NotImplementedError("FlashAttention with dropout, a window, alibi or lengths of keys is not simulated")
     causal, scale = _causal(causal, window_size_left, window_size_right), scale or q.shape[-1] ** -0.5
     out, repeats = torch.zeros_like(q), q.shape[1] // k.shape[1]
     lse = torch.full((q.shape[1], q.shape[0]), torch.inf)
@@ -485,7 +477,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": _flash,
     "_flash_attention_backward": _flash_backward,
 }
-_library: Any = None  # its operations are gone once it is
+_library: Any = None  # torch removes the operations when this object is freed
 
 
 def _register_operations() -> None:

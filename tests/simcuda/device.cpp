@@ -2,7 +2,7 @@
 // build leaves free. A tensor on "cuda:0" is torch's own CUDA tensor, with memory of the host. An operation on it is
 // computed by the CPU's kernel, on an alias of that memory. README.md says what is seen and what is not.
 //
-// Time is a vector clock a stream. `known[s][t]` says how many operations of stream t are over before the next one of
+// Time is one vector clock per stream. `known[s][t]` says how many operations of stream t are over before the next of
 // stream s begins; `host[t]` says the same of the host. An access is unordered, a race, where that is not known.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -60,7 +60,7 @@ std::string where() {
 }
 
 // One lock for all state. It is never held while Python runs, since another thread may hold Python's and wait for this
-// one. So hazards that are found under it are told, with the place in Python's code, once it is released.
+// one. So hazards that are found under it are reported, with the place in Python's code, once it is released.
 std::recursive_mutex mutex;
 thread_local int depth = 0;
 thread_local std::vector<Hazard> found;
@@ -87,11 +87,8 @@ void tell(std::vector<Hazard>& hazards_found) {
   }
 }
 void hazard(const std::string& kind, const std::string& what) {
-  std::vector<Hazard> one{{kind, what}};
-  if (depth)
-    found.push_back(one[0]);
-  else
-    tell(one);
+  Locked locked;
+  found.push_back({kind, what});
 }
 
 // ---- Streams
@@ -123,6 +120,7 @@ int make_stream() {
 struct Outside {  // memory that was there before the capture
   c10::weak_intrusive_ptr<c10::StorageImpl> alive;
   std::string seen_at;
+  bool written = false;
 };
 struct Graph {
   int64_t id = 0;
@@ -145,7 +143,7 @@ struct Block {
   std::map<int, uint64_t> read;               // by which streams, when
   std::set<int> recorded;                     // by record_stream
 };
-std::unordered_map<const void*, Block> blocks;
+auto& blocks = *new std::unordered_map<const void*, Block>;  // memory may be freed after static objects are gone
 int64_t allocated = 0, peak = 0, total_memory = 80ll << 30;
 
 void touch(const void* base, bool writes, int s, uint64_t time) {
@@ -171,7 +169,7 @@ void free_block(void* p) {
   if (it == blocks.end()) return;
   Block& block = it->second;
   auto check = [&](int t, uint64_t at) {
-    if (t >= 0 && t != block.stream && known[block.stream][t] < at && !block.recorded.count(t))
+    if (t >= 0 && t != block.stream && std::max(known[block.stream][t], host[t]) < at && !block.recorded.count(t))
       hazard("free", "memory of a stream is freed while another may use it, without record_stream");
   };
   check(block.written.first, block.written.second);
@@ -189,6 +187,7 @@ struct DeviceAllocator final : c10::Allocator {
     bool fits = allocated + (int64_t)bytes <= total_memory;
     TORCH_CHECK_WITH(OutOfMemoryError, fits, "CUDA out of memory (simulated): ", n, " bytes more");
     void* p = aligned_alloc(ALIGNMENT, bytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, p, "CUDA out of memory (simulated): no memory of the machine for ", n, " bytes");
     memset(p, 0xFF, bytes);  // NaN or -1: what nobody wrote, nobody may read
     blocks[p] = Block{bytes, current, capturing() ? capture->id : 0};
     allocated += bytes;
@@ -202,7 +201,7 @@ struct DeviceAllocator final : c10::Allocator {
 
 // ---- Pinned memory, and copies that are under way
 
-std::map<const char*, size_t> pinned;  // bytes of each
+auto& pinned = *new std::map<const char*, size_t>;  // bytes of each
 bool is_pinned(const void* p) {
   Locked locked;
   auto it = pinned.upper_bound((const char*)p);
@@ -237,7 +236,7 @@ struct Copy {
   c10::weak_intrusive_ptr<c10::StorageImpl> alive;
   std::string at;
 };
-std::vector<Copy> copies;
+auto& copies = *new std::vector<Copy>;
 
 void finish(const Copy& copy) {
   auto alive = copy.alive.lock();
@@ -302,7 +301,10 @@ void wait_until(const Clock& clock, const std::string& kind) {
 void wait_for_stream(int s, const std::string& kind) { wait_until(known[s], kind); }
 void wait_for_device(const std::string& kind) {
   Clock all(STREAMS, 0);
-  for (auto& clock : known) learn(all, clock);
+  {
+    Locked locked;
+    for (auto& clock : known) learn(all, clock);
+  }
   wait_until(all, kind);
 }
 
@@ -356,6 +358,7 @@ void graph_sees(const Tensor& t, bool writes, const std::string& at) {
     return;
   }
   if (!capture->outside.count(p)) capture->outside.emplace(p, Outside{t.storage().getWeakStorageImpl(), at});
+  capture->outside.at(p).written |= writes;
   if (writes && !capture->before.count(p)) {
     const char* bytes = (const char*)p;
     capture->before.emplace(p, std::vector<char>(bytes, bytes + t.storage().nbytes()));
@@ -370,6 +373,10 @@ Tensor recorded(const Tensor& t) {
 void poison_pool(Graph* graph) {
   for (auto& [p, storage] : graph->pool) memset(const_cast<void*>(p), 0xFF, storage.nbytes());
 }
+bool is_there(const Outside& seen, const void* p) {
+  auto storage = seen.alive.lock();
+  return storage.defined() && storage->data() == p;
+}
 void begin_capture(Graph* graph) {
   Locked locked;
   TORCH_CHECK(!capture, "a capture is under way");
@@ -382,7 +389,7 @@ void begin_capture(Graph* graph) {
 void end_capture(Graph* graph) {
   Locked locked;
   for (auto& [p, bytes] : graph->before)
-    if (graph->outside.at(p).alive.use_count()) memcpy(const_cast<void*>(p), bytes.data(), bytes.size());
+    if (is_there(graph->outside.at(p), p)) memcpy(const_cast<void*>(p), bytes.data(), bytes.size());
   graph->before.clear();
   poison_pool(graph);
   capture = nullptr;
@@ -394,12 +401,13 @@ void replay(Graph* graph) {
     TORCH_CHECK(!capturing(), "CUDA error (simulated): a replay while a stream is capturing");
     uint64_t time = tick(current);
     for (auto& [p, seen] : graph->outside) {
-      if (seen.alive.use_count() == 0) {
+      if (!is_there(seen, p)) {
         hazard("graph-freed", "a graph is replayed whose memory was freed; its capture saw it at " + seen.seen_at);
         TORCH_CHECK(false, "CUDA error (simulated): a graph touches memory that was freed, seen at ", seen.seen_at);
       }
-      touch(p, true, current, time);
+      touch(p, seen.written, current, time);
     }
+    for (auto& [p, storage] : graph->pool) touch(p, true, current, time);
     poison_pool(graph);
     counts.replays++;
     counts.launches++;
@@ -445,7 +453,7 @@ const std::set<std::string> STRICT = {
     "index_add", "index_copy", "index_select", "mm", "repeat_interleave", "scatter", "scatter_add", "scatter_reduce",
     "searchsorted", "sort", "take_along_dim", "topk"};
 // Operations whose results' shapes, or the result itself, the host has to know.
-const std::set<std::string> WAITING = {"_unique2", "bincount", "equal", "is_set_to", "masked_select", "nonzero",
+const std::set<std::string> WAITING = {"_unique2", "bincount", "equal", "masked_select", "nonzero",
                                        "unique_consecutive", "unique_dim"};
 const std::set<std::string> INDEXING = {"_index_put_impl", "_unsafe_index", "_unsafe_index_put", "index", "index_put"};
 
@@ -465,8 +473,8 @@ struct Operation {
   }
 };
 
-// Refuses tensors of the CPU beside those of the device, and counts the waits that the operation brings.
-void check_devices(const Operation& call, const IValue* arguments) {
+// Refuses tensors of the CPU beside those of the device. Returns what the host waits for in this operation, or "".
+std::string check_devices(const Operation& call, const IValue* arguments) {
   bool indexing = INDEXING.count(call.plain), mask = false, host_index = false;
   for (size_t i = 0; i < call.count; i++) {
     if (arguments[i].isDevice()) continue;
@@ -475,16 +483,19 @@ void check_devices(const Operation& call, const IValue* arguments) {
       if (is_index && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) mask = true;
       if (t.is_cuda() || t.is_meta()) return;
       if (is_index) host_index = true;
-      TORCH_CHECK(is_index || (t.dim() == 0 && !call.writes(i) && !STRICT.count(call.plain)),
+      bool scalar = arguments[i].isTensor() && t.dim() == 0 && !call.writes(i) && !STRICT.count(call.plain);
+      TORCH_CHECK(is_index || scalar,
                   "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and ",
                   t.device(), "! (simulated: ", call.name, ", argument ", call.op.schema().arguments()[i].name(),
                   " of shape ", t.sizes(), ")");
     });
   }
-  if (host_index) count_sync("index on the host, " + call.name);
-  if (mask) count_sync("mask, " + call.name);
+  // Where one number is put at the places of a mask, torch fills them and does not look for them.
+  bool fills = mask && call.count > 2 && arguments[2].isTensor() && arguments[2].toTensor().is_cpu();
+  if (host_index) return "index on the host, " + call.name;
+  if (mask && !fills) return "mask, " + call.name;
   bool repeats = call.plain == "repeat_interleave" && call.count > 1 && arguments[call.count - 1].isNone();
-  if (WAITING.count(call.plain) || repeats) wait_for_stream(current, call.name);
+  return WAITING.count(call.plain) || repeats ? call.name : "";
 }
 
 using Pairs = std::vector<std::pair<Tensor, Tensor>>;  // tensors of the device with their aliases
@@ -496,7 +507,7 @@ std::function<void()> node_of(const c10::OperatorHandle& op, torch::jit::Stack a
     each_tensor(v, [&](const Tensor& t) {
       for (auto& [original, alias] : pairs)
         if (alias.is_same(t)) return recorded(original);
-      return t;
+      return t.dim() ? t : t.clone();  // a graph keeps the number
     });
   std::vector<Tensor> into;
   for (auto& t : fresh) into.push_back(recorded(t));
@@ -516,7 +527,8 @@ std::function<void()> node_of(const c10::OperatorHandle& op, torch::jit::Stack a
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   Operation call(op);
   size_t base = stack->size() - call.count;
-  check_devices(call, stack->data() + base);
+  std::string wait = check_devices(call, stack->data() + base);
+  if (!wait.empty()) check_no_capture(wait);
 
   bool recording = capturing(), writes = false;
   std::string at = recording ? where() : "";
@@ -535,7 +547,6 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
         if (recording) graph_sees(t, written, at);
         touch(t.storage().data(), written, current, time);
       });
-      v = (*stack)[base + i];
       each_tensor(v, [&](const Tensor& t) {
         if (!t.is_cuda()) return t;
         for (auto& [original, alias] : pairs)
@@ -546,6 +557,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       inner.push_back(std::move(v));
     }
   }
+  if (!wait.empty()) wait_for_stream(current, wait);
   torch::jit::Stack again = recording ? inner : torch::jit::Stack();
   {
     BelowAutograd below;
@@ -602,16 +614,20 @@ Tensor empty(Sizes size, Dtype dtype, Layout, Device, Flag, std::optional<at::Me
 Tensor empty_strided(Sizes size, Sizes stride, Dtype dtype, Layout, Device, Flag) {
   return at::detail::empty_strided_symint_generic(size, stride, &device_allocator, KEY, c10::dtype_or_default(dtype));
 }
-Tensor as_strided(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+void count_view() {
+  Locked locked;
   counts.views++;
+}
+Tensor as_strided(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+  count_view();
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
 Tensor reshape_alias(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
-  counts.views++;
+  count_view();
   return at::native::_reshape_alias(self, size, stride);
 }
 Tensor view(const Tensor& self, at::IntArrayRef size) {
-  counts.views++;
+  count_view();
   return at::native::view(self, size);
 }
 
@@ -621,13 +637,22 @@ void count_launch(const std::string& name) {
   operations[name]++;
 }
 
+void add_copy(Copy copy) {  // made before the lock is taken: to share a tensor of Python's may take Python's lock
+  Locked locked;
+  copy.time = known[copy.stream][copy.stream];
+  copies.push_back(std::move(copy));
+}
+
 void copy_on_device(const Tensor& to, const Tensor& from) {
   alias_of(to).copy_(alias_of(from));
   if (capturing()) capture->nodes.push_back([to = recorded(to), from = recorded(from)] { to.copy_(from); });
 }
 
 void copy_to_device(const Tensor& to, const Tensor& from, bool non_blocking) {
-  bool is_fixed = is_pinned(from.storage().data()) && from.is_non_overlapping_and_dense();
+  // What has to be cast or laid out anew goes through pageable memory.
+  bool alike = from.strides() == to.strides() || (from.is_contiguous() && to.is_contiguous());
+  alike = alike && from.sizes() == to.sizes() && from.scalar_type() == to.scalar_type();
+  bool is_fixed = is_pinned(from.storage().data()) && from.is_non_overlapping_and_dense() && alike;
   TORCH_CHECK(!from.is_meta(), "a copy of a meta tensor");
   TORCH_CHECK(!capturing() || (is_fixed && non_blocking),
               "CUDA error (simulated): a copy of pageable memory while a stream is capturing");
@@ -646,9 +671,7 @@ void copy_to_device(const Tensor& to, const Tensor& from, bool non_blocking) {
     Tensor buffer = at::detail::make_tensor<at::TensorImpl>(std::move(storage), key, caffe2::TypeMeta::Make<uint8_t>());
     buffer.unsafeGetTensorImpl()->set_sizes_contiguous(at::IntArrayRef{(int64_t)from.nbytes()});
     std::string at = where();
-    Locked locked;
-    uint64_t time = known[current][current];
-    copies.push_back({false, current, time, buffer, buffer.clone(), from.storage().getWeakStorageImpl(), at});
+    add_copy({false, current, 0, buffer, buffer.clone(), from.storage().getWeakStorageImpl(), at});
   }
 }
 
@@ -662,8 +685,7 @@ void copy_to_host(const Tensor& to, const Tensor& from, bool non_blocking) {
     Tensor value = alias_of(from).to(to.scalar_type()).clone();
     finish_before(current, to, true);
     if (to.is_non_overlapping_and_dense()) memset(to.data_ptr(), 0x7A, to.nbytes());  // it has not arrived yet
-    Locked locked;
-    copies.push_back({true, current, known[current][current], to, value, to.storage().getWeakStorageImpl(), ""});
+    add_copy({true, current, 0, to, value, to.storage().getWeakStorageImpl(), ""});
   } else {
     wait_for_stream(current, non_blocking ? "copy to pageable memory, non_blocking" : "copy to the host");
     to.copy_(alias_of(from));
@@ -841,7 +863,7 @@ struct Event {
     if (recorded) learn(known[s], at);
   }
   void synchronize() const { wait_until(recorded ? at : host, "Event.synchronize"); }
-  // The first answer is no, so that a caller who relies on the copy being over already is seen.
+  // The first answer is False, so that code which assumes that the work is over fails.
   bool query() {
     TORCH_CHECK(!capturing(), "CUDA error (simulated): an event is asked while a stream is capturing");
     if (is_over()) return true;
@@ -881,6 +903,11 @@ void record_call(py::function call) {
     (*held)();
   });
 }
+template <class T>
+T locked_copy(const T& value) {
+  Locked locked;
+  return value;
+}
 void reset() {
   Locked locked;
   counts = {};
@@ -890,6 +917,11 @@ void reset() {
 }
 py::dict counted() {
   using namespace py::literals;
+  Counts counts;
+  {
+    Locked locked;
+    counts = sim::counts;
+  }
   return py::dict("launches"_a = counts.launches, "kernels"_a = counts.kernels, "views"_a = counts.views,
                   "allocations"_a = counts.allocations, "syncs"_a = counts.syncs, "captures"_a = counts.captures,
                   "replays"_a = counts.replays, "replayed_nodes"_a = counts.replayed);
@@ -917,6 +949,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace sim;
   // torch asked for its hooks while it was imported, and keeps what it got: an object without members, which now gets
   // the virtual functions of ours.
+  static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
   static Hooks hooks;
   auto* kept = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   *reinterpret_cast<void**>(kept) = *reinterpret_cast<void**>(&hooks);
@@ -950,9 +983,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("record_call", &record_call);
   m.def("reset", &reset);
   m.def("counts", &counted);
-  m.def("operations", [] { return operations; });
-  m.def("syncs", [] { return syncs_at; });
-  m.def("hazards", [] { return hazards; });
+  m.def("operations", [] { return locked_copy(operations); });
+  m.def("syncs", [] { return locked_copy(syncs_at); });
+  m.def("hazards", [] { return locked_copy(hazards); });
   m.def("memory", [] { return std::make_tuple(allocated, peak, total_memory); });
   m.def("reset_peak", [] { peak = allocated; });
   m.def("set_total_memory", [](int64_t n) { total_memory = n; });
