@@ -37,7 +37,6 @@ from thresher.policy.tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 2048}
 KERNELS = os.environ.get("SIMCUDA_KERNELS") == "1"
-Run = Callable[..., Path]
 
 
 ASKS = re.compile(r'"cuda"|\.is_cuda|torch\.cuda\.')

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(simcuda.missing() is not None, reason=f"no simul
 def run(*words: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | {"SIMCUDA": "1"}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
