@@ -118,6 +118,19 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     return lines
 
 
+def attention_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
+    """Make a line a model: the share of the floor that ours reaches, and the peers' times by ours."""
+    lines = []
+    for row in rows:
+        ours = row["sides"]["ours"]
+        measured = ours["left_out"] or f"{ours['ms']['p50']:.2f} ms"
+        if ours["left_out"] is None and row["floor_ms"] is not None:
+            measured += f", {row['floor_ms'] / ours['ms']['p50']:.0%} of the floor"
+        peers = ", ".join(f"{peer} {ratio['p50']:.2f}x" for peer, ratio in row["ratio"].items())
+        lines.append(TableLine(f"attention, heads of {row['model']}", measured, "-", "45% of the floor", peers or "-"))
+    return lines
+
+
 def decode_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     """Make a line for the rate of each shape, and one for the host."""
     lines = []
@@ -183,19 +196,20 @@ def parts() -> tuple[CheckPart, ...]:
         CheckPart(
             name="tests",
             command=(*tests, "-m", "not slow", "--tb=short", *spread, *files),
-            seconds=100,
+            seconds=80,
             needs=("pytest", "hypothesis"),
         ),
         CheckPart(
             name="tuning",
             command=(*bench, *loss, "--hidden", "1536", "--peers", "none", "--budget", "25", "--out", "{out}"),
-            seconds=45,
+            seconds=40,
             rows="tuning",
             lines=loss_lines,
             environment=(("THRESHER_AUTOTUNE", "1"),),
         ),
-        measured("loss", loss_lines, 50, 20, "--hidden", "1536", "3584"),
-        measured("decode", decode_lines, 50, 25, "--steps", "32"),
+        measured("loss", loss_lines, 45, 20, "--hidden", "1536", "3584"),
+        measured("attention", attention_lines, 40, 25, "--rounds", "10"),
+        measured("decode", decode_lines, 45, 25, "--steps", "32"),
         measured("rollout", rollout_lines, 40, 15, "--shape", "rag", "--rounds", "2", *alone),
         measured("step", step_lines, 55, 20, "--shape", "0.5B", "--steps", "2"),
         CheckPart(

@@ -41,7 +41,7 @@ def make_trainer(
         way,
         model_init_kwargs={"dtype": "float32"},
         use_cpu=recipe.model.device == "cpu",
-        bf16=False,
+        bf16=recipe.model.dtype == "bfloat16",  # autocast; its weights stay in float32, as our master weights do
         max_steps=recipe.run.steps,
         num_generations=rollout.group_size,
         max_completion_length=completion,

@@ -157,6 +157,13 @@ REDUCED = {
         (*("--device", "cpu", "--model", "0.5B", "--batch", "8"), *("--own", "4", "--shared", "8", "--steps", "1")),
         once=True,
     ),
+    "bench attention": Row(
+        (
+            *("--device", "cpu", "--model", "0.5B", "--trees", "1", "--group-size", "2"),
+            *("--shared", "8", "--own", "4"),
+        ),
+        once=True,
+    ),
     "bench gpu-check": Row(("--parts", "racecheck"), once=True, gpu=True),
     "bench roofline": Row(("--chip", "A100-80", "--model", "0.5B"), once=True),
 }

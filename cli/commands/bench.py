@@ -160,6 +160,32 @@ class Loss(
         leave(failure(rows))
 
 
+class Attention(
+    Command,
+    group=BENCH,
+    help="time training attention with shared prompts, beside peers",
+    place=25,
+    example="thresher bench attention --model 0.5B",
+):
+    model: Annotated[Sequence[Model], "sizes of Qwen2.5, whose heads it has"] = ("0.5B", "1.5B", "7B")
+    trees: Annotated[Count, "N", "prompts; default: 8"] = 8
+    group_size: Annotated[Count, "N", "samples of each; default: 8"] = 8
+    shared: Annotated[Count, "N", "tokens of a prompt; default: 1,200"] = 1200
+    own: Annotated[Count, "N", "tokens of a sample; default: 300"] = 300
+    rounds: Annotated[Count, "N", "of each side; default: 20"] = 20
+    device: WhereThereIsOne = None
+    dtype: ByDevice = None
+    budget: Budget = math.inf
+    out: Rows = None
+
+    def __call__(self) -> None:
+        from thresher.bench.attention import AttentionBench, failure, run_attention_bench
+
+        rows = run_attention_bench(flags.fill(AttentionBench, self, models=self.model, group=self.group_size), self.out)
+        console.answer({"rows": rows})
+        leave(failure(rows))
+
+
 class Retrieval(
     Command,
     group=BENCH,
@@ -246,7 +272,7 @@ class GpuCheck(
     parts: Annotated[
         Sequence[str] | None,
         "PART",
-        "of smoke, tests, tuning, loss, decode, rollout, step, racecheck; default: all of them",
+        "of smoke, tests, tuning, loss, attention, decode, rollout, step, racecheck; default: all of them",
     ] = None
 
     def __call__(self) -> None:

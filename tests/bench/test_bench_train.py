@@ -81,7 +81,6 @@ def make(recipe_file: Path) -> Make:
         (["grpo.beta=0.1"], r"grpo\.beta is 0\.1, which TRL is not given; set it to 0\.0"),
         (["grpo.entropy_coef=0.1"], r"grpo\.entropy_coef is 0\.1, which TRL is not given; set it to 0\.0"),
         (["optim.optimizer_state_dtype=8bit"], r"optim\.optimizer_state_dtype is '8bit', .* set it to 'float32'"),
-        (["model.dtype=bfloat16"], r"model\.dtype is 'bfloat16', which TRL is not given; set it to 'float32'"),
         (["rollout.max_turns=2"], r"rollout\.max_turns is 2, which TRL is not given; set it to 1"),
         (["lora.rank=4"], r"\[lora\]: TRL's adapters are another library's; leave the section out"),
         (["rollout.group_size=2"], r"--batch 3 does not divide the 4 samples of a step"),

@@ -59,6 +59,7 @@ LONG: dict[str, tuple[str, str, Any, str]] = {
     "bench train": ("thresher.bench.train", "run_train_bench", [{}], "rows"),
     "bench rollout": ("thresher.bench.rollout", "run_rollout_bench", [{}], "rows"),
     "bench decode": ("thresher.bench.decode", "run_decode_bench", [{}], "rows"),
+    "bench attention": ("thresher.bench.attention", "run_attention_bench", [], "rows"),
     "bench retrieval": ("thresher.bench.retrieval", "run_retrieval_bench", [], "rows"),
     "bench gpu-check": ("thresher.bench.gpu_check", "run_gpu_check", [], "parts out"),
     "bench compile": ("thresher.bench.compile", "run_compile_bench", None, ""),
