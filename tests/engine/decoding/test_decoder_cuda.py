@@ -301,6 +301,8 @@ def test_a_step_reads_nothing_back_and_takes_nothing_from_python(
         step = decoder._steps[bucket_of(count), drafts, False, 1.0, False]
         assert step.size == bucket_of(count) and len(step.row_Q) == 1 + drafts
         found.append(ops(step.run))
+        if CUDA:
+            torch.cuda.synchronize()  # it ran on another stream than the decoder's, whose memory may be freed from here
         # On a GPU a scalar that `where` takes is a tensor, which a launch fills.
         read_or_sent = ("_local_scalar_dense", "lift_fresh", *(() if CUDA else ("scalar_tensor",)))
         assert not [name for name in found[-1] if any(word in name for word in read_or_sent)]
