@@ -87,16 +87,16 @@ def make_lists(lengths: Sequence[int], ends: Sequence[int], tilings: Tilings, de
 def key_lists(end_T: Ints, tiling: KeyTiling) -> tuple[Ints, Ints]:
     """(for each tile of rows its number and where in the second its key tiles begin, the whole ones end, all end; the
     numbers of key tiles)."""
-    T = len(end_T)
-    first = np.arange(0, T, tiling.rows)[:, None]
-    stop = np.minimum(first + tiling.rows, T)
+    T, rows = len(end_T), tiling.rows
     key, lowest, highest = _key_tiles(end_T, tiling.keys)
     # The rows that see any of some neighbouring keys are one stretch: each key is seen by its own row.
-    seen = (first < highest) & (stop > key)
-    whole = (key + tiling.keys - 1 <= first) & (stop <= lowest)
-    of_row, tile = np.nonzero(seen)
-    tiles = tile[np.argsort(2 * of_row + ~whole[seen], kind="stable")]
-    counts, wholes = seen.sum(1), whole.sum(1)
+    first, stop = key // rows, -(-highest // rows)
+    seen = stop - first
+    tile = np.repeat(np.arange(len(key)), seen)
+    row = np.arange(len(tile)) - np.repeat(np.cumsum(seen) - seen - first, seen)
+    whole = (key[tile] + tiling.keys - 1 <= row * rows) & (np.minimum((row + 1) * rows, T) <= lowest[tile])
+    tiles = tile[np.argsort(2 * row + ~whole, kind="stable")]
+    counts, wholes = (np.bincount(row[which], minlength=-(-T // rows)) for which in (slice(None), whole))
     begin = np.cumsum(counts) - counts
     spans = np.stack([np.arange(len(counts)), begin, begin + wholes, begin + counts], 1)
     return spans[np.argsort(-counts, kind="stable")].astype(np.int32), tiles.astype(np.int32)
