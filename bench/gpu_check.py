@@ -107,7 +107,7 @@ def smoke_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 def loss_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
     """Make a line a width: the share of the floor that ours reaches, and the peers' times by ours."""
     lines = []
-    for row in rows:
+    for row in (row for row in rows if "shape" in row):  # the others tell what was left out
         hidden = row["shape"]["hidden"]
         target = f"{LOSS_TARGETS[hidden]:.0%} of the floor" if hidden in LOSS_TARGETS else "-"
         for name, found in row["ours"].items():
@@ -208,8 +208,8 @@ def parts() -> tuple[CheckPart, ...]:
             environment=(("THRESHER_AUTOTUNE", "1"),),
         ),
         measured("loss", loss_lines, 45, 20, "--hidden", "1536", "3584"),
-        measured("attention", attention_lines, 40, 25, "--rounds", "10"),
-        measured("decode", decode_lines, 45, 25, "--steps", "32"),
+        measured("attention", attention_lines, 45, 30, "--model", "0.5B", "7B", "--rounds", "10"),
+        measured("decode", decode_lines, 40, 25, "--steps", "32"),
         measured("rollout", rollout_lines, 40, 15, "--shape", "rag", "--rounds", "2", *alone),
         measured("step", step_lines, 55, 20, "--shape", "0.5B", "--steps", "2"),
         CheckPart(

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -323,14 +324,14 @@ class HuggingFace:
 
         own = -(-tokens // PAGE) + 2 if copies > 1 else 0
         blocks = sum(-(-(len(ids) + (tokens if copies == 1 else 0)) // PAGE) + 1 + copies * own for ids in contexts)
+        options = {"num_blocks": int(SPARE * blocks), "max_batch_tokens": BATCH_TOKENS, "auto_switch_to_flash": False}
+        known = signature(ContinuousBatchingConfig).parameters
+        options["page_size" if "page_size" in known else "block_size"] = PAGE  # the second before transformers 5.18
         made = self.model.generate_batch(
             inputs=contexts,
             generation_config=_sampling(tokens, num_return_sequences=copies),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=PAGE,
-                num_blocks=int(SPARE * blocks),
-                max_batch_tokens=BATCH_TOKENS,
-                auto_switch_to_flash=False,
+                **{name: value for name, value in options.items() if name in known}
             ),
             progress_bar=False,
         )

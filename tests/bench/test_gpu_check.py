@@ -21,6 +21,7 @@ from thresher.bench.gpu_check import (
     CheckPart,
     Outcome,
     TableLine,
+    attention_lines,
     decode_lines,
     failure,
     loss_lines,
@@ -286,6 +287,13 @@ def test_the_lines_of_a_row() -> None:
     assert loss_lines([right]) == [line]
     wrong = {"shape": {"hidden": 64}, "ours": {"ours": {"left_out": "Wrong."}}, "ratio": {}}
     assert loss_lines([wrong]) == [TableLine("loss, H 64", "Wrong.")]
+    assert loss_lines([{"left_out": [{"hidden": 64, "reason": "The budget was used up."}]}]) == []
+    sides = {"ours": {"left_out": None, "ms": SPREAD}}
+    heads = {"model": "7B", "sides": sides, "floor_ms": 0.6, "ratio": {"flex": SPREAD}}
+    line = TableLine("attention, heads of 7B", f"1.50 ms, 40% {floor}", "-", f"45% {floor}", "flex 1.50x")
+    assert attention_lines([heads]) == [line]
+    wrong = heads | {"sides": {"ours": {"left_out": "It is wrong by 5.0e-01."}}, "ratio": {}}
+    assert attention_lines([wrong])[0].measured == "It is wrong by 5.0e-01."
     kind, rate = "decode 7B, 1,200 shared + 300", "20,000 tokens/s, 40%"
     assert decode_lines([DECODE]) == [
         TableLine(kind, rate, "25,600 tokens/s", f"50% {floor}"),
