@@ -27,6 +27,7 @@ PEER, LIGHT, DARK, GREY_TEXT, AXIS = "#c9ced6", "#9db7e0", "#2b3036", "#4a5058",
 BENCH = {"axes.grid.axis": "x", "axes.titlesize": 10, "axes.titlepad": 8}
 PADS = {"w_pad": 0.1, "h_pad": 0.08}  # inches around a panel
 LOSS_PANELS = 4
+SECONDS_SHOWN = 300  # longer trainings are shown in minutes
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -251,10 +252,16 @@ def draw_step(rows: Rows, path: Path) -> None:
 # bench train
 
 
-def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, last: Row, path: Path) -> None:
-    """Draw F1 on held-out questions against minutes of training, tokens sampled and questions: a thin curve a run, a
+def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, path: Path) -> None:
+    """Draw F1 on held-out questions against time of training, tokens sampled and questions: a thin curve a run, a
     thick one of each side's means. sides: rows by side and step, a row a seed; the peer's is grey."""
     colors = dict(zip(sides, itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, RED)), strict=False)) | {peer: GREY}
+    rows = [row for steps in sides.values() for found in steps.values() for row in found]
+    machines = dict.fromkeys(row.get("gpu") or row["machine"] for row in rows)
+    versions = dict.fromkeys(f"torch {row['torch']}" for row in rows)
+    commits = dict.fromkeys(str(row["commit"]) for row in rows)
+    facts = "; ".join([*machines, *versions, f"commit {', '.join(commits)}"])
+    minutes = max(row["seconds"] for row in rows) > SECONDS_SHOWN
     with _figure(
         path,
         10.0,
@@ -262,14 +269,15 @@ def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, last: Row, pa
         {"axes.titlesize": 10, "axes.titlepad": 8},
         PADS,
         "F1 of greedy answers to held-out questions, while the same task is trained",
-        f"Evaluations are not in the time. {last['machine']}; torch {last['torch']}; commit {last['commit']}.",
+        f"Evaluations are not in the time. {facts}.",
     ) as figure:
         across = {
-            "minutes of training": ("seconds", 60),
+            f"{'minutes' if minutes else 'seconds'} of training": ("seconds", 60 if minutes else 1),
             "thousand tokens sampled": ("sampled_tokens", 1000),
             "questions asked": ("questions", 1),
         }
-        for axes, (name, (key, unit)) in zip(figure.subplots(1, 3, sharey=True), across.items(), strict=True):
+        panels = figure.subplots(1, 3, sharey=True)
+        for axes, (name, (key, unit)) in zip(panels, across.items(), strict=True):
             for side, steps in sides.items():
                 for seed in {row["seed"] for row in steps[0]}:
                     own = [row for found in steps.values() for row in found if row["seed"] == seed]
@@ -279,7 +287,7 @@ def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, last: Row, pa
             axes.set_xlabel(name)
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.legend()
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(sides))
 
 
 def _curve(steps: Iterable[Rows], key: str, unit: float) -> tuple[list[float], list[float]]:

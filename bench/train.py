@@ -111,7 +111,7 @@ def run_train_bench(
     if plot is not None:
         from thresher.bench.plots import draw_train
 
-        draw_train(sides_of(rows), TRL, rows[-1], Path(plot))
+        draw_train(sides_of(rows), TRL, Path(plot))
     print_files(out, plot)
     return rows
 

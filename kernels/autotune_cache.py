@@ -23,7 +23,7 @@ from torch import Tensor
 from thresher.kernels.head_tiling import BFLOAT16, HOPPER, Tiling, capability, choose_tiling
 
 AUTOTUNE, FOLDER = "THRESHER_AUTOTUNE", "THRESHER_TILINGS"
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 POINTERS = (
     BFLOAT16,
     HOPPER,

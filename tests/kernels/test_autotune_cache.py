@@ -15,6 +15,7 @@ from thresher.kernels import autotune_cache as winners
 from thresher.kernels.autotune_cache import candidates, read_winners, record, tiling_for, wants_measuring, winners_path
 from thresher.kernels.head_tiling import BFLOAT16, HOPPER, Tiling, choose_tiling
 
+ROOT = Path(__file__).resolve().parents[2]
 GPU = "NVIDIA H100 80GB HBM3"
 OTHER = Tiling(rows=128, columns=64, width=32, num_warps=4, num_stages=4)
 
@@ -35,6 +36,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     for cached in (winners.capability, read_winners):
         cached.cache_clear()
+
+
+def test_winners_are_stored_among_the_results_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(winners.FOLDER, raising=False)
+    assert winners_path("NVIDIA A100") == ROOT / "bench" / "results" / "tiling-nvidia-a100.json"
 
 
 def test_the_fastest_is_stored_and_found_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
