@@ -36,7 +36,7 @@ from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import KV_SHARE, free_memory, make_decoder
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
-from thresher.engine.planning.time import DecodeShape, decode_costs, decode_share, floor_s, this_chip
+from thresher.engine.planning.time import DecodeShape, decode_costs, floor_s, predicted_decode_s, this_chip
 from thresher.kernels.attention.backends.choice import resolve_attention
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy
@@ -142,8 +142,10 @@ def measure(policy: Policy, shape: DecodeShape, steps: int, profile: str | None 
     if profile is not None:
         _profile(decoder, profile, f"{policy.config.num_hidden_layers} layers, {_context(shape)}")
     chip = this_chip(policy.device)
-    costs = decode_costs(policy.config, shape)
-    floor = None if chip is None else floor_s(costs, chip)
+    floor = expected = None
+    if chip is not None:
+        floor = floor_s(decode_costs(policy.config, shape), chip)
+        expected = predicted_decode_s(policy.config, shape, chip)
     return {
         "shape": asdict(shape),
         "attention": attention,
@@ -155,7 +157,7 @@ def measure(policy: Policy, shape: DecodeShape, steps: int, profile: str | None 
         "chip": None if chip is None else chip.name,
         "floor_s": floor,
         "floor_share": None if floor is None else floor / seconds,
-        "predicted_share": decode_share(policy.config, shape),
+        "predicted_share": None if floor is None or expected is None else floor / expected,
     }
 
 

@@ -138,9 +138,9 @@ def decode_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
         shape, share = row["shape"], row["floor_share"]
         kind = f"{shape['shared']:,} shared + {shape['own']:,}" if shape["shared"] else f"context {shape['own']:,}"
         measured = f"{row['tokens_per_s']:,.0f} tokens/s"
-        wanted = f"{row['predicted_share']:.0%} of the floor"
-        predicted = "-"
+        predicted = wanted = "-"
         if row["floor_s"] is not None:
+            wanted = f"{row['predicted_share']:.0%} of the floor"
             measured += f", {share:.0%}"
             predicted = f"{row['predicted_share'] * shape['batch'] / row['floor_s']:,.0f} tokens/s"
         lines.append(TableLine(f"decode {row['model']}, {kind}", measured, predicted, wanted))

@@ -324,7 +324,11 @@ class HuggingFace:
 
         own = -(-tokens // PAGE) + 2 if copies > 1 else 0
         blocks = sum(-(-(len(ids) + (tokens if copies == 1 else 0)) // PAGE) + 1 + copies * own for ids in contexts)
-        options = {"num_blocks": int(SPARE * blocks), "max_batch_tokens": BATCH_TOKENS, "auto_switch_to_flash": False}
+        options: dict[str, Any] = {
+            "num_blocks": int(SPARE * blocks),
+            "max_batch_tokens": BATCH_TOKENS,
+            "auto_switch_to_flash": False,
+        }
         known = signature(ContinuousBatchingConfig).parameters
         options["page_size" if "page_size" in known else "block_size"] = PAGE  # the second before transformers 5.18
         made = self.model.generate_batch(

@@ -66,11 +66,17 @@ def run_roofline(
         row
         for chip in (CHIPS[name] for name in chips)
         for name, config in configs.items()
-        for row in (*_decode_rows(chip, name, config, batch), _update_row(chip, name, config, batch))
+        for row in (
+            *_decode_rows(chip, name, config, batch),
+            _rollout_row(chip, name, config, batch),
+            _update_row(chip, name, config, batch),
+        )
     ]
     console.print("predictions from data sheets and aims; nothing here was measured")
     console.print(f"a decode step, batch {batch}, bfloat16: its floor, the share predicted of it, in tokens/s")
     _show([_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"])
+    console.print(f"decoding {batch} samples of {OWN} tokens in the mean, at most 1,000; prompts of {SHARED:,}")
+    _show([_rollout_cells(row) for row in rows if row["kind"] == "rollout"])
     console.print(f"an update of {batch} x 1,500 tokens, 300 of them sampled: ms per 1,000 tokens")
     _show([_update_cells(row) for row in rows if row["kind"] == "update"])
     console.print("states: of full fine-tuning, without activations; !: more than the chip's memory")
@@ -93,7 +99,7 @@ def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list
     shapes = (DecodeShape(batch=batch), DecodeShape(batch=batch, group=GROUP, shared=SHARED, own=OWN))
     for shape in shapes:
         costs = floors.decode_costs(config, shape)
-        seconds, share = floors.floor_s(costs, chip), floors.decode_share(config, shape)
+        seconds, expected = floors.floor_s(costs, chip), floors.predicted_decode_s(config, shape, chip)
         memory = floors.decode_bytes(config, shape)
         rows.append(
             {
@@ -104,13 +110,27 @@ def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list
                 "parts": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
                 "floor_seconds": seconds,
                 "floor_tokens_per_s": batch / seconds,
-                "predicted_share": share,
-                "predicted_tokens_per_s": share * batch / seconds,
+                "predicted_share": seconds / expected,
+                "predicted_tokens_per_s": batch / expected,
                 "memory_gb": memory / GB,
                 "fits": memory < chip.memory,
             }
         )
     return rows
+
+
+def _rollout_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[str, Any]:
+    lengths = floors.tail_lengths(batch, OWN)
+    seconds = floors.predicted_rollout_s(config, lengths, GROUP, SHARED, chip)
+    return {
+        "kind": "rollout",
+        "chip": chip.name,
+        "model": name,
+        "shape": {"samples": batch, "group": GROUP, "shared": SHARED, "mean": OWN, "longest": lengths[0]},
+        "mean_batch": sum(lengths) / lengths[0],
+        "predicted_seconds": seconds,
+        "predicted_tokens_per_s": sum(lengths) / seconds,
+    }
 
 
 def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[str, Any]:
@@ -143,6 +163,16 @@ def _decode_cells(row: dict[str, Any], shape: dict[str, int]) -> dict[str, str]:
         "tokens/s": f"{row['floor_tokens_per_s'] / 1000:.1f}k",
         "share": f"{row['predicted_share']:.0%}",
         "predicted": f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
+    }
+
+
+def _rollout_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "chip": row["chip"],
+        "model": row["model"],
+        "mean batch": f"{row['mean_batch']:.0f}",
+        "predicted, s": f"{row['predicted_seconds']:.1f}",
+        "tokens/s": f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
     }
 
 

@@ -120,7 +120,7 @@ class MasterWeights(TrainedWeights):
             if trained is self.head_VH and self._head_grad is not None:
                 self._head_grad.add_(grad)  # a tied embedding's share
             elif not self.apart:
-                trained.grad = grad.float() if trained.grad is None else trained.grad.add_(grad.float())
+                trained.grad = grad.float() if trained.grad is None else trained.grad.add_(grad)
             elif trained.grad is None:
                 trained.grad = torch.empty_like(trained)
                 self._send(grad, trained.grad, Tensor.copy_)

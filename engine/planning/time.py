@@ -16,8 +16,10 @@ in flight = latency x bandwidth: the latency is that of an idle memory, so the p
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist, fmean
 from typing import Protocol
 
 import torch
@@ -39,13 +41,17 @@ from thresher.engine.planning.memory import (
 from thresher.policy.config import ModelConfig
 
 GB, TB, TERA = 1e9, 1e12, 1e12
-# Of the floor of a decode step, by whether sequences share a prefix: (weights of 1.5B, share), (weights of 7B, share).
-DECODE_SHARES = {False: ((1.54e9, 0.50), (7.07e9, 0.65)), True: ((1.54e9, 0.45), (7.07e9, 0.55))}
+# Of the floor of a decode step on a GPU, and the seconds a layer that do not shrink with the work, by whether sequences
+# share a prefix: fitted to six shapes on an H200 (docs/gpu.md), which they miss by 9% at most.
+DECODE_SHARE, LAYER_SECONDS = 0.69, {False: 18e-6, True: 48e-6}
+# Of a decode step's floor on a device whose rates were measured, a CPU: (weights, share) twice, between by logarithm.
+MEASURED_SHARES = ((1.54e9, 0.45), (7.07e9, 0.55))
 # Of its own floor, of a kind of an update's work. layers: matmuls, with the elementwise kernels between them.
 UPDATE_SHARES = {"layers": 0.60, "attention": 0.45, "loss": 0.50, "reference": 0.60, "optimiser": 0.80}
 ADAMW_BYTES = 30  # a weight: read master, gradient and moments, 16; write master, moments and the bfloat16 copy, 14
 STATE_BYTES = 22  # a weight: bfloat16 copy and gradient 4, master 4, gradient 4, moments 8, reference 2
 LOWEST_SHARE = 0.1
+TAIL = 0.9  # standard deviation of the logarithm of samples' lengths
 
 
 class DeviceRates(Protocol):
@@ -196,12 +202,43 @@ def floor_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
     return sum(cost.seconds(chip) for cost in costs)
 
 
-def decode_share(config: ModelConfig, shape: DecodeShape) -> float:
-    """Return the share of a decode step's floor that is expected of a model of this size."""
-    (small, low), (large, high) = DECODE_SHARES[shape.shared != 0]
+def predicted_decode_s(config: ModelConfig, shape: DecodeShape, rates: DeviceRates) -> float:
+    """Return the seconds that are expected of a decode step."""
+    floor = floor_s(decode_costs(config, shape), rates)
+    if isinstance(rates, Chip):
+        return floor / DECODE_SHARE + config.num_hidden_layers * LAYER_SECONDS[shape.shared != 0]
+    (small, low), (large, high) = MEASURED_SHARES
     weights = layer_weights(config) + head_weights(config)
     share = low + (high - low) * math.log(weights / small) / math.log(large / small)
-    return min(max(share, LOWEST_SHARE), high)
+    return floor / min(max(share, LOWEST_SHARE), high)
+
+
+def tail_lengths(samples: int, mean: float = 300.0, largest: int = 1000) -> list[int]:
+    """Return lengths of samples, the longest first: quantiles of a lognormal distribution whose logarithm has a
+    standard deviation of TAIL, none over `largest`, scaled so that their mean is near `mean`."""
+    quantiles = [math.exp(TAIL * NormalDist().inv_cdf((i + 0.5) / samples)) for i in range(samples)]
+    low, high = 0.0, float(largest)
+    for _ in range(50):
+        scale = (low + high) / 2
+        found = fmean(min(scale * q, largest) for q in quantiles)
+        low, high = (scale, high) if found < mean else (low, scale)
+    return sorted((max(round(min(high * q, largest)), 1) for q in quantiles), reverse=True)
+
+
+def predicted_rollout_s(
+    config: ModelConfig, lengths: Sequence[int], group: int, shared: int, rates: DeviceRates
+) -> float:
+    """Return the seconds that are expected of the decode steps of samples of these lengths, the longest first, which
+    begin together behind prompts of `shared` tokens, one for each `group`. The last ones run in a small batch."""
+    groups = len(lengths) / group
+    running = len(lengths)
+    seconds = 0.0
+    for step in range(lengths[0]):
+        while lengths[running - 1] <= step:
+            running -= 1
+        shape = DecodeShape(batch=running, group=max(round(running / groups), 1), shared=shared, own=step + 1)
+        seconds += predicted_decode_s(config, shape, rates)
+    return seconds
 
 
 def predicted_update_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
@@ -259,7 +296,7 @@ def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
     prompt, batch = s.prompt, min(s.rollout.max_num_seqs, s.samples)
     group = min(s.rollout.group_size, batch) if s.rollout.share_prefix else 1
     shape = DecodeShape(batch=batch, group=group, shared=prompt, own=max((s.length - prompt) // 2, 1))
-    a_step = floor_s(decode_costs(config, shape), rates) / decode_share(config, shape)
+    a_step = predicted_decode_s(config, shape, rates)
     fed = s.samples * (s.length - prompt - s.sampled) + s.groups * prompt
     prefill = 2 * layer_weights(config) * max(fed, 0) / rates.flops_per_s / UPDATE_SHARES["layers"]
     return prefill + a_step * s.samples * s.sampled / batch

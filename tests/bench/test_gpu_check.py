@@ -299,6 +299,8 @@ def test_the_lines_of_a_row() -> None:
         TableLine(kind, rate, "25,600 tokens/s", f"50% {floor}"),
         TableLine("  the host's part of a step, 7B", "0.40 ms", "-", ".5 ms"),
     ]
+    unknown = decode_lines([DECODE | {"floor_s": None, "floor_share": None, "predicted_share": None}])
+    assert unknown[0] == TableLine(kind, "20,000 tokens/s")
     line = TableLine("rollout rag, 48 tokens", "2 tokens/s", "-", "3x generate_batch", "generate_batch 1.50x")
     alone = TableLine("rollout rag, 48 tokens", "2 tokens/s")
     assert rollout_lines([ROLLOUT, ROLLOUT | {"peer": None, "ratio": None}]) == [line, alone]
