@@ -4,9 +4,14 @@ In a process of its own, since torch keeps the device. `make simcuda` runs the s
 """
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from random import random
 
 import pytest
 import simcuda
@@ -18,9 +23,13 @@ DECODER = str(HERE / "engine/decoding/test_decoder_cuda.py")
 pytestmark = pytest.mark.skipif(simcuda.missing() is not None, reason=f"no simulated device: {simcuda.missing()}")
 
 
+def environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | more
+
+
 def run(*words: str) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | {"SIMCUDA": "1"}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    env = environment(SIMCUDA="1")
     done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
@@ -37,3 +46,44 @@ def test_runs_commands_and_every_line_that_asks_for_cuda() -> None:
 @pytest.mark.slow
 def test_the_decoder_s_own_tests() -> None:
     run(DECODER)
+
+
+def begin_gpu_check(results: Path, *parts: str) -> subprocess.Popen[str]:
+    """Start gpu-check with small sizes; its output is a pipe of text. Every process that it starts has the device."""
+    path = os.pathsep.join([str(HERE / "simulated_site"), str(HERE)])
+    env = environment(SIMCUDA="1", TRITON_INTERPRET="1", PYTHONPATH=path, PYTHONUNBUFFERED="1")
+    command = [sys.executable, "-P", str(HERE / "simulated_gpu_check.py"), str(results), *parts]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.slow
+def test_gpu_check_ends_with_its_table(tmp_path: Path) -> None:
+    process = begin_gpu_check(tmp_path)
+    said, _ = process.communicate(timeout=1800)
+    assert process.returncode == 0, said[-6000:]
+    (table,) = tmp_path.glob("check-*.txt")
+    assert table.read_text() in said and table.read_text().startswith("gpu-check on Simulated GPU")
+    ended = re.findall(r"^(\w+) +(passed|left out)", table.read_text(), re.MULTILINE)
+    names = ("smoke", "tests", "tuning", "loss", "attention", "decode", "rollout", "step")
+    # compute-sanitizer may be there, and needs a GPU.
+    assert [name for name, how in ended if how == "passed"][: len(names)] == list(names)
+
+
+@pytest.mark.slow
+def test_a_killed_gpu_check_leaves_its_table(tmp_path: Path) -> None:
+    """At a moment by chance, in the second part."""
+    process = begin_gpu_check(tmp_path, "loss", "attention")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("loss: passed"):
+            break
+    time.sleep(5 * random())
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.communicate()
+    for child in children:  # the part itself, which has a group of its own and would end a little later
+        with suppress(ProcessLookupError):
+            os.killpg(int(child), signal.SIGKILL)
+    (table,) = tmp_path.glob("check-*.txt")
+    assert re.search(r"^loss +passed", table.read_text(), re.MULTILINE)
+    assert len((tmp_path / "loss-simulated-gpu.jsonl").read_text().splitlines()) == 1
