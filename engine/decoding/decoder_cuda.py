@@ -495,7 +495,7 @@ class BucketStep:
         """Run the step and return its draws, whose copy to the host may still be under way."""
         received = self.received[self.turn]
         self.uses += 1
-        if self.uses == CAPTURED_AT and self.pool is not None and not self.rules.filtered:
+        if self.uses == CAPTURED_AT and self.pool is not None:
             self._capture()
         if self.graph is None:
             self.run()

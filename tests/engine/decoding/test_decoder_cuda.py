@@ -47,6 +47,8 @@ from thresher.policy.tokenizer import Tokenizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CUDA = DEVICE.type == "cuda"
+PLAIN = SamplingParams()
+FILTERED = (SamplingParams(top_k=5), SamplingParams(top_p=0.9), SamplingParams(temperature=0.5, min_p=0.1))
 needs_cuda = pytest.mark.skipif(not CUDA, reason="graphs are captured on a GPU")
 
 
@@ -266,10 +268,10 @@ def test_after_an_update_the_results_are_those_of_the_new_weights(
 
 @pytest.fixture
 def running(endless: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]) -> Callable[..., DeviceDecoder]:
-    """running(count, drafts, siblings=1) -> a decoder with so many sequences under way, of which `siblings` share a
-    prompt."""
+    """running(count, drafts, siblings=1, draw=PLAIN) -> a decoder with so many sequences under way, of which
+    `siblings` share a prompt."""
 
-    def make(count: int, drafts: int, siblings: int = 1) -> DeviceDecoder:
+    def make(count: int, drafts: int, siblings: int = 1, draw: SamplingParams = PLAIN) -> DeviceDecoder:
         guessing(Random(count), [])
         decoder = make_device_decoder(
             endless, tiny_tokenizer, speculate=drafts, max_running=max(count, 64), num_blocks=1 + 8 * max(count, 50)
@@ -277,7 +279,7 @@ def running(endless: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., 
         decoder.begin(120, DecodeClock())
         prompts = [SharedPrompt([n + 1] * 33) for n in range(-(-count // siblings))]
         for n in range(count):
-            sequence = TokenSequence(prompts[n // siblings], n, SamplingParams())
+            sequence = TokenSequence(prompts[n // siblings], n, draw)
             decoder.begin_turn(sequence, ("zzzz",), 60)
         for _ in range(4):
             assert decoder.step() == []
@@ -372,11 +374,12 @@ def test_steps_are_made_anew_for_other_weights_rules_and_lengths(endless: Policy
 
 @needs_cuda
 @pytest.mark.parametrize(
-    ("size", "drafts", "shares", "dtype"),
+    ("size", "drafts", "shares", "dtype", "draw"),
     [
-        *((size, 0, False, torch.bfloat16) for size in sorted({bucket_of(count) for count in range(1, 257)})),
-        *((size, drafts, True, torch.bfloat16) for size in (4, 64) for drafts in (0, 1, 2, 4, 8)),
-        *((size, drafts, drafts > 0, torch.float32) for size in (4, 64) for drafts in (0, 4)),
+        *((size, 0, False, torch.bfloat16, PLAIN) for size in sorted({bucket_of(count) for count in range(1, 257)})),
+        *((size, drafts, True, torch.bfloat16, PLAIN) for size in (4, 64) for drafts in (0, 1, 2, 4, 8)),
+        *((size, drafts, drafts > 0, torch.float32, PLAIN) for size in (4, 64) for drafts in (0, 4)),
+        *((size, drafts, False, torch.bfloat16, draw) for size, drafts in ((4, 0), (64, 4)) for draw in FILTERED),
     ],
 )
 @torch.inference_mode()
@@ -385,6 +388,7 @@ def test_a_graph_has_the_bits_of_the_step_that_it_holds(
     drafts: int,
     shares: bool,
     dtype: torch.dtype,
+    draw: SamplingParams,
     endless: Policy,
     running: Callable[..., DeviceDecoder],
     monkeypatch: pytest.MonkeyPatch,
@@ -393,7 +397,7 @@ def test_a_graph_has_the_bits_of_the_step_that_it_holds(
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
     endless.to(dtype)
     count = max(size - 1, 1)
-    decoder = running(count, 0, siblings=2 if shares else 1)
+    decoder = running(count, 0, 2 if shares else 1, draw)
     decoder._receive_pending()
     batch, slot_N, rng = decoder.batch, decoder._slot_order(), np.random.default_rng(size)
     cached_N, table_NP = batch.cached_B[slot_N], batch.table_BP[slot_N]
