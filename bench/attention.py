@@ -1,16 +1,17 @@
 """`thresher bench attention`: a layer's training attention over groups with a shared prompt, beside peers.
 
 The batch is trees: a prompt, and below it the samples of a group, each position once (kernels/attention/prefix.py).
-Forward and backward are timed together, in turn, and held to torch's products in float32 first. A contender that cannot
-run, fails or is wrong gets a reason in place of figures.
+Forward and backward are timed together, in turn, and output and gradients held to torch's products in float32 first, of
+`unshared` the output alone. A contender that cannot run, fails or is wrong gets a reason in place of figures.
 
     ours       one kernel forward and two backward over the whole forest (forest_triton.py); in parts on a CPU
     parts      a segment's own attention and that to each ancestor, by torch's flash attention, merged
-    flex       torch.nn.attention.flex_attention, compiled, with the same mask as blocks
+    flex       torch.nn.attention.flex_attention, compiled with its defaults, with the same mask as blocks
     unshared   every trajectory whole, with a copy of its prompt, by the library that training takes
 
     floor      14 x D x N operations a visible pair of positions: two products forward, five backward
-    layout     ms of what is made once a forward for all layers: lists, parts, blocks of the mask
+    layout     ms of what is made once a forward for all layers: lists, parts, blocks of the mask; by how much a call
+               that makes it takes longer
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension.
 """
@@ -53,7 +54,7 @@ from thresher.policy.config import ModelConfig
 OURS, UNSHARED = "ours", "unshared"
 WARMUP = 3  # calls off the clock
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of an output's or a gradient's norm
-CPU_SIDE = "It runs on CUDA only."
+CUDA_ONLY = "It runs on CUDA only."
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Row = dict[str, Any]
@@ -181,7 +182,7 @@ def contenders(device: torch.device) -> list[Contender]:
     peers = [Contender("parts", _parts), Contender("flex", _flex)]
     if device.type != "cuda":
         for peer in peers:
-            peer.why = CPU_SIDE
+            peer.why = CUDA_ONLY
     return [Contender(OURS, _ours), *peers, Contender(UNSHARED, _unshared)]
 
 
@@ -198,7 +199,7 @@ def make_batch(bench: AttentionBench, config: ModelConfig, device: torch.device,
 
 
 def whole_trajectories(batch: Batch) -> Batch:
-    """Return the batch with every prompt copied to each of its samples."""
+    """Return leaves and gradient with every prompt copied to each of its samples; forest and pairs are the batch's."""
     paths_t = batch.paths_t()
     q_tND, k_tKD, v_tKD = (leaf.detach()[paths_t].requires_grad_() for leaf in batch.leaves)
     return Batch(batch.bench, (q_tND, k_tKD, v_tKD), batch.grad_TND[paths_t], batch.lengths, batch.parents)
@@ -219,6 +220,31 @@ def error_of(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     return max(float((got.float() - truth).norm() / truth.norm()) for got, truth in zip(found, right, strict=True))
 
 
+def try_contender(rival: Contender, batch: Batch, right: Sequence[Tensor]) -> None:
+    """Fill in what the contender's call, its error and its layout's time are, or why it has none. right: the output and
+    gradients in float32."""
+    limit = LARGEST_ERROR[batch.grad_TND.dtype]
+    truth = list(right)
+    if rival.name == UNSHARED:
+        # A prompt's gradients are sums over its copies, which nobody adds up here: its output alone is compared.
+        truth, batch = [right[0][batch.paths_t()]], whole_trajectories(batch)
+    try:
+        layout = rival.prepare(batch)
+        attend = layout()
+        rival.error = error_of(once(attend, batch)[: len(truth)], truth)  # compiles, too
+        if not rival.error <= limit:
+            rival.why = f"It is wrong by {rival.error:.1e}."
+            return
+        run = partial(once, attend, batch)
+        kept = min(milliseconds(run, batch.device) for _ in range(WARMUP))
+        # The forest's lists are made by the first layer that asks, so that a whole call is timed.
+        fresh = min(milliseconds(partial(_from_layout, layout, batch), batch.device) for _ in range(WARMUP))
+        rival.layout_ms = max(fresh - kept, 0.0)
+        rival.run = run
+    except Exception as error:  # of a library, or a compiler, which raise what they like
+        rival.why = reason_of(error)
+
+
 def measure(bench: AttentionBench, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Row:
     """Return the figures of one model's heads."""
     batch = make_batch(bench, config, device, dtype)
@@ -227,36 +253,17 @@ def measure(bench: AttentionBench, config: ModelConfig, device: torch.device, dt
     right = once(_over_forest(exact, MatmulAttention())(), exact)
     rivals = contenders(device)
     for rival in rivals:
-        if rival.why is not None:
-            continue
-        own = whole_trajectories(batch) if rival.name == UNSHARED else batch
-        try:
-            layout = rival.prepare(own)
-            attend = layout()  # compiles
-            found = once(attend, own)
-            # A prompt's gradients are sums over its copies, which nobody adds up here: its output alone is compared.
-            truth = [right[0][batch.paths_t()]] if rival.name == UNSHARED else right
-            rival.error = error_of(found[: len(truth)], truth)
-            if not rival.error <= LARGEST_ERROR[dtype]:
-                rival.why = f"It is wrong by {rival.error:.1e}."
-                continue
-            # The forest's lists are made by the first layer that asks.
-            rival.run = partial(once, attend, own)
-            again = min(milliseconds(rival.run, device) for _ in range(WARMUP))
-            first = min(milliseconds(partial(_from_layout, layout, own), device) for _ in range(WARMUP))
-            rival.layout_ms = max(first - again, 0.0)
-        except Exception as error:  # of a library, or a compiler, which raise what they like
-            rival.why = reason_of(error)
+        if rival.why is None:
+            try_contender(rival, batch, right)
     del right, exact, single
-    running = [rival for rival in rivals if rival.run is not None]
-    calls = [rival.run for rival in running if rival.run is not None]
-    times = dict(
-        zip((rival.name for rival in running), in_turn(calls, bench.rounds, device, lambda: None), strict=True)
-    )
+    calls = {rival.name: rival.run for rival in rivals if rival.run is not None}
+    times = dict(zip(calls, in_turn(list(calls.values()), bench.rounds, device, lambda: None), strict=True))
     chip = this_chip(device)
     operations = 14 * config.head_dim * config.num_attention_heads * batch.pairs
     floor_ms = None if chip is None or dtype != torch.bfloat16 else 1e3 * operations / chip.flops_per_s
     return {
+        "rounds": bench.rounds,
+        "attention": resolve_attention("auto", device, dtype, config.head_dim, "training"),
         "tokens": len(batch.grad_TND),
         "unshared_tokens": bench.trees * bench.group * (bench.shared + bench.own),
         "pairs": batch.pairs,

@@ -1,6 +1,7 @@
 """`thresher bench roofline`: the least that a decode step and an update take on GPUs that are not here; predictions.
 
-Everything printed is arithmetic from data sheets and aims (engine/planning/time.py). No GPU is asked, and none was.
+Everything printed is arithmetic (engine/planning/time.py): floors from data sheets, predictions from aims and, for
+decoding, from constants that were fitted to an H200. No GPU is asked.
 """
 
 from collections.abc import Sequence
@@ -72,10 +73,10 @@ def run_roofline(
             _update_row(chip, name, config, batch),
         )
     ]
-    console.print("predictions from data sheets and aims; nothing here was measured")
+    console.print("predictions: data sheets, aims, an H200's constants; nothing is measured here")
     console.print(f"a decode step, batch {batch}, bfloat16: its floor, the share predicted of it, in tokens/s")
     _show([_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"])
-    console.print(f"decoding {batch} samples of {OWN} tokens in the mean, at most 1,000; prompts of {SHARED:,}")
+    console.print(f"decoding {batch} samples of {OWN} tokens in the mean, with a tail to 1,000; prompts of {SHARED:,}")
     _show([_rollout_cells(row) for row in rows if row["kind"] == "rollout"])
     console.print(f"an update of {batch} x 1,500 tokens, 300 of them sampled: ms per 1,000 tokens")
     _show([_update_cells(row) for row in rows if row["kind"] == "update"])

@@ -4,7 +4,9 @@ Where model.dtype is bfloat16, TRL's weights stay in float32 and it computes und
 masters in float32 with a copy in bfloat16. The same as in `thresher train` of that recipe are weights, questions and
 their order, ids of the prompts, reward, group, lengths, temperature, clip, AdamW with its learning rate and schedule,
 threads, settings of the allocator. Before the first step, log-probs that our rollout recorded must agree with those of
-TRL's model. Held-out questions are answered greedily by our engine with TRL's weights; the clock stands meanwhile.
+TRL's model, which has no autocast there: to 1e-4 nats in float32, and in bfloat16, which rounds weights and sums, to 1.
+Held-out questions are answered greedily by our engine with TRL's weights, rounded to model.dtype; the clock stands
+meanwhile.
 
 TRL's own are padded batches, the noise of its samples, warm-up that begins at a rate of 0, and advantages divided
 by the sample's deviation + 1e-4, which ours are with grpo.sample_std = true and grpo.std_eps = 1e-4.

@@ -1,18 +1,20 @@
 """`thresher bench gpu-check` with small sizes, for the simulated device: `simulated_gpu_check.py RESULTS [PART ..]`.
 
-The parts, their commands, limits and tables are gpu-check's own; arguments behind a command's own override its sizes.
+The parts, their commands and tables are gpu-check's own, in the place of whose `parts` it puts them; arguments behind a
+command's own override its sizes, and limits are wide.
 What compiles Triton or runs a program of CUDA is left out, or says so in its row.
 """
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 from thresher.bench import gpu_check
 
 LOSS = ("--hidden", "64", "--vocab", "500", "--tokens", "64", "--peers", "none")
 SMALL = {
     "smoke": ("tiny", "cuda"),
-    "tests": ("-n", "0", "-k", "test_the_fastest_is_stored"),
+    "tests": (*(("-n", "0") if find_spec("xdist") else ()), "-k", "test_the_fastest_is_stored"),
     "tuning": LOSS,
     "loss": LOSS,
     "attention": ("--model", "0.5B", "--trees", "1", "--group-size", "2", "--shared", "8", "--own", "4"),

@@ -3,8 +3,9 @@
 docs/gpu.md, Floors and predictions, has the formulas of a decode step and of an update, and the shares of the floors
 that are expected; docs/scale.md has those of a step of a recipe, of which every trajectory is as long as its limits let
 it, and what several GPUs send each other. A kind of work costs arithmetic at the chip's peak or memory traffic at its
-bandwidth, whichever takes longer; times of several kinds are added. Nothing is measured here. Not counted: norms,
-rotations and sampling (fused), activations' traffic, gaps between launches, the host, searches, judges, evaluations.
+bandwidth, whichever takes longer; times of several kinds are added. Floors do not count norms, rotations and sampling
+(fused), activations' traffic, gaps between launches, the host, searches, judges, evaluations. What is predicted of a
+decode step has a term for some of these, fitted to an H200; the rest are assumed shares of the floors.
 
 Data sheets of NVIDIA: A100 40GB and 80GB SXM, A800 80GB SXM (an A100 with slower NVLink), H100 SXM and PCIe, H800 SXM
 (an H100 with slower NVLink), H200 SXM. Peak is that of dense bfloat16 products with float32 sums: SMs x products a
@@ -44,8 +45,9 @@ GB, TB, TERA = 1e9, 1e12, 1e12
 # Of the floor of a decode step on a GPU, and the seconds a layer that do not shrink with the work, by whether sequences
 # share a prefix: fitted to six shapes on an H200 (docs/gpu.md), which they miss by 9% at most.
 DECODE_SHARE, LAYER_SECONDS = 0.69, {False: 18e-6, True: 48e-6}
-# Of a decode step's floor on a device whose rates were measured, a CPU: (weights, share) twice, between by logarithm.
-MEASURED_SHARES = ((1.54e9, 0.45), (7.07e9, 0.55))
+# Of a decode step's floor on a CPU, whose rates `plan --measure` takes, assumed: (weights, share) twice, between them
+# by the logarithm of the weights.
+ASSUMED_SHARES = ((1.54e9, 0.45), (7.07e9, 0.55))
 # Of its own floor, of a kind of an update's work. layers: matmuls, with the elementwise kernels between them.
 UPDATE_SHARES = {"layers": 0.60, "attention": 0.45, "loss": 0.50, "reference": 0.60, "optimiser": 0.80}
 ADAMW_BYTES = 30  # a weight: read master, gradient and moments, 16; write master, moments and the bfloat16 copy, 14
@@ -150,6 +152,11 @@ class DecodeShape:
         return self.shared + self.own
 
     @property
+    def shares(self) -> bool:
+        """Whether sequences have positions in common."""
+        return self.group > 1 and self.shared > 0
+
+    @property
     def positions(self) -> float:
         """Positions whose keys and values are read in a step."""
         return self.batch * (self.own + self.shared / self.group)
@@ -206,8 +213,8 @@ def predicted_decode_s(config: ModelConfig, shape: DecodeShape, rates: DeviceRat
     """Return the seconds that are expected of a decode step."""
     floor = floor_s(decode_costs(config, shape), rates)
     if isinstance(rates, Chip):
-        return floor / DECODE_SHARE + config.num_hidden_layers * LAYER_SECONDS[shape.shared != 0]
-    (small, low), (large, high) = MEASURED_SHARES
+        return floor / DECODE_SHARE + config.num_hidden_layers * LAYER_SECONDS[shape.shares]
+    (small, low), (large, high) = ASSUMED_SHARES
     weights = layer_weights(config) + head_weights(config)
     share = low + (high - low) * math.log(weights / small) / math.log(large / small)
     return floor / min(max(share, LOWEST_SHARE), high)
@@ -217,19 +224,20 @@ def tail_lengths(samples: int, mean: float = 300.0, largest: int = 1000) -> list
     """Return lengths of samples, the longest first: quantiles of a lognormal distribution whose logarithm has a
     standard deviation of TAIL, none over `largest`, scaled so that their mean is near `mean`."""
     quantiles = [math.exp(TAIL * NormalDist().inv_cdf((i + 0.5) / samples)) for i in range(samples)]
-    low, high = 0.0, float(largest)
+    low, high = 0.0, largest / quantiles[0]
     for _ in range(50):
         scale = (low + high) / 2
         found = fmean(min(scale * q, largest) for q in quantiles)
         low, high = (scale, high) if found < mean else (low, scale)
-    return sorted((max(round(min(high * q, largest)), 1) for q in quantiles), reverse=True)
+    return [max(round(min(high * q, largest)), 1) for q in reversed(quantiles)]
 
 
 def predicted_rollout_s(
     config: ModelConfig, lengths: Sequence[int], group: int, shared: int, rates: DeviceRates
 ) -> float:
     """Return the seconds that are expected of the decode steps of samples of these lengths, the longest first, which
-    begin together behind prompts of `shared` tokens, one for each `group`. The last ones run in a small batch."""
+    begin together behind prompts of `shared` tokens, one for each `group`. Those that are left at a step are spread
+    evenly over the groups; once they are as few as the groups, no one shares."""
     groups = len(lengths) / group
     running = len(lengths)
     seconds = 0.0
@@ -279,7 +287,8 @@ def sent_bytes(config: ModelConfig, s: PlanSetting) -> dict[str, float]:
 def seconds_per_step(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> dict[str, float]:
     """Return {"rollout": .., "update": ..}, the seconds of one GPU's share of a step."""
     links = link_rate(rates, s.gpus)
-    rates = MeasuredRates(rates.flops_per_s, rates.bytes_per_s * BF16 / s.item)
+    a_byte = rates.bytes_per_s * BF16 / s.item
+    rates = replace(rates, bytes_per_s=a_byte) if isinstance(rates, Chip) else MeasuredRates(rates.flops_per_s, a_byte)
     rollout, update = _rollout(config, s, rates), _update(config, s, rates, checkpointed)
     if links is not None:
         sent = sent_bytes(config, s)

@@ -88,15 +88,17 @@ def key_lists(end_T: Ints, tiling: KeyTiling) -> tuple[Ints, Ints]:
     """(for each tile of rows its number and where in the second its key tiles begin, the whole ones end, all end; the
     numbers of key tiles)."""
     T, rows = len(end_T), tiling.rows
-    key, lowest, highest = _key_tiles(end_T, tiling.keys)
+    first_key, lowest, highest = _key_tiles(end_T, tiling.keys)
     # The rows that see any of some neighbouring keys are one stretch: each key is seen by its own row.
-    first, stop = key // rows, -(-highest // rows)
+    first, stop = first_key // rows, -(-highest // rows)
     seen = stop - first
-    tile = np.repeat(np.arange(len(key)), seen)
-    row = np.arange(len(tile)) - np.repeat(np.cumsum(seen) - seen - first, seen)
-    whole = (key[tile] + tiling.keys - 1 <= row * rows) & (np.minimum((row + 1) * rows, T) <= lowest[tile])
-    tiles = tile[np.argsort(2 * row + ~whole, kind="stable")]
-    counts, wholes = (np.bincount(row[which], minlength=-(-T // rows)) for which in (slice(None), whole))
+    key_tile = np.repeat(np.arange(len(seen)), seen)
+    row_tile = np.arange(len(key_tile)) - np.repeat(np.cumsum(seen) - seen - first, seen)
+    behind = first_key[key_tile] + tiling.keys - 1 <= row_tile * rows
+    whole = behind & (np.minimum((row_tile + 1) * rows, T) <= lowest[key_tile])
+    tiles = key_tile[np.argsort(2 * row_tile + np.logical_not(whole), kind="stable")]
+    counts = np.bincount(row_tile, minlength=-(-T // rows))
+    wholes = np.bincount(row_tile[whole], minlength=-(-T // rows))
     begin = np.cumsum(counts) - counts
     spans = np.stack([np.arange(len(counts)), begin, begin + wholes, begin + counts], 1)
     return spans[np.argsort(-counts, kind="stable")].astype(np.int32), tiles.astype(np.int32)

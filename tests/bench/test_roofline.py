@@ -143,7 +143,7 @@ def test_the_command_prints_and_keeps_every_row(tmp_path: Path, capsys: pytest.C
     ]
     assert list(rows[3]["shape"]) == ["trajectories", "length", "sampled", "full", "reference"]
     said = capsys.readouterr().out
-    assert "nothing here was measured" in said and max(map(len, said.splitlines()[:-1])) <= 80
+    assert "nothing is measured here" in said and max(map(len, said.splitlines()[:-1])) <= 80
     by_hand = floors.floor_s(floors.decode_costs(MODELS["7B"], SHARED), CHIPS["H200"])
     assert rows[13]["floor_seconds"] == by_hand and f"{1000 * by_hand:.2f}" in said
     fits = {(row["chip"], row["model"]): row["states_fit"] for row in rows if row["kind"] == "update"}

@@ -1,7 +1,9 @@
 """Bytes of a plan: what autograd keeps against what torch keeps, trajectories that begin alike, and the disk."""
 
+import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +227,10 @@ def test_links_count_where_a_chips_are_known() -> None:
 
     without = plan(config, on_gpu(rollout=LARGE), 8, rates=MeasuredRates(chip.flops_per_s, chip.bytes_per_s))
     assert without.links is None and without.seconds is not None and eight.seconds is not None
-    assert eight.seconds["rollout"] == pytest.approx(without.seconds["rollout"] + sent["rollout"] / 300e9)
     assert eight.seconds["update"] == without.seconds["update"]
+    instantly = plan(config, on_gpu(rollout=LARGE), 8, rates=replace(chip, link_bytes_per_s=math.inf)).seconds
+    assert instantly is not None
+    assert eight.seconds["rollout"] == pytest.approx(instantly["rollout"] + sent["rollout"] / 300e9)
 
 
 def test_a_run_is_refused_before_anything_is_loaded(

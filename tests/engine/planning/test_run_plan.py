@@ -171,13 +171,15 @@ def test_several_gpus_divide_states_and_gather_weights() -> None:
 
 
 def test_seconds_are_those_of_the_floors() -> None:
-    """A chip twice as fast takes half as long; adapters take less than all weights, and a reference some more; passes
-    multiply. docs/gpu.md: 127.7 ms per 1,000 tokens of 1,500-token trajectories with 300 sampled."""
+    """A chip twice as fast takes half as long for an update; adapters take less than all weights, and a reference some
+    more; passes multiply. docs/gpu.md: 127.7 ms per 1,000 tokens of 1,500-token trajectories with 300 sampled."""
     chip = CHIPS["A100-80"]
     twice = replace(chip, flops_per_s=2 * chip.flops_per_s, bytes_per_s=2 * chip.bytes_per_s)
     slow, fast = (plan(MODELS["3B"], recipe(), rates=rates) for rates in (chip, twice))
     assert slow.seconds is not None and slow.seconds_per_step == sum(slow.seconds.values())
-    assert fast.seconds_per_step == pytest.approx(slow.seconds_per_step / 2)
+    assert fast.seconds is not None and fast.seconds["update"] == pytest.approx(slow.seconds["update"] / 2)
+    # A decode step has a part that does not shrink.
+    assert slow.seconds["rollout"] / 2 < fast.seconds["rollout"] < slow.seconds["rollout"]
     once = update_seconds()
     assert once == slow.seconds["update"] > update_seconds(lora={"rank": 16})
     assert once > update_seconds(grpo={"beta": 0.0})
