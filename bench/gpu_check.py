@@ -29,6 +29,7 @@ from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
 from thresher.common.machine import gpu
+from thresher.engine.planning.time import UPDATE_SHARES
 
 ROOT = Path(__file__).resolve().parent.parent
 FEWEST_SECONDS = 5.0  # with less left, a part is not begun
@@ -127,7 +128,8 @@ def attention_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
         if ours["left_out"] is None and row["floor_ms"] is not None:
             measured += f", {row['floor_ms'] / ours['ms']['p50']:.0%} of the floor"
         peers = ", ".join(f"{peer} {ratio['p50']:.2f}x" for peer, ratio in row["ratio"].items())
-        lines.append(TableLine(f"attention, heads of {row['model']}", measured, "-", "45% of the floor", peers or "-"))
+        target = f"{UPDATE_SHARES['attention']:.0%} of the floor"
+        lines.append(TableLine(f"attention, heads of {row['model']}", measured, "-", target, peers or "-"))
     return lines
 
 

@@ -76,7 +76,7 @@ def test_lengths_have_a_tail() -> None:
     lengths = floors.tail_lengths(256)
     assert len(lengths) == 256 and lengths == sorted(lengths, reverse=True)
     assert sum(lengths) / 256 == pytest.approx(300, abs=1) and lengths[0] == 1000 and lengths[-1] >= 1
-    assert sum(lengths) / lengths[0] == pytest.approx(75, abs=3)  # bound: the mean batch of shared experience
+    assert sum(lengths) / lengths[0] == pytest.approx(77, abs=1)  # bound: as docs/gpu.md says
 
 
 def test_a_rollout_is_its_steps() -> None:
