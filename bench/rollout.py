@@ -246,9 +246,14 @@ def prove(
 
 def gap_of(logits_TV: torch.Tensor, one: Written, vocab: int) -> torch.Tensor:
     """Return the largest difference between recorded log-probs and those of a forward over the whole sequence."""
+    return gaps_of(logits_TV, one, vocab).max()
+
+
+def gaps_of(logits_TV: torch.Tensor, one: Written, vocab: int) -> torch.Tensor:
+    """Return the difference of each recorded log-prob from that of a forward over the whole sequence [R]."""
     at_R, ids_T = torch.tensor(one.positions), torch.tensor(one.ids)
     logp_RV = logits_TV[at_R - 1, :vocab].float().log_softmax(-1).cpu()
-    return (logp_RV.gather(1, ids_T[at_R, None])[:, 0] - torch.tensor(one.logprobs)).abs().max()
+    return (logp_RV.gather(1, ids_T[at_R, None])[:, 0] - torch.tensor(one.logprobs)).abs()
 
 
 def _beside(shape: RolloutShape, ours: Sequence[Round], peer: Sequence[Round], floor: float) -> dict[str, Any]:

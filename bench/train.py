@@ -4,7 +4,7 @@ Where model.dtype is bfloat16, TRL's weights stay in float32 and it computes und
 masters in float32 with a copy in bfloat16. The same as in `thresher train` of that recipe are weights, questions and
 their order, ids of the prompts, reward, group, lengths, temperature, clip, AdamW with its learning rate and schedule,
 threads, settings of the allocator. Before the first step, log-probs that our rollout recorded must agree with those of
-TRL's model, which has no autocast there: to 1e-4 nats in float32, and in bfloat16, which rounds weights and sums, to 1.
+TRL's model, which has no autocast there: to 1e-4 nats in float32, and in bfloat16 to .11 in the mean.
 Held-out questions are answered greedily by our engine with TRL's weights, rounded to model.dtype; the clock stands
 meanwhile.
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from thresher.bench.harness import append_rows, check_files, facts, print_files, read_rows
-from thresher.bench.rollout import gap_of
+from thresher.bench.rollout import gaps_of
 from thresher.bench.rollout_sides import Written
 from thresher.bench.settings import PeerWay, Seconds
 from thresher.common.console import console, table
@@ -63,7 +63,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MEASURES = ("questions", "f1", "em", "reward", "response_tokens")
 STEP_SECONDS = ("rollout_seconds", "reward_seconds", "update_seconds")
 OURS, TRL = "ours", "TRL"
-LARGEST_PEER_GAP = {torch.float32: 1e-4, torch.bfloat16: 1.0}  # nats; TRL's weights are not rounded
+# Nats, of all sampled tokens: the largest gap in float32; in bfloat16, where single tokens of small probability may be
+# off by one, the mean. SmolLM2 in bfloat16 beside float32 on a CPU: .035, 920 tokens.
+LARGEST_GAP, LARGEST_MEAN_GAP = 1e-4, 0.11
 
 Row = dict[str, Any]
 
@@ -263,16 +265,24 @@ def _train(task: Task, way: PeerWay, out: str | Path | None) -> list[Row]:
 @torch.no_grad()
 def _prove(task: Task, model: Any) -> float:
     """Return the largest gap between log-probs that our rollout recorded and those of TRL's model. RuntimeError where
-    it is more than rounding."""
+    they differ by more than rounding."""
     temperature, vocab = task.context.recipe.rollout.temperature, task.context.vocab_size
-    gaps = [
-        float(gap_of(model(torch.tensor([one.ids], device=model.device)).logits[0] / temperature, one, vocab))
-        for one in task.sampled()
-    ]
-    if not max(gaps) <= LARGEST_PEER_GAP[task.context.policy.dtype]:
-        raise RuntimeError(f"log-probs differ by {max(gaps)} nats from TRL's model: there is nothing to compare")
-    console.print(f"sampled log-probs agree with TRL's model to {max(gaps):.1e} nats", soft_wrap=True)
-    return max(gaps)
+    gaps_R = torch.cat(
+        [
+            gaps_of(model(torch.tensor([one.ids], device=model.device)).logits[0] / temperature, one, vocab)
+            for one in task.sampled()
+        ]
+    )
+    largest, mean = float(gaps_R.max()), float(gaps_R.mean())
+    agrees = largest <= LARGEST_GAP if task.context.policy.dtype == torch.float32 else mean <= LARGEST_MEAN_GAP
+    if not agrees:
+        raise RuntimeError(
+            f"log-probs differ by {largest} nats from TRL's model, {mean} in the mean: there is nothing to compare"
+        )
+    console.print(
+        f"sampled log-probs agree with TRL's model to {largest:.1e} nats, {mean:.1e} in the mean", soft_wrap=True
+    )
+    return largest
 
 
 def rows_of_run(path: str | Path, side: str = OURS) -> list[Row]:
