@@ -202,6 +202,9 @@ ROW_MULTIPLE = 16
 # Exponentials are stored up to a multiple of so many columns, 128 bytes of bfloat16: their rows begin on a line of the
 # cache, and both the stores and the matmuls move whole vectors of 16 bytes.
 COLUMN_MULTIPLE = 64
+# A CPU's product of a few rows with the head is faster by parts of so many columns (the last may have up to twice as
+# many): 64 rows with [49152, 576] took 1.6 times as long whole, 512 rows 1.3. The bits are the same.
+COLUMNS_AT_A_TIME = 1024
 # What a part of a low-precision head, or of its gradient, may take in float32.
 SLAB_BYTES = 64 * MIB
 
@@ -248,7 +251,11 @@ def logits_product(rows_MH: Tensor, lm_head_VH: Tensor, logits_MV: Tensor) -> No
         torch.mm(rows_MH, lm_head_VH.t(), out_dtype=logits_MV.dtype, out=logits_MV)
     else:
         for slab, head_UH in head_slabs(lm_head_VH, logits_MV.dtype):
-            torch.mm(rows_MH, head_UH.t(), out=logits_MV[:, slab])
+            step = len(head_UH) if logits_MV.is_cuda else COLUMNS_AT_A_TIME
+            cuts = list(range(step, len(head_UH) - step + 1, step))
+            parts = zip(head_UH.tensor_split(cuts), logits_MV[:, slab].tensor_split(cuts, dim=1), strict=True)
+            for part_UH, logits_MU in parts:
+                torch.mm(rows_MH, part_UH.t(), out=logits_MU)
 
 
 def hidden_product(dlogits_RV: Tensor, lm_head_VH: Tensor) -> Tensor:
