@@ -8,11 +8,9 @@ the prediction. A shape that does not fit into the device's memory is left out, 
 """
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +22,7 @@ from thresher.bench.harness import (
     check_files,
     dtype_name,
     facts,
+    profile_kernels,
     resolve_device,
     resolve_dtype,
     spread,
@@ -82,7 +81,7 @@ def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[
     check_batch(bench.batch)
     device = resolve_device(bench.device)
     dtype = resolve_dtype(bench.dtype, device)
-    check_files(out, None)
+    check_files(out, None, bench.profile)
     head, deadline = {"bench": "decode", **facts(("triton",))}, time.monotonic() + bench.budget
     rows: list[dict[str, Any]] = []
     for name in bench.models:
@@ -140,7 +139,8 @@ def measure(policy: Policy, shape: DecodeShape, steps: int, profile: str | None 
             times.append(time.perf_counter() - started)
     host_s, seconds = (decoder.clock.host - before.host) / steps, sum(times) / steps
     if profile is not None:
-        _profile(decoder, profile, f"{policy.config.num_hidden_layers} layers, {_context(shape)}")
+        title = f"{policy.config.num_hidden_layers} layers, {_context(shape)}, {PROFILED} steps"
+        profile_kernels(lambda: [decoder.step() for _ in range(PROFILED)], policy.device, profile, title)
     chip = this_chip(policy.device)
     floor = expected = None
     if chip is not None:
@@ -207,21 +207,6 @@ def _fill_contexts(decoder: Decoder) -> None:
             batch.cached_B[sequence.slot] = batch.known_B[sequence.slot] - 1
             decoder._mark_ready(sequence)  # the rest of its group begins as it does
         decoder._prefilling = []
-
-
-def _profile(decoder: Decoder, path: str, title: str) -> None:
-    """Append the time of each kernel, on a CPU of each operation, in PROFILED steps to a file."""
-    device = decoder.policy.device.type
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start and its end
-    with torch.profiler.profile(acc_events=True) as recorded:
-        for _ in range(PROFILED):
-            decoder.step()
-        wait(decoder.policy.device)
-    time_of = attrgetter("self_cpu_time_total" if device == "cpu" else "self_device_time_total")
-    kernels = [each for each in recorded.key_averages() if each.device_type.name.lower() == device]
-    lines = [f"{time_of(x):10.0f} us {x.count:6d} calls  {x.key}\n" for x in sorted(kernels, key=time_of, reverse=True)]
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.writelines([f"{title}, {PROFILED} steps\n", *lines])
 
 
 def _context(shape: DecodeShape) -> str:

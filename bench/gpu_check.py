@@ -163,7 +163,8 @@ def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Make two lines a shape: tokens a second of a step beside the peer, and what shared prefixes gain."""
+    """Make a shape's lines: tokens a second of a step beside the peer, what shared prefixes gain, and for how much of
+    the update the GPU is busy."""
     lines = []
     for row in rows:
         measured = f"{row['shared']['tokens_per_s']['p50']:,.0f} tokens/s"
@@ -171,6 +172,10 @@ def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
         lines.append(TableLine(f"step {row['shape']}, {row['tokens']:,} tokens", measured, peer=peer))
         predicted = f"{row['asked_tokens'] / row['computed_tokens']:.2f}x by tokens"
         lines.append(TableLine("  its update, prefixes shared by unshared", f"{row['shared_gain']:.2f}x", predicted))
+        if profiled := row.get("update_profile"):
+            whole = row["shared"]["update_s"]["p50"]
+            busy = f"{profiled['kernels']:,} kernels, {profiled['busy_s']:.2f} of {whole:.2f} s"
+            lines.append(TableLine("  its update's kernels, prefixes shared", busy))
     return lines
 
 
@@ -213,7 +218,7 @@ def parts() -> tuple[CheckPart, ...]:
         measured("attention", attention_lines, 45, 30, "--model", "0.5B", "7B", "--rounds", "10"),
         measured("decode", decode_lines, 40, 25, "--steps", "32"),
         measured("rollout", rollout_lines, 40, 15, "--shape", "rag", "--rounds", "2", *alone),
-        measured("step", step_lines, 55, 20, "--shape", "0.5B", "--steps", "2"),
+        measured("step", step_lines, 55, 20, "--shape", "0.5B", "--steps", "2", "--profile", "{out}.kernels"),
         CheckPart(
             name="racecheck",
             command=(*racecheck, *tests, *(str(kernels / test) for test in RACED)),
@@ -293,7 +298,7 @@ def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outco
     path = None if part.rows is None else folder / f"{part.rows}-{slug}.jsonl"
     log = folder / f"check-{slug}-{part.name}.log"
     before = len(read_rows(path))
-    command = [argument.format(out=path) if argument == "{out}" else argument for argument in part.command]
+    command = [argument.replace("{out}", str(path)) for argument in part.command]
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | dict(part.environment)
     started = time.monotonic()
     with log.open("wb") as file:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,21 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return highest
 
 
+def profile_kernels(run: Callable[[], Any], device: torch.device, path: str | Path, title: str) -> tuple[int, float]:
+    """Append the time of each kernel within the call, on a CPU of each operation, to a file; return how many there
+    were, and their seconds together."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start and its end
+    with torch.profiler.profile(acc_events=True) as recorded:
+        run()
+        wait(device)
+    time_of = attrgetter("self_cpu_time_total" if device.type == "cpu" else "self_device_time_total")
+    kernels = [each for each in recorded.key_averages() if each.device_type.name.lower() == device.type]
+    lines = [f"{time_of(x):10.0f} us {x.count:6d} calls  {x.key}\n" for x in sorted(kernels, key=time_of, reverse=True)]
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.writelines([f"{title}\n", *lines])
+    return sum(x.count for x in kernels), sum(map(time_of, kernels)) / 1e6
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return p20, p50 and p80, interpolated."""
     cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
@@ -200,19 +216,19 @@ def print_files(out: str | Path | None, plot: str | Path | None = None) -> None:
             console.print(f"{what} {path}", soft_wrap=True)
 
 
-def check_files(out: str | Path | None, plot: str | Path | None) -> None:
-    """Make the folders of both files, before an hour of measuring.
+def check_files(out: str | Path | None, plot: str | Path | None, profile: str | Path | None = None) -> None:
+    """Make the folders of these files, before an hour of measuring.
 
     Raises UserError for a file that cannot be written, and for a picture without matplotlib.
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise UserError(f"--plot {plot}: matplotlib is not installed; install it, or leave the picture out")
-    for flag, path in (("--out", out), ("--plot", plot)):
+    for flag, path in (("--out", out), ("--plot", plot), ("--profile", profile)):
         if path is None:
             continue
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            if flag == "--out":
+            if flag != "--plot":
                 append_rows(path)
             elif Path(path).is_dir():
                 raise IsADirectoryError(0, "it is a folder")

@@ -32,6 +32,7 @@ from thresher.bench.harness import (
     check_files,
     facts,
     print_files,
+    profile_kernels,
     ratios,
     read_rows,
     reason_of,
@@ -49,6 +50,7 @@ from thresher.common.machine import checkout
 from thresher.engine.config.sections import GrpoSection, LoraSection, OptimSection
 from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.packing import build_train_sequences, grpo_advantages
+from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.threads import threads_for, use_threads
 from thresher.engine.training.update import Updater
 from thresher.policy.lora import add_lora
@@ -63,7 +65,7 @@ SIDES = ("shared", "unshared", "peer")
 class StepBench:
     """Options: a name of STEP_SHAPES. model: the folder of a published one, in place of random weights. threads None:
     as a run of this model takes (engine/threads.py). budget: seconds, after which no round begins; one is measured in
-    any case."""
+    any case. profile: a file for the kernels of one more update, prefixes shared."""
 
     shape: str = "demo"
     model: str | None = None
@@ -72,6 +74,7 @@ class StepBench:
     threads: int | None = None
     device: str = "cpu"
     budget: float = 480.0
+    profile: str | None = None
 
 
 @dataclass(slots=True)
@@ -127,18 +130,28 @@ class Ours:
         trajectories = self.side.sample()
         wait(self.setting.device)
         sampled, sampled_cpu = time.perf_counter(), time.process_time()
+        self._update(trajectories, share_prefix)
+        wait(self.setting.device)
+        seconds = Seconds(sampled - wall, time.perf_counter() - wall, sampled_cpu - cpu, time.process_time() - cpu)
+        clock = self.side.rollout.clock
+        self.parts = {"decode": clock.decode, "prefill": clock.prefill, "search": clock.search, "host": clock.rest}
+        return seconds
+
+    def profile_update(self, path: str) -> dict[str, float]:
+        """Append each kernel's time in one more update, prefixes shared, to a file; return their number and seconds."""
+        trajectories, device = self.side.sample(), self.setting.device
+        title = f"an update, {self.setting.shape.name}"
+        kernels, busy = profile_kernels(lambda: self._update(trajectories, share_prefix=True), device, path, title)
+        return {"kernels": kernels, "busy_s": busy}
+
+    def _update(self, trajectories: Sequence[Trajectory], share_prefix: bool) -> None:
         rewards = [reward_of([t.ids()[p] for p in t.policy_positions()]) for t in trajectories]
         advantage = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], self.grpo)
         items = build_train_sequences(trajectories, advantage, self.grpo)
         stats = self.updaters[share_prefix].update(items, self.steps, 1.0)
         assert stats is not None
-        wait(self.setting.device)
-        seconds = Seconds(sampled - wall, time.perf_counter() - wall, sampled_cpu - cpu, time.process_time() - cpu)
         self.steps += 1
-        clock = self.side.rollout.clock
-        self.parts = {"decode": clock.decode, "prefill": clock.prefill, "search": clock.search, "host": clock.rest}
         self.asked, self.computed = sum(len(item.ids) - 1 for item in items), stats.computed_tokens
-        return seconds
 
 
 def _trained(policy: Policy, lora: int | None, referred: bool) -> tuple[MasterWeights, Policy | None]:
@@ -165,13 +178,14 @@ def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | 
         raise UserError(f"--shape {bench.shape}: its model is for a GPU; give --device cuda")
     if out is None and root is not None:
         out = root / "bench" / "results" / f"step-{'cpu' if bench.device == 'cpu' else 'gpu'}.jsonl"
-    check_files(out, plot)
+    check_files(out, plot, bench.profile)
     begun = time.monotonic()
     setting = make_step_setting(shape, torch.device(bench.device), bench.model)
     with use_threads(bench.threads or threads_for("auto", setting.rollout.policy.config)):
         ours = Ours(setting)
         gaps, steps = _measure(bench, ours, _peer(bench.peer, shape), begun + bench.budget)
         row = make_row(ours, steps, gaps, facts(("trl", "transformers")))
+        row["update_profile"] = None if bench.profile is None else ours.profile_update(bench.profile)
     show(row)
     append_rows(out, row)
     if plot is not None:

@@ -49,6 +49,7 @@ class Step(
     device: CpuOrCuda = "cpu"
     threads: Annotated[Count | None, "N", "default: as a run of this model takes"] = None
     budget: Annotated[Seconds, "SECONDS", "then no further step begins; default: 480"] = 480.0
+    profile: Annotated[str | None, "FILE", "append the time of each kernel in one more update"] = None
     out: Rows = None
     plot: Annotated[str | None, "PNG of the last row of each shape in --out"] = None
 

@@ -62,11 +62,14 @@ def fixed_times(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.fast_cases(1)
 def test_a_step_alone_from_the_command_line(at_small_sizes: None, fixed_times: None, tmp_path: Path, name: str) -> None:
     """Regression: the bench made a Renderer that refuses its own passage format, so `make bench` measured nothing."""
-    out, plot = tmp_path / "new" / "step.jsonl", tmp_path / "step.png"
+    out, plot, profile = tmp_path / "new" / "step.jsonl", tmp_path / "step.png", tmp_path / "kernels.txt"
     command = ["bench", "step", "--shape", name, "--peer", "none", "--steps", "2", "--threads", "1", "--out", str(out)]
-    assert run([*command, "--plot", str(plot)]) == 0
+    assert run([*command, "--plot", str(plot), "--profile", str(profile)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
+    title, first, *others = profile.read_text(encoding="utf-8").splitlines()
+    assert title == f"an update, {name}" and " us " in first and any(" aten::mm" in line for line in (first, *others))
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert row["update_profile"]["kernels"] > 100 and row["update_profile"]["busy_s"] > 0
     shape = SMALL[name]
     assert (row["bench"], row["shape"], row["steps"], row["threads"]) == ("step", name, 2, 1)
     assert row["tokens"] == 6 * shape.lengths.longest and row["sampled_tokens"] == 6 * shape.peer_completion
