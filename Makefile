@@ -103,7 +103,11 @@ define DEMO
 out="$(OUT)"
 if [ -z "$$out" ]; then
     out=runs/$@
-    for ((n = 2; ; n++)); do [ -e "$$out" ] || break; out="runs/$@-$$n"; done
+    for ((n = 2; ; n++)); do
+        [ -e "$$out" ] || break
+        [ -e "$$out/summary.json" ] || echo "$$out was not finished; make $@ OUT=$$out goes on with it"
+        out="runs/$@-$$n"
+    done
 fi
 exec $(VENV)/bin/thresher demo --out "$$out" --seed $(SEED)
 endef

@@ -59,6 +59,7 @@ def recorded(
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    (here / "said").write_text(done.stdout)
     found = [Command("Makefile", 0, tuple(path.read_text().splitlines())) for path in here.glob("record.[0-9]*")]
     return here, found
 
@@ -82,9 +83,16 @@ def test_what_a_target_runs_runs(
 
 
 def test_a_second_demo_gets_a_folder_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "checkout" / "runs" / "demo").mkdir(parents=True)
-    _, [command] = recorded("demo", tmp_path)
+    first = tmp_path / "checkout" / "runs" / "demo"
+    first.mkdir(parents=True)
+    here, [command] = recorded("demo", tmp_path)
     assert command.words == ("demo", "--out", "runs/demo-2", "--seed", "0")
+    assert (here / "said").read_text() == "runs/demo was not finished; make demo OUT=runs/demo goes on with it\n"
+    (first / "summary.json").touch()
+    for record in here.glob("record.*"):
+        record.unlink()
+    here, [command] = recorded("demo", tmp_path)
+    assert command.words[2] == "runs/demo-2" and not (here / "said").read_text()
 
 
 def test_the_demo_of_a_real_model_fetches_its_weights_once(tmp_path: Path) -> None:
