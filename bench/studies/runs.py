@@ -114,7 +114,7 @@ def train_all(
         for case in cases:
 
             def watch(progress: Progress, case: StudyRun = case, before: int = before) -> None:
-                if "eval" not in progress.record:
+                if progress.record and "eval" not in progress.record:
                     line.to(before + progress.step, f"{case.name}  {say(progress.record)}")
 
             try:

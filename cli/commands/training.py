@@ -171,8 +171,9 @@ class Train(
 
             def watch(progress: "Progress") -> None:
                 record = progress.record
-                if line.done == 0 and progress.step:
-                    line.from_before(progress.step - 1)  # of a run that is resumed
+                if not record:
+                    line.from_before(progress.step)
+                    return
                 if "eval" in record:
                     greedy.append(record["eval"]["em"])
                     if progress.step == 0:

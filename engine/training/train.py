@@ -53,7 +53,8 @@ HOLES = 1.2  # times a CPU's plan: what a process may take that keeps freed memo
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Report of the loop to `watch`: a finished step's metrics, or an evaluation (`record["eval"]`)."""
+    """Report of the loop to `watch`: a finished step's metrics, an evaluation (`record["eval"]`), or, before these, an
+    empty record of a run that goes on behind `step`."""
 
     step: int
     steps: int
@@ -153,6 +154,8 @@ class Trainer:
         done = checkpoint.step if checkpoint else 0
         learned = saved = done  # the step whose weights these are, and that of the last checkpoint
         begun = self.updater.begun
+        if checkpoint:
+            watch(Progress(done, settings.steps, {}))
         try:
             # The run may have been killed in the evaluation that belongs to its checkpoint.
             if self.ranks.broadcast(lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done))):
