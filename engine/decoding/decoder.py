@@ -122,6 +122,11 @@ class Decoder:
         """Return whether no sequence is being written and none waits."""
         return not self.scheduler.waiting and not self.batch.room_B.any()
 
+    @property
+    def takes_text(self) -> bool:
+        """Return whether the next step feeds text that is appended before it, and does not hold it back."""
+        return True
+
     # --- What the caller asks
 
     def begin_turn(self, sequence: TokenSequence, stop: tuple[str, ...], room: int, lead: bytes = b"") -> None:

@@ -1,7 +1,8 @@
 """Decoding on a GPU: the loop of decoder.py, with steps launched ahead so that the GPU need not wait for the host.
 
     draft      where drafts pay: read the pending step, and look up drafts (speculative.py)
-    prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw
+    prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw; held
+               back up to `PREFILL_EVERY` steps, for a forward of few rows takes as long as one of many
     launch     feed each writing sequence's last token and its drafts, draw behind each, accept: a function of fixed
                buffers (`BucketStep`), on CUDA one graph
     receive    read the step before: a row of ids, log-probs and a code for each sequence
@@ -41,7 +42,7 @@ from thresher.engine.decoding.batch_state import (
     drawn_width,
     pack_drawn,
 )
-from thresher.engine.decoding.decoder import CudaTimer, DecodeClock, Decoder
+from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder
 from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
@@ -57,6 +58,8 @@ from thresher.policy.tokenizer import Tokenizer
 # temperature, whether any is filtered.
 StepKey = tuple[int, int, bool, float | None, bool]
 KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
+# Steps, while others decode and the rows do not fill a forward. Counted, not timed: a run repeats bit for bit.
+PREFILL_EVERY = 4
 KEPT_SHARE = 0.8  # of a GPU's memory: a cache that fits in it beside what updates have taken stays allocated
 
 
@@ -138,6 +141,7 @@ class DeviceDecoder(Decoder):
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         super()._start_over(longest, clock)
         self._pending: PendingStep | None = None
+        self._steps_begun = 0
         self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
         # An update writes the weights in place, so these change only where memory was freed or moved.
@@ -175,6 +179,10 @@ class DeviceDecoder(Decoder):
     def idle(self) -> bool:
         return super().idle and self._pending is None
 
+    @property
+    def takes_text(self) -> bool:
+        return self._steps_begun % PREFILL_EVERY == 0
+
     @torch.inference_mode()
     def step(self) -> list[TokenSequence]:
         """Launch a step, then read the previous one; return the sequences whose turn has ended, the oldest first."""
@@ -184,7 +192,10 @@ class DeviceDecoder(Decoder):
         self._look_up_drafts()
         runs = self._make_room()
         decodes = self.batch.known_B[runs.table_N] == self.batch.cached_B[runs.table_N] + 1
-        self._prefill(runs[np.flatnonzero(~decodes)])
+        if self.takes_text or not decodes.any() or runs.count_N.sum() >= FORWARD_ROWS:
+            self._prefill(runs[np.flatnonzero(~decodes)])
+        self._mark_prefilled()
+        self._steps_begun += 1
         before, self._pending = self._pending, self._launch(runs.table_N[decodes])
         self._receive(before)
         self.clock.host += time.perf_counter() - started - self._busy
@@ -233,18 +244,22 @@ class DeviceDecoder(Decoder):
 
     def _prefill(self, runs: QueryRuns) -> None:
         """Compute keys and values of new rows; nothing is drawn."""
-        if len(runs.table_N):
-            step = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
-            with CudaTimer(self.policy.device) as lap:
-                self.policy.hidden(self.batch.tokens_BL[step.slot_T, step.positions_T], step.positions_T, step)
-            self.batch.cached_B[runs.table_N] += runs.count_N
-            rows = int(runs.count_N.sum())
-            self._count_prefilled(runs)
-            self.clock.prefilled_tokens += rows
-            self.clock.forward_rows += rows
-            self.clock.forwards += 1
-            self._timers.append((lap, 1.0))
-            self._busy += lap.host
+        if not len(runs.table_N):
+            return
+        step = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
+        with CudaTimer(self.policy.device) as lap:
+            self.policy.hidden(self.batch.tokens_BL[step.slot_T, step.positions_T], step.positions_T, step)
+        self.batch.cached_B[runs.table_N] += runs.count_N
+        rows = int(runs.count_N.sum())
+        self._count_prefilled(runs)
+        self.clock.prefilled_tokens += rows
+        self.clock.forward_rows += rows
+        self.clock.forwards += 1
+        self._timers.append((lap, 1.0))
+        self._busy += lap.host
+
+    def _mark_prefilled(self) -> None:
+        """Let others use what is cached; a prompt whose last token alone is missing keeps nobody waiting."""
         for sequence in self._prefilling:
             if self._mark_ready(sequence) >= len(sequence.prompt.ids) - 1:
                 sequence.prompt.filling = False

@@ -250,6 +250,9 @@ class ApiRollout(EpisodeRunner):
 class ApiWriter:
     """The TurnWriter of an endpoint: a step is one call for all turns that are due."""
 
+    elsewhere = False  # a step waits for the server
+    takes_text = True
+
     def __init__(self, rollout: ApiRollout, temperature: float) -> None:
         self.rollout, self.temperature, self.unit = rollout, temperature, rollout.unit
         self.contexts: dict[Sample, list[dict[str, str]]] = {}

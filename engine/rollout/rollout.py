@@ -10,7 +10,7 @@ writer, and `_store_turn` puts the written turn on the trajectory.
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
@@ -150,13 +150,19 @@ class Written:
 class TurnWriter(Protocol):
     """Writes the turns of one run.
 
-    unit: tokens of the trajectory that count as one of a request's `max_tokens`. idle: no turn is due.
+    unit: tokens of the trajectory that count as one of a request's `max_tokens`. elsewhere: a GPU does the work, so
+    that this process may search meanwhile. idle: no turn is due. takes_text: the next step feeds text that is appended
+    before it, and does not hold it back.
     """
 
     unit: int
+    elsewhere: bool
 
     @property
     def idle(self) -> bool: ...
+
+    @property
+    def takes_text(self) -> bool: ...
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
         """Take a new sample that begins with `prompt`; branch: the source of that prompt, if the sample is a branch."""
@@ -354,12 +360,17 @@ class DecoderWriter:
 
     def __init__(self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s]) -> None:
         self.decoder, self.draw, self.earlier = decoder, draw, earlier
+        self.elsewhere = decoder.policy.device.type == "cuda"
         self.sequences: dict[Sample, TokenSequence] = {}
         self.writing: dict[TokenSequence, Sample] = {}
 
     @property
     def idle(self) -> bool:
         return self.decoder.idle
+
+    @property
+    def takes_text(self) -> bool:
+        return self.decoder.takes_text
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
         sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw)
@@ -391,10 +402,11 @@ class _Play:
     def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack) -> None:
         self.runner, self.writer, self.clock, self.stack = runner, writer, runner.clock, stack
         self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
-        self.searches: deque[tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]]] = deque()
+        self.asked: list[tuple[Sample, str]] = []  # queries of the next search
+        self.search: tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]] | None = None  # the one under way
         self.called: list[tuple[Sample, object]] = []  # callers, with the turns that they waited for
         self.ended: list[Sample] = []  # since the last step
-        self.searcher: Background[list[list[Hit]]] | None = None  # once a server searches
+        self.searcher: Background[list[list[Hit]]] | None = None  # once one goes on beside the writing
 
     def begin(self, job: Job, prompt: SharedPrompt, episode: Episode, branch: BranchPrompt | None = None) -> Sample:
         """Return a sample at its episode's start. branch: the source of the prompt, if the sample is a branch."""
@@ -408,10 +420,9 @@ class _Play:
         """Step until all of them, and the branches that they ask for, have ended."""
         self._serve([(sample, None) for sample in samples])
         yield self._take_ended()
-        while self.searches or not self.writer.idle:
-            if self.searches and (self.writer.idle or self.searches[0][0].done()):
-                self._wait()
-            else:
+        while self.asked or self.search is not None or not self.writer.idle:
+            self._search_beside()
+            if not self.writer.idle:
                 ended = [(sample, self._store_turn(sample, written)) for sample, written in self.writer.step()]
                 self._serve([(sample, turn) for sample, turn in ended if turn is not None])
             yield self._take_ended()
@@ -488,21 +499,35 @@ class _Play:
 
     def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
-        Where a server searches, the others go on writing meanwhile."""
+        Where a server searches, or a GPU writes, the search goes on beside the writing."""
         while waiting := self._advance_all(ready):
-            self.clock.search_queries += len(waiting)
-            self.clock.search_calls += 1
-            retriever, queries = self._retriever(), [query for _, query in waiting]
-            if retriever.elsewhere:
-                if self.searcher is None:
-                    self.searcher = self.stack.enter_context(Background[list[list[Hit]]]())
-                search = self.searcher.submit(partial(retriever.search, queries, self.runner.renderer.k))
-                self.searches.append((search, waiting))
+            if self._retriever().elsewhere or self.writer.elsewhere:
+                self.asked += waiting
                 return
-            started = time.perf_counter()
-            found = retriever.search(queries, self.runner.renderer.k)
-            self.clock.search += time.perf_counter() - started
-            ready = self._found(waiting, found)
+            ready = self._found(waiting, partial(self._search, waiting))
+
+    def _search_beside(self) -> None:
+        """Give the episodes what the search under way has found, and begin the next, for all that have asked since.
+
+        A server's search is collected when it is done; one in this process, in a thread, at the writer's next step that
+        takes text, done or not, so that what runs when does not depend on the time that it takes.
+        """
+        idle, a_server = self.writer.idle, self.runner.retriever is not None and self.runner.retriever.elsewhere
+        if self.search is not None:
+            future, waiting = self.search
+            if idle or (future.done() if a_server else self.writer.takes_text):
+                self.search = None
+                self._serve(self._found(waiting, future.result))
+        if self.asked and self.search is None and (a_server or idle or self.writer.takes_text):
+            if self.searcher is None:
+                self.searcher = self.stack.enter_context(Background[list[list[Hit]]]())
+            waiting, self.asked = self.asked, []
+            self.search = self.searcher.submit(partial(self._search, waiting)), waiting
+
+    def _search(self, waiting: "Sequence[tuple[Sample, str]]") -> list[list[Hit]]:
+        self.clock.search_queries += len(waiting)
+        self.clock.search_calls += 1
+        return self._retriever().search([query for _, query in waiting], self.runner.renderer.k)
 
     def _advance_all(self, ready: "Sequence[tuple[Sample, object]]") -> list[tuple[Sample, str]]:
         """Return the samples that wait for a search, each with its query; samples whose calls have ended go on with the
@@ -515,15 +540,13 @@ class _Play:
             pending, self.called = self.called, []
         return waiting
 
-    def _wait(self) -> None:
-        """Wait for the search that was asked first; then its episodes go on."""
+    def _found(
+        self, waiting: "Sequence[tuple[Sample, str]]", result: Callable[[], list[list[Hit]]]
+    ) -> list[tuple[Sample, object]]:
+        """Return the samples with what was found for each, and count the seconds that `result` takes."""
         started = time.perf_counter()
-        search, waiting = self.searches.popleft()
-        found = search.result()
+        found = result()
         self.clock.search += time.perf_counter() - started
-        self._serve(self._found(waiting, found))
-
-    def _found(self, waiting: "Sequence[tuple[Sample, str]]", found: list[list[Hit]]) -> list[tuple[Sample, object]]:
         for (sample, query), hits in zip(waiting, found, strict=True):
             self._note(sample, query, hits)
         return [(sample, hits) for (sample, _), hits in zip(waiting, found, strict=True)]

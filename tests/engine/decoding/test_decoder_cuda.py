@@ -33,6 +33,7 @@ from thresher.engine.decoding.decoder import DecodeClock
 from thresher.engine.decoding.decoder_cuda import (
     CAPTURED_AT,
     MEMBERS,
+    PREFILL_EVERY,
     BucketStep,
     DeviceDecoder,
     bucket_of,
@@ -42,6 +43,7 @@ from thresher.engine.decoding.decoder_cuda import (
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import MOST, PATIENCE, PAUSE
 from thresher.kernels.attention import paged_cuda
+from thresher.kernels.attention.paged_cpu import QueryRuns
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -137,6 +139,31 @@ def test_guesses_go_before_anybody_has_to(endless: Policy, agreeing: Callable[..
         size = blocks(prompts, plans, spare)
         clock = agreeing(prompts, plans, Random(3), speculate=8, num_blocks=size, max_running=2).clock
         assert bool(clock.preemptions) == sent and clock.accepted_tokens > 0
+
+
+def test_new_rows_wait_while_others_decode_unless_they_fill_a_forward(
+    endless: Policy, agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []  # in which something was prefilled
+    prefill = DeviceDecoder._prefill
+
+    def noted(decoder: DeviceDecoder, runs: QueryRuns) -> None:
+        steps.extend([decoder._steps_begun] * bool(len(runs.table_N)))
+        prefill(decoder, runs)
+
+    monkeypatch.setattr(DeviceDecoder, "_prefill", noted)
+    prompts = [[n + 1, *range(20, 40)] for n in range(16)]
+
+    def coming(ticks: Sequence[int], room: int) -> list[int]:
+        turns = (TurnPlan(room=room),)
+        steps.clear()
+        agreeing(prompts, [SequencePlan(prompt=n, seed=n, turns=turns, arrive=tick) for n, tick in enumerate(ticks)])
+        return steps
+
+    assert coming(range(16), 40) == list(range(0, 16 + PREFILL_EVERY, PREFILL_EVERY))
+    assert coming((0, PREFILL_EVERY + 1), 1) == [0, PREFILL_EVERY + 1], "nobody decodes"
+    monkeypatch.setattr(decoder_cuda, "FORWARD_ROWS", len(prompts[0]) - 1)
+    assert coming(range(16), 40) == list(range(16))
 
 
 def test_who_has_to_go_takes_along_what_was_under_way(endless: Policy, agreeing: Callable[..., DeviceDecoder]) -> None:

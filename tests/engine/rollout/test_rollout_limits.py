@@ -3,6 +3,7 @@ break the rules. Where a test needs to know what the policy writes, `script` and
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from thresher.common.errors import UserError
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import Feedback, Generate, Prompt, Retrieved, Search, System
 from thresher.engine.protocol.trajectory import turns
-from thresher.engine.rollout.rollout import Job
+from thresher.engine.rollout import rollout as rollout_module
+from thresher.engine.rollout.rollout import DecoderWriter, Job
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.indexes.load import Index
 from thresher.retrieval.passages import Passage
@@ -188,6 +190,51 @@ def test_others_write_while_a_server_searches(
     alone, together = found
     assert [(t.ids(), t.searches) for t in together] == [(t.ids(), t.searches) for t in alone]
     assert_logprobs_match(run, together, 1.0)
+
+
+QUERIES = ("mayor", "spouse", "rival")
+
+
+class BesideAGpu(DecoderWriter):
+    """Takes text every third step, as a decoder on a GPU does, and lets searches go on beside."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.elsewhere = True
+
+    @property
+    def takes_text(self) -> bool:
+        return self.decoder.clock.forwards % 3 == 0
+
+
+def test_a_search_beside_a_gpu_is_over_in_so_many_steps_however_long_it_takes(
+    script: Any, tiny_rollout: Make, tiny_index: Index, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on in a thread while others write, and changes no result. Three ask at different steps: what is asked
+    between two steps that take text is one search."""
+    texts = [
+        "<search>mayor</search>",
+        "<think>a</think><search>spouse</search>",
+        "<think>b</think><search>rival</search>",
+    ]
+    searching = {seed: [text, "<answer>a</answer>"] for seed, text in enumerate(texts)}
+    jobs = [Job(tiny_questions[0], 0, seed, seed) for seed in range(4)]
+    threads: list[threading.Thread] = []
+    found, forwards, calls = [], [], []
+    for seconds in (0.0, 0.0, 0.2):
+        script({**{seed: list(turns) for seed, turns in searching.items()}, 3: ["c" * 60 + "<answer>b</answer>"]})
+        wait = partial(threading.Event().wait, seconds)
+        index = SpyIndex(tiny_index, before=lambda: threads.append(threading.current_thread()) or wait())  # noqa: B023
+        run = tiny_rollout(index=index)
+        found.append([(t.ids(), t.searches, t.reason) for t in run.run(jobs, 1.0)])
+        forwards.append(run.clock.forwards)
+        calls.append(index.calls)
+        monkeypatch.setattr(rollout_module, "DecoderWriter", BesideAGpu)
+    assert found[0] == found[1] == found[2]
+    assert forwards[0] == forwards[1] == forwards[2] and calls[1] == calls[2]
+    assert all(sorted(query for call in each for query in call) == sorted(QUERIES) for each in calls)
+    main = threading.current_thread()
+    assert [thread is main for thread in threads] == [True] * len(calls[0]) + [False] * 2 * len(calls[1])
 
 
 def test_a_search_that_fails_elsewhere_ends_the_run(written: Written, tiny_index: Index) -> None:
