@@ -2,11 +2,13 @@
 
     OMP_WAIT_POLICY=passive      OpenMP threads of torch and FAISS sleep while they wait
     OPENBLAS_THREAD_TIMEOUT=4    NumPy's do, after 2^4 cycles
+    PYTORCH_ALLOC_CONF=expandable_segments:True   a GPU's memory that was freed in pieces serves a larger tensor
     mallopt                      glibc keeps freed memory, and maps no block under 1 GiB by itself
 
 A thread that waits busily holds the core that the awaited one needs: beside a busy process a step takes tens of times
-as long. Memory that is returned is mapped anew for the next step, page fault by page fault. Variables that are set
-already (GLIBC_TUNABLES and MALLOC_* too) are left alone.
+as long. Memory that is returned is mapped anew for the next step, page fault by page fault. The cache of a rollout and
+the activations of an update take turns in a GPU's memory. Variables that are set already (GLIBC_TUNABLES and MALLOC_*
+too) are left alone.
 """
 
 import os
@@ -17,11 +19,12 @@ from typing import NoReturn
 from thresher.common.machine import KEEP_MEMORY, set_malloc
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them says how OpenMP's threads wait
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # and these what torch does with a GPU's memory
 
 
 def prepare_process() -> None:
     """Set what the environment leaves open. Once torch is loaded, its own threads keep the policy that they have."""
-    os.environ.update(waiting(os.environ))
+    os.environ.update(settings(os.environ))
     set_malloc(*KEEP_MEMORY)
 
 
@@ -35,9 +38,11 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add, so that threads sleep while they wait."""
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add."""
     added = {} if any(name in environment for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
     if "OPENBLAS_THREAD_TIMEOUT" not in environment:
         added["OPENBLAS_THREAD_TIMEOUT"] = "4"
+    if not any(name in environment for name in ALLOCATOR):
+        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return added

@@ -28,14 +28,17 @@ ONE_THREAD = 1 << 18
 MOST_EFSEARCH = 4096
 # Candidates fetched per hit from a flat index in float16, whose order near the k-th place is not quite the exact one.
 FLAT_FACTOR = 2
+# Candidates of a query, and lists, that FAISS chooses on a GPU (its GPU_MAX_SELECTION_K).
+GPU_MOST = 2048
 
 
 class Candidates(ABC):
     """A structure that finds rows near a vector. `parameter` is FAISS's name of its search parameter ("nprobe" or
-    "efSearch"), `most` the value beyond which nothing more is found."""
+    "efSearch"), `most` the value beyond which nothing more is found, `most_fetched` the bound on `fetch`, if any."""
 
     parameter: str
     most: int
+    most_fetched: int | None = None
 
     @abstractmethod
     def find(self, query_QD: Vectors, fetch: int, value: int) -> tuple[Vectors, Rows]:
@@ -106,10 +109,11 @@ class GpuLists(Candidates):
     """The lists of a FAISS IVF index on all GPUs."""
 
     parameter = "nprobe"
+    most_fetched = GPU_MOST
 
     def __init__(self, index: Any) -> None:
         check_gpus()
-        self.most = int(inner(index).nlist)
+        self.most = min(int(inner(index).nlist), GPU_MOST)
         options = faiss.GpuMultipleClonerOptions()
         options.shard = True
         options.useFloat16 = True
@@ -127,6 +131,7 @@ class FlatShards(Candidates):
 
     parameter = "passes"
     most = 1
+    most_fetched = GPU_MOST
 
     def __init__(self, vectors: VectorFile, shards: list[Any]) -> None:
         borders = [vectors.rows * number // len(shards) for number in range(len(shards) + 1)]
@@ -207,7 +212,10 @@ class ApproximateSearch:
         return self.candidates.span(self._fetch(k))
 
     def _fetch(self, k: int) -> int:
-        return min(self._rows, k * self.factor + MARGIN)
+        wanted, most = min(self._rows, k * self.factor + MARGIN), self.candidates.most_fetched
+        if most is not None and k > most:
+            raise UserError(f"k is {k}; a GPU finds at most {most} passages per search; lower k, or search on the CPU")
+        return wanted if most is None else min(wanted, most)
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
         """Return at most `k` rows for every query, best first; a query that gets fewer is searched with higher

@@ -27,6 +27,8 @@ from thresher.retrieval.indexes.vector_file import SLICE_BYTES
 INDEX_FILE = "index.faiss"
 # What interpreter, NumPy and FAISS need.
 PROCESS_BYTES = 200 * 10**6
+# What FAISS sets aside on every GPU for its own use.
+FAISS_GPU_BYTES = 3 << 29
 # Quantisers, rotations, directions and the extremes of coordinates are found on at most so many vectors.
 TRAIN_CODES = 65_536
 # Of every random choice while a structure is built.
@@ -153,7 +155,8 @@ class Kind:
             disk         4 d N, the vectors kept for exact scores, plus the structure; of an exact kind N b alone
             build RAM    max(4 d T, structure) + 2 S + P; PQ trains on three times as much (its rotation and residuals
                          are copies), filling lists takes 4 N more (every row's list), and an exact kind 2 S + P
-            GPUs         of lists the structure for codes, else float16, and the centroids; of an exact kind float16
+            GPUs         of lists the structure for codes, else float16, and the centroids; of an exact kind float16;
+                         and 1.5 GiB of FAISS's own, which every further GPU needs too
 
         A search of an exact kind maps its file and wants it in memory; loading it costs nothing.
         """
@@ -165,7 +168,7 @@ class Kind:
                 ram_bytes=matrix + PROCESS_BYTES,
                 disk_bytes=matrix,
                 build_ram_bytes=slices,
-                gpu_bytes=2 * dim * passages,
+                gpu_bytes=2 * dim * passages + FAISS_GPU_BYTES,
             )
         training = 4 * dim * self.training_vectors(passages)
         if self.links:
@@ -183,7 +186,7 @@ class Kind:
             ram_bytes=structure + PROCESS_BYTES,
             disk_bytes=vectors + structure,
             build_ram_bytes=max(training * (3 if self.codes == "pq" else 1), structure + 4 * passages) + slices,
-            gpu_bytes=on_gpus + centroids,
+            gpu_bytes=on_gpus + centroids + FAISS_GPU_BYTES,
         )
 
     def note(self, parameters: dict[str, int]) -> str | None:

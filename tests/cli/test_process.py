@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from thresher.cli.process import waiting
+from thresher.cli.process import settings
 from thresher.common.machine import KEEP_MEMORY, set_malloc
 
 FAULTS = """
@@ -36,12 +36,16 @@ def played(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_threads_sleep_unless_somebody_said_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_THREAD_TIMEOUT": "4"}
-    assert waiting({}) == both
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert waiting({name: "x"}) == {"OPENBLAS_THREAD_TIMEOUT": "4"}
-    assert waiting({"OPENBLAS_THREAD_TIMEOUT": "20"}) == {"OMP_WAIT_POLICY": "passive"}
+def test_what_is_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = settings({})
+    assert ours.keys() == {"OMP_WAIT_POLICY", "OPENBLAS_THREAD_TIMEOUT", "PYTORCH_ALLOC_CONF"}
+    for added, names in {
+        "OMP_WAIT_POLICY": ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"),
+        "OPENBLAS_THREAD_TIMEOUT": ("OPENBLAS_THREAD_TIMEOUT",),
+        "PYTORCH_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    }.items():
+        for name in names:
+            assert settings({name: "x"}) == {key: value for key, value in ours.items() if key != added}
     for name, value in {"MALLOC_MMAP_THRESHOLD_": "1000", "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000"}.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)

@@ -311,6 +311,24 @@ def test_shards_of_a_flat_index_answer_as_one(world, folders, truth, count):
     assert found == [[(hit.row, hit.score) for hit in hits] for hits in truth.search(QUERIES, 7)]
 
 
+def test_a_gpu_is_asked_for_no_more_than_it_can_choose(world, folders, truth, monkeypatch):
+    monkeypatch.setattr(FlatShards, "most_fetched", 10)
+    file, shard = VectorFile(folders("HNSW16") / "vectors.npy", COUNT, DIM), faiss.IndexFlatIP(DIM)
+    search = ApproximateSearch(FlatShards(file, [shard]), RowScores(file.take), COUNT, 1, 4)
+    asked = []
+    monkeypatch.setattr(
+        shard,
+        "search",
+        lambda query_QD, fetch: (
+            asked.append(fetch) or faiss.knn(query_QD, file.take(np.arange(COUNT)), fetch, faiss.METRIC_INNER_PRODUCT)
+        ),
+    )
+    query_QD = world[1].encode_queries(QUERIES)
+    assert [len(best) for best in search.top(query_QD, 10)] == [10] * len(QUERIES) and asked == [10]
+    with pytest.raises(UserError, match="k is 11; a GPU finds at most 10 passages per search"):
+        search.top(query_QD, 11)
+
+
 def test_a_graph_keeps_links_alone_on_the_disk(folders):
     folder = folders("HNSW16")
     manifest = read_manifest(folder)
