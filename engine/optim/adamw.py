@@ -1,17 +1,17 @@
 """AdamW whose moments are stored otherwise than torch stores them: in 8 bits, in CPU memory, or both.
 
 The weights are worked on some rows at a time: the rows' moments are brought to the weights' device as float32, torch's
-own fused AdamW steps them, and the moments are put away again. No more than those is ever there. With float32 moments
-every value goes through the arithmetic of `torch.optim.AdamW`, and the bits are the same; the 8-bit ones are
+own fused AdamW steps them, and the moments are put away again. On CUDA the moments of the next rows come from CPU
+memory meanwhile, and those of the last go back (`travelling`); no more than three such parts are there. With float32
+moments every value goes through the arithmetic of `torch.optim.AdamW`, and the bits are the same; the 8-bit ones are
 quantised after the step, which itself takes the exact values (Dettmers et al. 2021, section 2; below).
 
 Matrices have 8-bit moments; vectors, which are norms and biases, keep float32 ones (in the paper: whatever has fewer
 than 4,096 values). Rows of a parameter are independent of each other, so a rank that holds some of them
 (engine/parallel) steps them as they would be stepped where all are together.
-Deliberately absent: moments that travel while other rows are stepped; the copies wait for each other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ AT_A_TIME = 1 << 22  # values worked on, whole rows: 16 MiB in float32
 BLOCK = 256  # values to a scale
 DECADES = 7
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether it has a sign
+ROOMS = 3  # for parts on a GPU: one is filled, one stepped, one emptied
 
 
 class PartwiseAdamW(torch.optim.Optimizer):
@@ -76,60 +77,101 @@ class PartwiseAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step on the gradients that there are. closure: torch's signature has it; None."""
         assert closure is None
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if param not in self.state:
-                    self.state[param] = self.state_like(param, self.storage or param.device)
-                state = self.state[param]
-                rows = max(AT_A_TIME // max(param[:1].numel(), 1), 1)
-                for start in range(0, len(param), rows):
-                    self._step_rows(group, param, state, slice(start, start + rows))
-                state["step"] += 1
-        cuda = {param.device for param in self.state if param.device.type == "cuda"} if self.storage else ()
-        for device in cuda:
-            torch.cuda.current_stream(device).synchronize()  # or a checkpoint would read what is still under way
-
-    def _step_rows(self, group: dict[str, Any], param: Tensor, state: dict[str, Tensor], rows: slice) -> None:
-        moments = [_take(state, name, signed, rows, param.device) for name, signed in MOMENTS]
-        adamw(
-            [param[rows]],
-            [cast(Tensor, param.grad)[rows]],
-            moments[:1],
-            moments[1:],
-            [],
-            [state["step"].clone()],  # which it counts up, each time that it is called
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for (name, signed), moment in zip(MOMENTS, moments, strict=True):
-            _put(state, name, signed, rows, moment)
+        stepped = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        parts = []  # (settings, weights, their gradient, count of steps), and the stored moments
+        for group, param in stepped:
+            if param not in self.state:
+                self.state[param] = self.state_like(param, self.storage or param.device)
+            state, size = self.state[param], max(AT_A_TIME // max(param[:1].numel(), 1), 1)
+            stored = [state[name] for name in state if name != "step"]
+            for start in range(0, len(param), size):
+                rows = slice(start, start + size)
+                of = group, param[rows], cast(Tensor, param.grad)[rows], state["step"]
+                parts.append((of, [moment[rows] for moment in stored]))
+        if parts:
+            here = travelling([stored for _, stored in parts], parts[0][0][1].device)
+            for (of, _), brought in zip(parts, here, strict=True):
+                _step_rows(*of, brought)
+        for _, param in stepped:
+            self.state[param]["step"] += 1
 
 
-def _take(state: dict[str, Tensor], name: str, signed: bool, rows: slice, device: torch.device) -> Tensor:
-    """Some rows of a moment on `device`, float32; the state's own memory where it is that already."""
-    held = state[name][rows].to(device, non_blocking=True)
-    if held.dtype == torch.float32:
-        return held
-    return dequantise(held, state[f"{name}_scale"][rows].to(device, non_blocking=True), signed)
+def _step_rows(group: dict[str, Any], rows: Tensor, grad: Tensor, step: Tensor, stored: Sequence[Tensor]) -> None:
+    """Step some rows. stored: the tensors that `state_like` has for their moments, on the rows' device."""
+    each = len(stored) // len(MOMENTS)
+    held = [stored[number * each : (number + 1) * each] for number in range(len(MOMENTS))]
+    moments = [
+        one[0] if each == 1 else dequantise(one[0], one[1], signed)
+        for one, (_, signed) in zip(held, MOMENTS, strict=True)
+    ]
+    adamw(
+        [rows],
+        [grad],
+        moments[:1],
+        moments[1:],
+        [],
+        [step.clone()],  # which it counts up, each time that it is called
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    if each > 1:
+        for one, moment, (_, signed) in zip(held, moments, MOMENTS, strict=True):
+            for kept, value in zip(one, quantise(moment, signed), strict=True):
+                kept.copy_(value)
 
 
-def _put(state: dict[str, Tensor], name: str, signed: bool, rows: slice, moment: Tensor) -> None:
-    held = state[name][rows]
-    if held.dtype == torch.float32:
-        if held.data_ptr() != moment.data_ptr() or held.device != moment.device:
-            held.copy_(moment, non_blocking=True)
+def travelling(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[Sequence[Tensor]]:
+    """Yield every part, a few tensors, on `device`, and store in them what the caller has made of it.
+
+    Where they lie there, they are yielded themselves. From pinned CPU memory to CUDA each part goes through one of
+    ROOMS buffers: while one is worked on, the next is copied in and the one before out, on two more streams. All is
+    stored at the end.
+    """
+    if all(tensor.device.type == device.type for part in parts for tensor in part):
+        yield from parts
         return
-    codes, scale = quantise(moment, signed)
-    held.copy_(codes, non_blocking=True)
-    state[f"{name}_scale"][rows].copy_(scale, non_blocking=True)
+    size = max(sum(_aligned(tensor) for tensor in part) for part in parts)
+    rooms = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(ROOMS)]
+    work = torch.cuda.current_stream(device)
+    coming, going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    coming.wait_stream(work)  # what had the buffers' memory before may be under way
+    emptied: list[torch.cuda.Event] = []
+
+    def fill(number: int) -> tuple[list[Tensor], torch.cuda.Event]:
+        room, views, at = rooms[number % ROOMS], list[Tensor](), 0
+        with torch.cuda.stream(coming):
+            if number >= ROOMS:
+                coming.wait_event(emptied[number - ROOMS])
+            for tensor in parts[number]:
+                views.append(room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                views[-1].copy_(tensor, non_blocking=True)
+                at += _aligned(tensor)
+            return views, coming.record_event()
+
+    ahead = fill(0)
+    for number, part in enumerate(parts):
+        views, filled = ahead
+        if number + 1 < len(parts):
+            ahead = fill(number + 1)
+        work.wait_event(filled)
+        yield views
+        going.wait_stream(work)
+        with torch.cuda.stream(going):
+            for tensor, view in zip(part, views, strict=True):
+                tensor.copy_(view, non_blocking=True)
+            emptied.append(going.record_event())
+    work.wait_stream(going)
+    work.synchronize()  # or a checkpoint would read what is still under way
+
+
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // 256) * 256
 
 
 # --- Moments in 8 bits: blocks of 256 values, each a code of a fixed table times the block's largest magnitude

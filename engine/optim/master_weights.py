@@ -6,9 +6,9 @@ master weights, a float32 copy, which the optimiser steps:
     gradients    policy's dtype, on its device   ->  added up in float32 beside the masters, micro-batch by micro-batch
     weights      masters, float32                ->  the policy's, in its own dtype, after every step
 
-Masters may lie in CPU memory (`optim.offload = "masters"`): then both go in stretches through one pinned buffer, and no
-gradient stays on the device but the head's, to which the loss adds in float32 there. Where the policy computes in
-float32 it is its own master, and nothing is copied.
+Masters may lie in CPU memory (`optim.offload = "masters"`): then both go in stretches through two pinned buffers, of
+which one is copied while the host works on the other, and no gradient stays on the device but the head's, to which the
+loss adds in float32 there. Where the policy computes in float32 it is its own master, and nothing is copied.
 
 Several ranks hold rows of the weights each, and do the same with them: engine/parallel/sharded_weights.py. Where the
 weights lie is decided in training/weights.py.
@@ -22,7 +22,7 @@ weights lie is decided in training/weights.py.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -96,8 +96,10 @@ class MasterWeights(TrainedWeights):
         self.head_VH = self.master.head_VH
         self.apart = apart and self.master is not policy
         self._head_grad: Tensor | None = None
-        pinned = policy.device.type == "cuda"
-        self._buffer = torch.empty(STRETCH if self.apart else 0, dtype=policy.dtype, pin_memory=pinned)
+        self._pinned = policy.device.type == "cuda"
+        size = STRETCH if self.apart else 0
+        self._buffers = [torch.empty(size, dtype=policy.dtype, pin_memory=self._pinned) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]  # from or to a buffer
 
     def head_gradient(self) -> Tensor | None:
         head_VH = self.head_VH
@@ -113,6 +115,7 @@ class MasterWeights(TrainedWeights):
 
     @torch.no_grad()
     def add_gradients(self) -> None:
+        apart: list[tuple[Tensor, Tensor, bool]] = []
         for parameter, trained in self._pairs():
             grad, parameter.grad = parameter.grad, None
             if grad is None:
@@ -121,11 +124,12 @@ class MasterWeights(TrainedWeights):
                 self._head_grad.add_(grad)  # a tied embedding's share
             elif not self.apart:
                 trained.grad = grad.float() if trained.grad is None else trained.grad.add_(grad)
-            elif trained.grad is None:
-                trained.grad = torch.empty_like(trained)
-                self._send(grad, trained.grad, Tensor.copy_)
             else:
-                self._send(grad, trained.grad, Tensor.add_)
+                first = trained.grad is None
+                if trained.grad is None:
+                    trained.grad = torch.empty_like(trained)
+                apart.append((grad, trained.grad, first))
+        self._add_apart(apart)
 
     def complete(self) -> None:
         if self._head_grad is not None:
@@ -137,17 +141,17 @@ class MasterWeights(TrainedWeights):
 
     @torch.no_grad()
     def refresh(self) -> None:
+        if self.apart:
+            self._copy_apart((trained, parameter) for parameter, trained in self._pairs())
+            return
         for parameter, trained in self._pairs():
-            if self.apart:
-                self._send(trained.data, parameter.data, Tensor.copy_)
-            else:
-                parameter.copy_(trained)
+            parameter.copy_(trained)
 
     def whole(self, optimizer: torch.optim.Optimizer) -> tuple[Policy, torch.optim.Optimizer] | None:
         return self.master, optimizer
 
     def buffers(self) -> list[Tensor]:
-        return [self._buffer] if self._head_grad is None else [self._buffer, self._head_grad]
+        return self._buffers if self._head_grad is None else [*self._buffers, self._head_grad]
 
     def _pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
         """Pair the policy's parameters with their masters, where they are two."""
@@ -155,12 +159,56 @@ class MasterWeights(TrainedWeights):
             return ()
         return zip(self.policy.parameters(), self.master.parameters(), strict=True)
 
-    def _send(self, source: Tensor, target: Tensor, put: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Copy or add `source` to `target`, in stretches through the buffer."""
-        for sent, kept in zip(source.reshape(-1).split(STRETCH), target.view(-1).split(STRETCH), strict=True):
-            buffer = self._buffer[: len(sent)]
-            buffer.copy_(sent)
-            put(kept, buffer)
+    def _add_apart(self, grads: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+        """Add each gradient on the device to a sum in CPU memory, or write it there if it is the first. While the host
+        adds a stretch, the next is copied."""
+        stretches = [
+            (sent, kept, first)
+            for grad, total, first in grads
+            for sent, kept in zip(grad.reshape(-1).split(STRETCH), total.view(-1).split(STRETCH), strict=True)
+        ]
+
+        def copy(number: int) -> None:
+            for sent, _, _ in stretches[number : number + 1]:
+                self._buffer(number, sent).copy_(sent, non_blocking=True)
+                self._note_copy(number)
+
+        copy(0)
+        for number, (_, kept, first) in enumerate(stretches):
+            copy(number + 1)
+            buffer = self._free_buffer(number, kept)
+            if first:
+                kept.copy_(buffer)
+            else:
+                kept.add_(buffer)
+
+    def _copy_apart(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy each tensor in CPU memory to one on the device. While a stretch is copied, the host rounds the next."""
+        stretches = (
+            both
+            for trained, parameter in pairs
+            for both in zip(trained.view(-1).split(STRETCH), parameter.view(-1).split(STRETCH), strict=True)
+        )
+        for number, (trained, parameter) in enumerate(stretches):
+            buffer = self._free_buffer(number, trained)
+            buffer.copy_(trained)
+            parameter.copy_(buffer, non_blocking=True)
+            self._note_copy(number)
+
+    def _buffer(self, number: int, like: Tensor) -> Tensor:
+        """Return the buffer of a stretch, as long as that."""
+        return self._buffers[number % 2][: len(like)]
+
+    def _note_copy(self, number: int) -> None:
+        if self._pinned:
+            self._copied[number % 2] = torch.cuda.current_stream(self.policy.device).record_event()
+
+    def _free_buffer(self, number: int, like: Tensor) -> Tensor:
+        """Return the buffer of a stretch once no copy from or to it is under way, for the host to use."""
+        copied = self._copied[number % 2]
+        if copied is not None:
+            copied.synchronize()
+        return self._buffer(number, like)
 
 
 def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.optim.Optimizer:

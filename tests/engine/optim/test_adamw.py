@@ -47,6 +47,10 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+def stored(state: dict[str, torch.Tensor], name: str, signed: bool) -> torch.Tensor:
+    return module.dequantise(state[name], state[f"{name}_scale"], signed)
+
+
 def test_what_a_recipe_gets() -> None:
     assert type(trained(OptimSection(), 0)[1]) is torch.optim.AdamW
     # Masters in CPU memory are stepped there, by torch's own; the moments of weights elsewhere are moved.
@@ -84,10 +88,7 @@ def test_8_bits_are_torchs_up_to_the_tables_steps(monkeypatch: pytest.MonkeyPatc
     assert eight.state[coarse.small]["exp_avg"].dtype == torch.float32
     states = [trained(OptimSection(**settings, optimizer_state_dtype="8bit"), steps) for steps in range(1, 7)]
     for name, signed in module.MOMENTS:
-        *_, found = moments = [
-            module._take(each.state[weights.large], name, signed, slice(0, LARGE[0]), torch.device("cpu"))
-            for weights, each in states
-        ]
+        *_, found = moments = [stored(each.state[weights.large], name, signed) for weights, each in states]
         # Half a step of the table each time, and half of that on average, carried on by a beta of .9: six make 4.7.
         half = (0.45 / 64 if signed else 0.45 / 128) * max(float(moment.abs().max()) for moment in moments)
         error = (found - truth[name]).abs()
@@ -133,11 +134,10 @@ def test_an_8_bit_step_is_float64s_from_the_moments_that_are_stored() -> None:
     weights, optimizer = trained(optim, 2)
     state = optimizer.state[weights.large]
 
-    def stored() -> list[torch.Tensor]:
-        everything = slice(0, len(weights.large)), torch.device("cpu")
-        return [module._take(state, name, signed, *everything).double() for name, signed in module.MOMENTS]
+    def moments() -> list[torch.Tensor]:
+        return [stored(state, name, signed).double() for name, signed in module.MOMENTS]
 
-    (m, v), w = stored(), weights.large.detach().double()
+    (m, v), w = moments(), weights.large.detach().double()
     gradients(weights, 2)
     g = weights.large.grad.double()
     optimizer.step()
@@ -148,7 +148,7 @@ def test_an_8_bit_step_is_float64s_from_the_moments_that_are_stored() -> None:
     rounding = 2**-24 * (3 * w.abs() + 10 * rate * m.abs()) + rate * error_of_m
     assert bool((error <= rounding).all())  # bound: a decay, a difference; constants, roots, a division, products
     rounded = error_of_m + 2**-23 * m.abs(), 2**-21 * v  # the table's value times the scale rounds twice
-    for moment, found, half, slack in zip((m, v), stored(), (0.45 / 64, 0.45 / 128), rounded, strict=True):
+    for moment, found, half, slack in zip((m, v), moments(), (0.45 / 64, 0.45 / 128), rounded, strict=True):
         for columns in (slice(0, 256), slice(256, 300)):
             largest, of_rounding = (x[:, columns].abs().amax(1, keepdim=True) for x in (moment, slack))
             error = (found - moment)[:, columns].abs()
