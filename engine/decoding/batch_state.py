@@ -221,8 +221,14 @@ class BatchState:
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy to a GPU without waiting; on a CPU the tensor has the array's memory."""
+    return to_pinned(values, device).to(device, non_blocking=True)
+
+
+def to_pinned(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return a copy from which a GPU copies without waiting, and whose memory torch keeps until it has; on a CPU the
+    tensor has the array's memory."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class StopTables:

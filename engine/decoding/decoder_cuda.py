@@ -2,7 +2,7 @@
 
     draft      where drafts pay: read the pending step, and look up drafts (speculative.py)
     prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw; held
-               back up to `PREFILL_EVERY` steps, for a forward of few rows takes as long as one of many
+               back up to `PREFILL_EVERY` steps, since few rows take as long as many; a graph where launches are slow
     launch     feed each writing sequence's last token and its drafts, draw behind each, accept: a function of fixed
                buffers (`BucketStep`), on CUDA one graph
     receive    read the step before: a row of ids, log-probs and a code for each sequence
@@ -41,15 +41,23 @@ from thresher.engine.decoding.batch_state import (
     count_accepted,
     drawn_width,
     pack_drawn,
+    to_pinned,
 )
 from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder
-from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size
+from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
 from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
-from thresher.kernels.attention.paged_cuda import DecodeRows, SharedPrefix, decode_attention, prefix_pays
+from thresher.kernels.attention.paged_cuda import (
+    DecodeRows,
+    PrefillRows,
+    SharedPrefix,
+    decode_attention,
+    prefill_attention,
+    prefix_pays,
+)
 from thresher.kernels.layers import rotate_and_store
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -60,6 +68,14 @@ StepKey = tuple[int, int, bool, float | None, bool]
 KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
 # Steps, while others decode and the rows do not fill a forward. Counted, not timed: a run repeats bit for bit.
 PREFILL_EVERY = 4
+PREFILL_ROWS = (128, 256, 512, 1024, 2048)  # of a forward that a graph holds
+PREFILL_RUNS = 32  # sequences in one
+# Rows times weights of such a forward: with more a GPU is busy for longer (5 ms at 500 TFLOP/s) than launches take, and
+# would compute rows that fill the bucket up.
+PREFILL_WORK = 1.25e12
+PREFILL_STEP_AT = (
+    16  # use of so many rows from which a graph pays: its capture takes as long as some forty launches save
+)
 KEPT_SHARE = 0.8  # of a GPU's memory: a cache that fits in it beside what updates have taken stays allocated
 
 
@@ -84,11 +100,13 @@ class DeviceDecoder(Decoder):
     def __init__(self, policy: Policy, tokenizer: Tokenizer, *, prefill: Backend = "triton", **options: Any) -> None:
         """prefill: the backend of attention within fresh prompts; new rows over a history are computed by Triton."""
         self.fresh = None if prefill == "triton" else load_attention(prefill)
+        self._weights = sum(weight.numel() for weight in policy.parameters())
         self.wanted_blocks = 0  # known once it is made; memory is taken by `begin`
         self.keeps = False  # whether cache and graphs outlive `end`
         self._update_bytes = 0  # the most that were allocated during an update, without the cache
         self._trained: tuple[int, ...] = ()  # versions of the weights at the last `end`
         self._steps: dict[StepKey, BucketStep] = {}
+        self._prefills: dict[int, PrefillStep] = {}  # by rows
         self._pool: Any = None  # of their graphs
         self._addresses: list[int] = []  # of the weights and the cache, which the graphs read
         self._stops_version = 0
@@ -113,7 +131,7 @@ class DeviceDecoder(Decoder):
 
     def _forget_steps(self) -> None:
         """Drop the steps. A pool of graphs ends with the last graph, so the next ones need a new one."""
-        self._steps = {}
+        self._steps, self._prefills = {}, {}
         self._pool = torch.cuda.graph_pool_handle() if self.policy.device.type == "cuda" else None
 
     def _open_cache(self) -> None:
@@ -246,17 +264,34 @@ class DeviceDecoder(Decoder):
         """Compute keys and values of new rows; nothing is drawn."""
         if not len(runs.table_N):
             return
-        step = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
-        with CudaTimer(self.policy.device) as lap:
-            self.policy.hidden(self.batch.tokens_BL[step.slot_T, step.positions_T], step.positions_T, step)
-        self.batch.cached_B[runs.table_N] += runs.count_N
         rows = int(runs.count_N.sum())
+        step = self._prefill_step_for(rows, runs)
+        with CudaTimer(self.policy.device) as lap:
+            if step is None:
+                eager = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
+                self.policy.hidden(self.batch.tokens_BL[eager.slot_T, eager.positions_T], eager.positions_T, eager)
+            else:
+                step.load(runs)
+                step.play()
+        self.batch.cached_B[runs.table_N] += runs.count_N
         self._count_prefilled(runs)
         self.clock.prefilled_tokens += rows
         self.clock.forward_rows += rows
         self.clock.forwards += 1
         self._timers.append((lap, 1.0))
         self._busy += lap.host
+
+    def _prefill_step_for(self, rows: int, runs: QueryRuns) -> PrefillStep | None:
+        """Return the step of the smallest bucket that holds these rows; None: there are too many for one, launches are
+        the smaller part of their time, or another backend computes them."""
+        size = next((size for size in PREFILL_ROWS if rows <= size), None)
+        if size is None or size * self._weights > PREFILL_WORK or len(runs.table_N) > PREFILL_RUNS:
+            return None
+        if self.fresh is not None and not runs.start_N.any():
+            return None
+        if size not in self._prefills:
+            self._prefills[size] = PrefillStep(size, self.policy, self._cache(), self.batch, self._pool)
+        return self._prefills[size]
 
     def _mark_prefilled(self) -> None:
         """Let others use what is cached; a prompt whose last token alone is missing keeps nobody waiting."""
@@ -366,7 +401,6 @@ class DeviceDecoder(Decoder):
 
 
 MEMBERS = 16  # of a group that shares a prefix; a larger one is several groups
-CAPTURED_AT = 2  # use of a bucket's step; the first compiles its kernels, and lets libraries allocate what they keep
 IN_FLIGHT = 2  # steps that may be pending: buffers that the host fills or reads alternate
 
 
@@ -394,9 +428,88 @@ class PendingStep:
         return self.rows.read(len(self.slot_N))
 
 
-class BucketStep:
-    """One decode step of up to `size` sequences with up to `drafts` drafts each, as a function of buffers: `load` fills
-    them, `run` is pure on the device, `launch` runs it (as a graph on CUDA) and has the result copied."""
+class StaticStep:
+    """Work on the device as a function of buffers: `run` reads and writes nothing else. `play` runs it, on CUDA from
+    the use `captured_at` on as a graph, whose bits are the same. inputs: the buffers that the host fills, by name, in
+    one copy to `sent`."""
+
+    captured_at = 2  # the first use compiles kernels, and lets libraries allocate what they keep
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], policy: Policy, cache: DeviceKV, batch: BatchState, pool: Any
+    ) -> None:
+        """pool: of graphs; None: none is captured."""
+        self.policy, self.cache, self.batch, self.pool, self.uses = policy, cache, batch, pool, 0
+        self.shapes, self.sizes = shapes, [int(np.prod(shape)) for shape in shapes.values()]
+        self.sent = torch.zeros(sum(self.sizes), dtype=torch.int32, device=policy.device)
+        self.inputs = dict(zip(shapes, self.views(self.sent), strict=True))
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = flat.split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def play(self) -> None:
+        self.uses += 1
+        if self.uses == self.captured_at and self.pool is not None:
+            self._capture()
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+
+    def _capture(self) -> None:
+        """Capture `run` as a CUDA graph. Nothing is computed: earlier uses have compiled its kernels."""
+        self.graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # a collection could free another graph's memory, which a capture forbids
+        try:
+            with torch.cuda.graph(self.graph, pool=self.pool):
+                self.run()
+        finally:
+            if collects:
+                gc.enable()
+
+
+class PrefillStep(StaticStep):
+    """Up to `rows` new rows of up to PREFILL_RUNS sequences, of which nothing is drawn: `DeviceStep` in buffers."""
+
+    captured_at = 16  # a capture takes as long as some forty launches save
+
+    def __init__(self, rows: int, policy: Policy, cache: DeviceKV, batch: BatchState, pool: Any = None) -> None:
+        runs, blocks = PREFILL_RUNS, batch.table_BP.shape[1]
+        super().__init__({"rows": (4, rows), "about": (3, runs), "table": (runs, blocks)}, policy, cache, batch, pool)
+        row_N, start_N, count_N = self.inputs["about"]
+        self.rows = PrefillRows(self.inputs["table"], row_N, start_N, count_N, longest=rows)
+
+    def load(self, runs: QueryRuns) -> None:
+        """Copy the inputs to the device. Rows that are missing belong to no run, and their keys are not stored."""
+        numbers = np.zeros(sum(self.sizes), np.int32)
+        rows_4T, about_3N, table_NP = (x.numpy() for x in self.views(torch.from_numpy(numbers)))
+        rows, count = int(runs.count_N.sum()), len(runs.table_N)
+        rows_4T[0], rows_4T[2] = self.batch.spare, -1
+        rows_4T[:, :rows] = prefill_rows(self.batch.table_BP, runs, self.cache.block_size)
+        about_3N[:, :count] = np.cumsum(runs.count_N) - runs.count_N, runs.start_N, runs.count_N
+        table_NP[:count] = self.batch.table_BP[runs.table_N]
+        self.sent.copy_(to_pinned(numbers, self.policy.device), non_blocking=True)
+
+    def run(self) -> None:
+        slot_T, position_T, *_ = self.inputs["rows"]
+        self.policy.hidden(self.batch.tokens_BL[slot_T, position_T], position_T, self._attend)
+
+    def _attend(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
+        _, _, block_T, offset_T = self.inputs["rows"]
+        q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, offset_T)
+        return prefill_attention(q_TND, k_PKSD, v_PKSD, self.rows)
+
+
+class BucketStep(StaticStep):
+    """One decode step of up to `size` sequences with up to `drafts` drafts each: `load` fills the buffers, `launch`
+    plays it and has the result copied."""
 
     def __init__(
         self,
@@ -411,10 +524,7 @@ class BucketStep:
         stops: StopTables,
         pool: Any = None,
     ) -> None:
-        """pool: of graphs, where a graph is wanted from the second launch on (CAPTURED_AT)."""
-        self.size, self.policy, self.columns, self.cache = size, policy, columns, cache
-        self.batch, self.stops, self.rules = batch, stops, batch.rules
-        self.pool, self.uses = pool, 0
+        self.size, self.columns, self.stops, self.rules = size, columns, stops, batch.rules
         device, blocks = policy.device, batch.table_BP.shape[1]
         self.groups = max(size // 2, 1) if shares else 0
         shapes = {
@@ -428,8 +538,7 @@ class BucketStep:
             "members": (self.groups, MEMBERS),
             "drafts": (size, drafts),
         }
-        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-        self.sent = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+        super().__init__(shapes, policy, cache, batch, pool)
 
         def buffers(like: torch.Tensor) -> list[torch.Tensor]:
             pinned = device.type == "cuda"
@@ -439,8 +548,6 @@ class BucketStep:
         self.staging, self.received = buffers(self.sent), buffers(self.packed_BX)
         self.turn = 0
         self.row_Q = torch.arange(1 + drafts, device=device)
-        self.shapes, self.sizes = shapes, list(sizes.values())
-        self.inputs = dict(zip(shapes, self._views(self.sent), strict=True))
         self.rows = DecodeRows(
             self.inputs["table"],
             self.inputs["start"],
@@ -448,11 +555,6 @@ class BucketStep:
             self.inputs["first"] if shares else None,
             SharedPrefix(self.inputs["prefix"], self.inputs["length"], self.inputs["members"]) if shares else None,
         )
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = flat.split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
 
     def load(
         self, slot_N: Ints, start_N: Ints, table_NP: Ints, prefix: Prefixes | None, drafts_NK: Ints, drafted_N: Ints
@@ -462,7 +564,7 @@ class BucketStep:
         count = len(slot_N)
         self.turn = (self.turn + 1) % IN_FLIGHT
         staging = self.staging[self.turn]
-        slot, start, rows, first, table, prefix_GP, length, members, drafts = (x.numpy() for x in self._views(staging))
+        slot, start, rows, first, table, prefix_GP, length, members, drafts = (x.numpy() for x in self.views(staging))
         staging.zero_()
         slot[:] = self.batch.spare
         slot[:count], start[:count], rows[:count], table[:count] = slot_N, start_N, 1 + drafted_N, table_NP
@@ -509,31 +611,13 @@ class BucketStep:
     def launch(self) -> DrawnRows:
         """Run the step and return its draws, whose copy to the host may still be under way."""
         received = self.received[self.turn]
-        self.uses += 1
-        if self.uses == CAPTURED_AT and self.pool is not None:
-            self._capture()
-        if self.graph is None:
-            self.run()
-        else:
-            self.graph.replay()
+        self.play()
         received.copy_(self.packed_BX, non_blocking=True)
         if self.policy.device.type != "cuda":
             return DrawnRows(received, None)
         done = torch.cuda.Event()
         done.record()
         return DrawnRows(received, done)
-
-    def _capture(self) -> None:
-        """Capture `run` as a CUDA graph. Nothing is computed: earlier uses have compiled its kernels."""
-        self.graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # a collection could free another graph's memory, which a capture forbids
-        try:
-            with torch.cuda.graph(self.graph, pool=self.pool):
-                self.run()
-        finally:
-            if collects:
-                gc.enable()
 
 
 @dataclass(slots=True)

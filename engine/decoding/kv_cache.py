@@ -120,6 +120,14 @@ class DeviceKV(_KVCache):
         self.tensors = [self.k_LPKSD, self.v_LPKSD]
 
 
+def prefill_rows(table_BP: Ints, runs: QueryRuns, block_size: int) -> Ints:
+    """Return slot, position, block and offset in it of each new row, [4, T]."""
+    position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
+    slot_T = np.repeat(runs.table_N, runs.count_N)
+    number_T, offset_T = np.divmod(position_T, block_size)
+    return np.stack([slot_T, position_T, table_BP[slot_T, number_T], offset_T])
+
+
 class DeviceStep:
     """New rows of prompts and of appended text, on a GPU: slot_T, positions_T, and, as a callable, `attend`.
 
@@ -139,10 +147,7 @@ class DeviceStep:
         self.fresh = None if runs.start_N.any() else fresh
         self.layout = None if self.fresh is None else Varlen(runs.count_N.tolist(), device)
         blocks = int((runs.start_N + runs.count_N - 1).max()) // cache.block_size + 1
-        position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
-        slot_T = np.repeat(runs.table_N, runs.count_N)
-        number_T, offset_T = np.divmod(position_T, cache.block_size)
-        rows = np.stack([slot_T, position_T, table_BP[slot_T, number_T], offset_T])
+        rows = prefill_rows(table_BP, runs, cache.block_size)
         about = np.stack([np.cumsum(runs.count_N) - runs.count_N, runs.start_N, runs.count_N])
         numbers = np.concatenate([rows.ravel(), about.ravel(), table_BP[runs.table_N, :blocks].ravel()])
         sent = to_device(numbers.astype(np.int32), device)

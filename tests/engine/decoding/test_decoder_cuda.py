@@ -31,11 +31,11 @@ from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding import decoder_cuda, speculative
 from thresher.engine.decoding.decoder import DecodeClock
 from thresher.engine.decoding.decoder_cuda import (
-    CAPTURED_AT,
     MEMBERS,
     PREFILL_EVERY,
     BucketStep,
     DeviceDecoder,
+    PrefillStep,
     bucket_of,
     drafts_bucket,
     shared_prefixes,
@@ -119,10 +119,22 @@ def agreeing(
 )
 @pytest.mark.fast_cases(3)
 def test_whatever_is_asked_and_guessed_the_results_are_those_of_one_sequence_at_a_time(
-    speculate: int, seed: int, tiny_policy: Policy, tiny_tokenizer: Tokenizer, agreeing: Callable[..., DeviceDecoder]
+    speculate: int,
+    seed: int,
+    tiny_policy: Policy,
+    tiny_tokenizer: Tokenizer,
+    agreeing: Callable[..., DeviceDecoder],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Turns that end, by a stop, the end of text or their room, within guesses; sequences that have to go; filters."""
     rng, vocab = Random(seed), tiny_tokenizer.vocab_size
+    if seed % 3 == 0:  # some new rows are too many for a step of buffers
+        monkeypatch.setattr(decoder_cuda, "PREFILL_ROWS", (4, 16))
+        monkeypatch.setattr(decoder_cuda, "PREFILL_RUNS", 3)
+        monkeypatch.setattr(PrefillStep, "captured_at", 2)
+    played = list[int]()
+    play_step = PrefillStep.play
+    monkeypatch.setattr(PrefillStep, "play", lambda step: played.append(len(step.inputs["rows"][0])) or play_step(step))
     prompts, plans = random_world(rng, vocab, 8)
     if seed % 2:
         object.__setattr__(tiny_policy.config, "eos_token_ids", tuple(range(0, vocab, 12)))
@@ -130,6 +142,7 @@ def test_whatever_is_asked_and_guessed_the_results_are_those_of_one_sequence_at_
     for changes in ({}, full, {"reuse": False, "share_prefix": bool(seed % 2)}):
         clock = agreeing(prompts, plans, rng, speculate=speculate, **changes).clock
         assert speculate == 0 or 0 < clock.accepted_tokens < clock.drafted_tokens
+    assert set(played) >= ({4, 16} if seed % 3 == 0 else {128})
 
 
 def test_guesses_go_before_anybody_has_to(endless: Policy, agreeing: Callable[..., DeviceDecoder]) -> None:
@@ -164,6 +177,17 @@ def test_new_rows_wait_while_others_decode_unless_they_fill_a_forward(
     assert coming((0, PREFILL_EVERY + 1), 1) == [0, PREFILL_EVERY + 1], "nobody decodes"
     monkeypatch.setattr(decoder_cuda, "FORWARD_ROWS", len(prompts[0]) - 1)
     assert coming(range(16), 40) == list(range(16))
+
+
+def test_new_rows_that_keep_a_gpu_busy_for_longer_than_launches_fill_no_bucket(
+    endless: Policy, agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[n + 1] * 40 * (n + 1) for n in range(4)]  # 39 rows to 159, in one forward each
+    plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=2),), arrive=20 * n) for n in range(4)]
+    weights = sum(weight.numel() for weight in endless.parameters())
+    for work, sizes in ((256 * weights, {128, 256}), (255 * weights, {128}), (127 * weights, set())):
+        monkeypatch.setattr(decoder_cuda, "PREFILL_WORK", work)
+        assert set(agreeing(prompts, plans)._prefills) == sizes
 
 
 def test_who_has_to_go_takes_along_what_was_under_way(endless: Policy, agreeing: Callable[..., DeviceDecoder]) -> None:
@@ -249,11 +273,12 @@ def test_on_the_kernels_themselves(
     pytest.importorskip("triton")
     monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: True)
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
+    monkeypatch.setattr(decoder_cuda, "PREFILL_ROWS", (32,))
     monkeypatch.setattr(Adversary, "most", 2)
     turns = (TurnPlan(room=3), TurnPlan(room=2, appended=((7, 8, 9),)))
     plans = [SequencePlan(prompt=n // 2, seed=n, turns=turns) for n in range(3)]
     decoder = agreeing([[3] * 20, [4] * 9], plans, speculate=speculate)
-    assert bool(decoder.clock.accepted_tokens) == bool(speculate)
+    assert bool(decoder.clock.accepted_tokens) == bool(speculate) and decoder._prefills[32].uses
 
 
 @pytest.mark.parametrize("count", [256 if CUDA else 24])
@@ -267,7 +292,7 @@ def test_as_sequences_end_every_bucket_takes_its_turn(
     decoder = agreeing(prompts, plans, max_running=count, num_blocks=1 + 4 * count)
     assert {key[0] for key in decoder._steps} == {bucket_of(n) for n in range(1, count + 1)}
     for step in decoder._steps.values():
-        assert (step.graph is not None) == (CUDA and step.uses >= CAPTURED_AT)
+        assert (step.graph is not None) == (CUDA and step.uses >= BucketStep.captured_at)
 
 
 def test_after_an_update_the_results_are_those_of_the_new_weights(
@@ -435,7 +460,7 @@ def test_a_graph_has_the_bits_of_the_step_that_it_holds(
     step.load(slot_N, cached_N, table_NP, prefix, rng.integers(0, 100, (count, drafts)), drafted_N)
     kept = [batch.tokens_BL, batch.state_B, decoder._cache().k_LPKSD, decoder._cache().v_LPKSD]
     before, found = [x.clone() for x in kept], []
-    for _ in range(CAPTURED_AT):
+    for _ in range(BucketStep.captured_at):
         step.launch()
     assert step.graph is not None
     for run in (step.run, step.graph.replay, step.graph.replay):
@@ -452,6 +477,27 @@ def test_a_graph_has_the_bits_of_the_step_that_it_holds(
         for ours, theirs in zip(one, eager, strict=True):
             # As bytes: what was never written may be NaN.
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@needs_cuda
+@torch.inference_mode()
+def test_a_graph_of_new_rows_has_the_bits_of_the_step_that_it_holds(endless: Policy, tiny_tokenizer: Tokenizer) -> None:
+    decoder = make_device_decoder(endless, tiny_tokenizer)
+    decoder.begin(120, DecodeClock())
+    for n in range(3):
+        decoder.begin_turn(TokenSequence(SharedPrompt([n + 1] * (20 + n)), n, PLAIN), (), 9)
+    decoder._admit()
+    step = PrefillStep(64, endless, decoder._cache(), decoder.batch, decoder._pool)
+    step.load(decoder._make_room())
+    found = []
+    for _ in range(PrefillStep.captured_at + 1):
+        for kept in decoder.held():
+            kept.zero_()
+        step.play()
+        found.append([kept.clone() for kept in decoder.held()])
+    assert step.graph is not None and float(found[0][0].abs().max()) > 0
+    for after in found[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, found[0], strict=True))
 
 
 def slots_of(decoder: DeviceDecoder) -> list[int]:
