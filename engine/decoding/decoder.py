@@ -50,7 +50,8 @@ class Decoder:
     Neither changes a result.
     """
 
-    mirrors = False  # whether the host keeps ids and log-probs of its own (batch_state.py)
+    # Whether steps are launched before the last one is read, and the host keeps ids and log-probs of its own.
+    launches_ahead = False
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Decoder:
         self.vocab_size = tokenizer.vocab_size  # the head may be wider
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
         # Look-ups read the slots' ids.
-        self.speculate: Speculate = speculate if self.mirrors or policy.device.type == "cpu" else 0
+        self.speculate: Speculate = speculate if self.launches_ahead or policy.device.type == "cpu" else 0
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
         self.head_VH: torch.Tensor | None = None
@@ -107,7 +108,7 @@ class Decoder:
         self._sampled: tuple[Ints, Ints] | None = None  # by the last step: slots, and how many tokens each
 
     def _make_batch(self, longest: int, blocks: int) -> BatchState:
-        return BatchState(self.max_running, longest, blocks, self.policy.device, self.mirrors)
+        return BatchState(self.max_running, longest, blocks, self.policy.device, self.launches_ahead)
 
     def _draft_costs(self) -> Costs:
         return ON_CPU

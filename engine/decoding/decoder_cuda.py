@@ -95,7 +95,7 @@ class DeviceDecoder(Decoder):
     """`Decoder` whose steps are launched ahead of what is read back. Its results are those of `Decoder` up to rounding:
     the kernels add in another order."""
 
-    mirrors = True
+    launches_ahead = True
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer, *, prefill: Backend = "triton", **options: Any) -> None:
         """prefill: the backend of attention within fresh prompts; new rows over a history are computed by Triton."""

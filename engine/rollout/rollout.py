@@ -360,7 +360,7 @@ class DecoderWriter:
 
     def __init__(self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s]) -> None:
         self.decoder, self.draw, self.earlier = decoder, draw, earlier
-        self.elsewhere = decoder.policy.device.type == "cuda"
+        self.elsewhere = decoder.launches_ahead
         self.sequences: dict[Sample, TokenSequence] = {}
         self.writing: dict[TokenSequence, Sample] = {}
 

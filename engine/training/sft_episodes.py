@@ -135,6 +135,8 @@ class ScriptedWriter:
     """Writes the turns of a script, in tokens of log-prob 0."""
 
     unit = 1
+    elsewhere = False
+    takes_text = True
 
     def __init__(self, tokenizer: Tokenizer, script: Script, tags: tuple[str, ...]) -> None:
         self.tokenizer, self.script, self.tags = tokenizer, script, tags
