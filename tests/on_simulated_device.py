@@ -305,7 +305,16 @@ def test_what_a_step_launches_and_where_the_host_waits(
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param({}, id="all"), pytest.param({"lora": {"rank": 4}}, marks=pytest.mark.slow)]
+    "changes",
+    [
+        pytest.param({}, id="all"),
+        pytest.param({"lora": {"rank": 4}}, id="adapters", marks=pytest.mark.slow),
+        pytest.param(
+            {"optim": {"offload": "masters"}, "model": {"dtype": "bfloat16"}},
+            id="masters in CPU memory",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_graphs_outlive_updates(
     changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
