@@ -133,8 +133,8 @@ def run_sft(recipe: "RunRecipe", out: Path, resume: bool = False, from_step: int
             if "copying" in record:
                 copying.append(record["copying"])
             text = f"loss {record['loss']:.3f}" + (f"  names copied right {copying[-1]:.0%}" if copying else "")
-            if line.done == 0:
-                line.from_before(record["step"] - 1)  # of a run that is resumed
+            if resume and line.done == 0:
+                line.from_before(record["step"])
             line.to(record["step"], text)
 
         figures = tuning.run(out, watch, resume, from_step)

@@ -97,8 +97,8 @@ class FineTuning:
     def run(
         self, out: Path, watch: Callable[[dict[str, Any]], None], resume: bool = False, from_step: int | None = None
     ) -> dict[str, Any]:
-        """Train, with a call of `watch` for each step's record, and write the model folder `out`; return the content of
-        sft.json. resume, from_step: as in `train`."""
+        """Train, and write the model folder `out`; return the content of sft.json. watch: called with each step's
+        record, first with that of the step behind which a resumed run goes on. resume, from_step: as in `train`."""
         started = time.perf_counter()
         recipe, folder, told = self.recipe, sft_folder(out), from_step is not None
         digests = self._digests()
@@ -138,6 +138,7 @@ class FineTuning:
         if checkpoint is not None:
             records = [_of_attempt(record, self.sft) for record in run.metrics()]
             begun = Begun(records, partial(self._restore, checkpoint.path))
+            watch(records[-1])
 
         def log(record: dict[str, Any]) -> None:
             run.append_metrics(record | {"step": record["restart"] * self.sft.steps + record["step"]})

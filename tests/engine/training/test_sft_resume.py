@@ -12,7 +12,7 @@ import pytest
 from train_cases import SAVE, Killed, Make, recipe_maker, sigkill, steps_saved
 
 from thresher.cli.commands.training import run_sft
-from thresher.common import signals
+from thresher.common import console, signals
 from thresher.common.errors import UserError
 from thresher.common.locks import lock_folder
 from thresher.common.records import RecordLog, write_records
@@ -101,7 +101,9 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.fast_cases(1)
-def test_a_killed_fine_tuning_goes_on_to_the_same_bits(make: Make, tmp_path: Path, kind: str) -> None:
+def test_a_killed_fine_tuning_goes_on_to_the_same_bits(
+    make: Make, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed before its first checkpoint, behind it, and once more while it goes on."""
     recipe, out = make(**KINDS[kind]), tmp_path / "out"
     run_sft(recipe, tmp_path / "whole")
@@ -111,7 +113,10 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_bits(make: Make, tmp_path: Pat
     assert saved(out) == [2]
     killed(recipe, out, 2, resume=True)
     assert saved(out) == [4]
+    shown: list[int] = []
+    monkeypatch.setattr(console.Line, "to", lambda line, done, text: line.total == STEPS and shown.append(done))
     run_sft(recipe, out, resume=True)
+    assert shown == [4, 5], "the progress line begins behind its checkpoint"
     assert files(out) == files(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir() if "out" in path.name} == {"out"}
 
