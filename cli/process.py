@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
+from thresher.common.background import still_busy
 from thresher.common.machine import KEEP_MEMORY, set_malloc
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them says how OpenMP's threads wait
@@ -29,9 +30,10 @@ def prepare_process() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit with `status`; of several ranks, without Python's teardown: torch's caches of DTensor keep gloo's threads,
-    and one that releases a tensor while Python finalises aborts the process."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    """Exit with `status`; of several ranks, and beside a call in the background, without Python's teardown. torch's
+    caches of DTensor keep gloo's threads, and a thread that comes back from torch while Python finalises, or releases
+    a tensor then, aborts the process."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not still_busy():
         sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,10 +3,20 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
+from threading import enumerate as enumerate_threads
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+class _Worker(Thread):
+    busy = False
+
+
+def still_busy() -> bool:
+    """Return whether a call is running that nobody waits for any more, or yet."""
+    return any(isinstance(thread, _Worker) and thread.busy for thread in enumerate_threads())
 
 
 class Background(Generic[T]):
@@ -19,7 +29,7 @@ class Background(Generic[T]):
     def __init__(self, threads: int = 1, name: str = "background") -> None:
         self._calls: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
         self._most, self._name = threads, name
-        self._threads: list[Thread] = []
+        self._threads: list[_Worker] = []
         self._over = False
 
     def __enter__(self) -> "Background[T]":
@@ -35,14 +45,18 @@ class Background(Generic[T]):
         future: Future[T] = Future()
         self._calls.put((future, call))
         if len(self._threads) < self._most:
-            self._threads.append(Thread(target=self._work, name=self._name, daemon=True))
+            self._threads.append(_Worker(target=self._work, name=self._name, daemon=True))
             self._threads[-1].start()
         return future
 
     def _work(self) -> None:
+        worker = current_thread()
+        assert isinstance(worker, _Worker)
         while (asked := self._calls.get()) is not None and not self._over:
             future, call = asked
+            worker.busy = True
             try:
                 future.set_result(call())
             except BaseException as error:  # for the caller of `result`
                 future.set_exception(error)
+            worker.busy = False

@@ -20,8 +20,8 @@ from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
 
 # attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated. In a rollout it is
-# PagedStep; on CUDA DeviceStep for prompts and appended text, BucketStep._attend for what draws. In an update it is
-# Varlen, or PrefixForest where sequences share beginnings.
+# PagedStep; on CUDA PrefillStep._attend or DeviceStep for prompts and appended text, BucketStep._attend for what draws.
+# In an update it is Varlen, or PrefixForest where sequences share beginnings.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 

@@ -7,6 +7,7 @@ answers and asks for equal queries once; `_find` searches for the others.
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
+from threading import Lock
 from typing import ClassVar
 
 from thresher.common.errors import UserError
@@ -43,8 +44,8 @@ class SearchStats:
 
 
 class Retriever(ABC):
-    """Answers searches. Not thread-safe. identity: a server's index, if it says. elsewhere: another process does the
-    work, so that the caller may do its own meanwhile."""
+    """Answers searches, one at a time, from any thread. identity: a server's index, if it says. elsewhere: another
+    process does the work, so that the caller may do its own meanwhile."""
 
     elsewhere: ClassVar[bool] = False
 
@@ -52,6 +53,7 @@ class Retriever(ABC):
         self.identity: str | None = None
         self.stats = SearchStats()
         self._cache: OrderedDict[tuple[str, int], list[Hit]] = OrderedDict()
+        self._lock = Lock()
 
     @abstractmethod
     def check_k(self, k: int) -> None:
@@ -63,6 +65,10 @@ class Retriever(ABC):
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """Return the `k` best passages for each query, best first; fewer where fewer match, none for a blank query."""
+        with self._lock:
+            return self._search_all(queries, k)
+
+    def _search_all(self, queries: list[str], k: int) -> list[list[Hit]]:
         self.check_k(k)
         found: dict[str, list[Hit]] = {query: self._cache[query, k] for query in queries if (query, k) in self._cache}
         fresh = [query for query in dict.fromkeys(queries) if query not in found]

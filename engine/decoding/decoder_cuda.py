@@ -1,8 +1,8 @@
 """Decoding on a GPU: the loop of decoder.py, with steps launched ahead so that the GPU need not wait for the host.
 
     draft      where drafts pay: read the pending step, and look up drafts (speculative.py)
-    prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw; held
-               back up to `PREFILL_EVERY` steps, since few rows take as long as many; a graph where launches are slow
+    prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw; few rows
+               wait for the next fourth step, since they take as long as many; a graph where launches take longest
     launch     feed each writing sequence's last token and its drafts, draw behind each, accept: a function of fixed
                buffers (`BucketStep`), on CUDA one graph
     receive    read the step before: a row of ids, log-probs and a code for each sequence
@@ -66,16 +66,14 @@ from thresher.policy.tokenizer import Tokenizer
 # temperature, whether any is filtered.
 StepKey = tuple[int, int, bool, float | None, bool]
 KV_SHARE = 0.85  # of the free memory of a GPU; the rest is for what a forward needs
-# Steps, while others decode and the rows do not fill a forward. Counted, not timed: a run repeats bit for bit.
+# Steps, while others decode and new rows are few. Counted, not timed: a run repeats bit for bit.
 PREFILL_EVERY = 4
+FEW_ROWS = FORWARD_ROWS // 2
 PREFILL_ROWS = (128, 256, 512, 1024, 2048)  # of a forward that a graph holds
 PREFILL_RUNS = 32  # sequences in one
 # Rows times weights of such a forward: with more a GPU is busy for longer (5 ms at 500 TFLOP/s) than launches take, and
 # would compute rows that fill the bucket up.
 PREFILL_WORK = 1.25e12
-PREFILL_STEP_AT = (
-    16  # use of so many rows from which a graph pays: its capture takes as long as some forty launches save
-)
 KEPT_SHARE = 0.8  # of a GPU's memory: a cache that fits in it beside what updates have taken stays allocated
 
 
@@ -210,8 +208,9 @@ class DeviceDecoder(Decoder):
         self._look_up_drafts()
         runs = self._make_room()
         decodes = self.batch.known_B[runs.table_N] == self.batch.cached_B[runs.table_N] + 1
-        if self.takes_text or not decodes.any() or runs.count_N.sum() >= FORWARD_ROWS:
-            self._prefill(runs[np.flatnonzero(~decodes)])
+        new = runs[np.flatnonzero(~decodes)]
+        if self.takes_text or not decodes.any() or new.count_N.sum() > FEW_ROWS:
+            self._prefill(new)
         self._mark_prefilled()
         self._steps_begun += 1
         before, self._pending = self._pending, self._launch(runs.table_N[decodes])
@@ -429,9 +428,9 @@ class PendingStep:
 
 
 class StaticStep:
-    """Work on the device as a function of buffers: `run` reads and writes nothing else. `play` runs it, on CUDA from
-    the use `captured_at` on as a graph, whose bits are the same. inputs: the buffers that the host fills, by name, in
-    one copy to `sent`."""
+    """Work on the device as a function of tensors that stay where they are: weights, cache, the batch's arrays, and
+    `inputs`, which the host fills in one copy to `sent`. `play` runs it, on CUDA from the use `captured_at` on as a
+    graph, whose bits are the same."""
 
     captured_at = 2  # the first use compiles kernels, and lets libraries allocate what they keep
 

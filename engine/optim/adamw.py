@@ -89,6 +89,7 @@ class PartwiseAdamW(torch.optim.Optimizer):
                 of = group, param[rows], cast(Tensor, param.grad)[rows], state["step"]
                 parts.append((of, [moment[rows] for moment in stored]))
         if parts:
+            # strict: the last part is stored when its successor is asked for
             here = travelling([stored for _, stored in parts], parts[0][0][1].device)
             for (of, _), brought in zip(parts, here, strict=True):
                 _step_rows(*of, brought)

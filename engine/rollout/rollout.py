@@ -2,8 +2,8 @@
 
 An episode asks for turns, searches and text of the engine's (engine/episode.py). `EpisodeRunner` renders, searches,
 keeps the limits, and begins branches and calls; a `TurnWriter` writes the turns, here the decoder, in
-engine/evaluation/api_rollout.py a server. Searches of one step are one call of the retriever. A sample does not depend
-on the others: its noise is a function of its seed and position, and sequences of the decoder are independent.
+engine/evaluation/api_rollout.py a server. Searches that are due together are one call of the retriever. A sample does
+not depend on the others: its noise is a function of its seed and position, and the decoder's sequences are independent.
 
 The way of a sample: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
 writer, and `_store_turn` puts the written turn on the trajectory.

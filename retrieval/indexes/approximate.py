@@ -213,9 +213,12 @@ class ApproximateSearch:
 
     def _fetch(self, k: int) -> int:
         wanted, most = min(self._rows, k * self.factor + MARGIN), self.candidates.most_fetched
-        if most is not None and k > most:
-            raise UserError(f"k is {k}; a GPU finds at most {most} passages per search; lower k, or search on the CPU")
-        return wanted if most is None else min(wanted, most)
+        if most is not None and wanted > most:
+            raise UserError(
+                f"k {k} with {self.factor} candidates for each takes {wanted} candidates, and a GPU finds at most "
+                f"{most}; lower k or candidates, or search on the CPU"
+            )
+        return wanted
 
     def top(self, query_QD: Vectors, k: int) -> list[Found]:
         """Return at most `k` rows for every query, best first; a query that gets fewer is searched with higher

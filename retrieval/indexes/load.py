@@ -197,11 +197,16 @@ def _read_search(
         shape = kept or VectorFile(folder, manifest.passages, manifest.dim)
         index = read_structure(folder / INDEX_FILE, kind, shape, trusted=hashes is not None)
         candidates = candidates_of(kind, index, gpu)
+    value, most = chosen.get(candidates.parameter, 1), candidates.most_fetched
+    if most is not None and value > most:
+        raise UserError(
+            f"{folder}: {candidates.parameter} is {value}; a GPU searches at most {most} lists, so set fewer"
+        )
     return ApproximateSearch(
         candidates,
         None if kept is None else RowScores(kept.take),
         manifest.passages,
-        chosen.get(candidates.parameter, 1),
+        value,
         chosen.get("candidates", FLAT_FACTOR if kind.exact else 1),
     )
 

@@ -85,3 +85,24 @@ sys.stdout.write("done")
 leave(0)
 """
     assert played(code, WORLD_SIZE=ranks) == ended
+
+
+def test_an_exit_beside_a_search_that_nobody_waits_for_any_more_keeps_its_status() -> None:
+    """Regression: a thread that came back from torch while Python finalised aborted the process, with status 134."""
+    code = """
+import sys, threading, torch
+from thresher.cli.process import leave
+from thresher.common.background import Background, still_busy
+began, a = threading.Event(), torch.ones(3000, 3000)
+def search():
+    began.set()
+    while True:
+        a @ a
+assert not still_busy()
+with Background() as background:
+    background.submit(search)
+    began.wait(60)
+assert still_busy()
+leave(3)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100).returncode == 3

@@ -154,7 +154,7 @@ def test_guesses_go_before_anybody_has_to(endless: Policy, agreeing: Callable[..
         assert bool(clock.preemptions) == sent and clock.accepted_tokens > 0
 
 
-def test_new_rows_wait_while_others_decode_unless_they_fill_a_forward(
+def test_few_new_rows_wait_while_others_decode(
     endless: Policy, agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []  # in which something was prefilled
@@ -175,7 +175,7 @@ def test_new_rows_wait_while_others_decode_unless_they_fill_a_forward(
 
     assert coming(range(16), 40) == list(range(0, 16 + PREFILL_EVERY, PREFILL_EVERY))
     assert coming((0, PREFILL_EVERY + 1), 1) == [0, PREFILL_EVERY + 1], "nobody decodes"
-    monkeypatch.setattr(decoder_cuda, "FORWARD_ROWS", len(prompts[0]) - 1)
+    monkeypatch.setattr(decoder_cuda, "FEW_ROWS", len(prompts[0]) - 2)
     assert coming(range(16), 40) == list(range(16))
 
 

@@ -312,7 +312,7 @@ def test_shards_of_a_flat_index_answer_as_one(world, folders, truth, count):
 
 
 def test_a_gpu_is_asked_for_no_more_than_it_can_choose(world, folders, truth, monkeypatch):
-    monkeypatch.setattr(FlatShards, "most_fetched", 10)
+    monkeypatch.setattr(FlatShards, "most_fetched", 48)
     file, shard = VectorFile(folders("HNSW16") / "vectors.npy", COUNT, DIM), faiss.IndexFlatIP(DIM)
     search = ApproximateSearch(FlatShards(file, [shard]), RowScores(file.take), COUNT, 1, 4)
     asked = []
@@ -324,8 +324,10 @@ def test_a_gpu_is_asked_for_no_more_than_it_can_choose(world, folders, truth, mo
         ),
     )
     query_QD = world[1].encode_queries(QUERIES)
-    assert [len(best) for best in search.top(query_QD, 10)] == [10] * len(QUERIES) and asked == [10]
-    with pytest.raises(UserError, match="k is 11; a GPU finds at most 10 passages per search"):
+    assert [len(best) for best in search.top(query_QD, 10)] == [10] * len(QUERIES) and asked == [48]
+    with pytest.raises(
+        UserError, match="k 11 with 4 candidates for each takes 52 candidates, and a GPU finds at most 48"
+    ):
         search.top(query_QD, 11)
 
 
