@@ -185,6 +185,7 @@ def test_new_rows_that_keep_a_gpu_busy_for_longer_than_launches_fill_no_bucket(
     prompts = [[n + 1] * 40 * (n + 1) for n in range(4)]  # 39 rows to 159, in one forward each
     plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=2),), arrive=20 * n) for n in range(4)]
     weights = sum(weight.numel() for weight in endless.parameters())
+    monkeypatch.setattr(decoder_cuda, "PREFILL_ROWS", (128, 256))
     for work, sizes in ((256 * weights, {128, 256}), (255 * weights, {128}), (127 * weights, set())):
         monkeypatch.setattr(decoder_cuda, "PREFILL_WORK", work)
         assert set(agreeing(prompts, plans)._prefills) == sizes
