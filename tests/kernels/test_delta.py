@@ -1,0 +1,133 @@
+"""The gated delta rule: the chunked form against the recurrence in float64, its gradients, states, and its error beside
+that of transformers' torch code."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thresher.kernels import gated_delta
+from thresher.kernels.delta import reference_gated_delta
+
+K, V, D, E = 2, 4, 8, 6
+LENGTHS = (0, 1, 5, 16, 17, 3, 40)
+
+
+def drawn(
+    lengths: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float64, forgets: float = 1.0, width: int = D
+) -> tuple[list[Tensor], list[int], Tensor]:
+    """Return (q, k, v, decay, beta), bounds and states, as a layer makes them: keys of length 1, beta in (0, 1)."""
+    noise, total = torch.Generator().manual_seed(seed), sum(lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=noise, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(total, K, width), dim=-1) for _ in range(2))
+    v, decay, beta = normal(total, V, E), -forgets * normal(total, V).exp(), normal(total, V).sigmoid()
+    state = normal(len(lengths), V, width, E)
+    bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    return [x.to(dtype) for x in (q, k, v, decay, beta)], bounds, state.to(dtype)
+
+
+def gradients(function: Any, tensors: list[Tensor], bounds: list[int], state: Tensor, **options: Any) -> list[Tensor]:
+    """Return results and gradients of a function of both of them."""
+    leaves = [x.clone().requires_grad_(True) for x in (*tensors, state)]
+    out, final = function(*leaves[:5], bounds, leaves[5], **options)
+    noise = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=noise, dtype=torch.float64).to(x.dtype) for x in (out, final)]
+    ((out * weights[0]).sum() + (final * weights[1]).sum()).backward()
+    return [out.detach(), final.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16, 64])
+@pytest.mark.parametrize("forgets", [0.01, 1.0])
+def test_by_chunks_results_and_gradients_are_the_recurrences(chunk: int, forgets: float) -> None:
+    """In float64, so that rounding hides nothing: some hundred roundings of values of about 1, and 1e-13 a factor."""
+    given = drawn(LENGTHS, forgets=forgets)
+    wanted, found = gradients(reference_gated_delta, *given), gradients(gated_delta, *given, chunk=chunk)
+    assert len(wanted) == len(found) == 8
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-12 * max(float(theirs.abs().max()), 1.0)
+
+
+def test_a_sequence_goes_on_where_another_ended() -> None:
+    """And its gradient returns by the state: two continuations of one beginning, as whole sequences and as a trie."""
+    (tensors, _, _), first, rest = drawn((30,)), 11, 19
+    inputs = [x.requires_grad_(True) for x in tensors]
+    whole = [torch.cat([x, x[:first], x[first:].flip(0)]) for x in inputs]
+    out, final = gated_delta(*whole, [0, 30, 60], chunk=4)
+    (out[first:30].sum() + out[30 + first :].square().sum() + final.sum()).backward()
+    wanted = [x.grad.clone() for x in inputs]
+    for x in inputs:
+        x.grad = None
+    _, begun = gated_delta(*(x[:first] for x in inputs), [0, first], chunk=4)
+    tails = [torch.cat([x[first:], x[first:].flip(0)]) for x in inputs]
+    told, ended = gated_delta(*tails, [0, rest, 2 * rest], begun.expand(2, -1, -1, -1), chunk=4)
+    assert torch.allclose(told, torch.cat([out[first:30], out[30 + first :]]), rtol=0, atol=1e-13)
+    assert torch.allclose(ended, final, rtol=0, atol=1e-13)
+    (told[:rest].sum() + told[rest:].square().sum() + ended.sum()).backward()
+    for x, grad in zip(inputs, wanted, strict=True):
+        assert torch.allclose(x.grad, grad, rtol=0, atol=1e-12)
+
+
+def test_nothing_overflows_where_all_is_forgotten() -> None:
+    """A decay of -1e4 a token: the product underflows, o is the last correction alone, and no gradient is NaN."""
+    tensors, bounds, state = drawn((70,), dtype=torch.float32)
+    tensors[3] = torch.full_like(tensors[3], -1e4)
+    out, _, *slopes = gradients(gated_delta, tensors, bounds, state)
+    q, k, v, _, beta = tensors
+    q_TV, k_TV = (x.repeat_interleave(V // K, 1) for x in (q, k))
+    wanted = ((q_TV * k_TV).sum(-1) * beta)[..., None] * v * D**-0.5
+    # Sums of D products, and three factors: ten roundings of half a unit each.
+    assert float((out - wanted).abs().max()) <= 10 * 2**-24 * float(v.abs().max())
+    assert all(bool(slope.isfinite().all()) for slope in slopes)
+
+
+def test_float32_is_at_most_twice_as_far_from_the_truth_as_transformers() -> None:
+    """Over whole tensors, results and gradients, at the model's heads of 128 and over several chunks."""
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    lengths = (200, 64, 150)
+    tensors, bounds, state = drawn(lengths, forgets=0.1, width=128)
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, _: Any, state: Tensor) -> Any:
+        found = [
+            modeling.torch_chunk_gated_delta_rule(
+                *(x[None, a:b] for x in (q, k, v)),
+                g=decay[None, a:b],
+                beta=beta[None, a:b],
+                initial_state=state[n : n + 1],
+                output_final_state=True,
+            )
+            for n, (a, b) in enumerate(pairwise(bounds))
+        ]
+        return torch.cat([out[0] for out, _ in found]), torch.cat([final for _, final in found])
+
+    truth = gradients(reference_gated_delta, tensors, bounds, state)
+    narrow, narrow_state = [x.float() for x in tensors], state.float()
+    # The truth of what float32 is given.
+    truth = gradients(reference_gated_delta, [x.double() for x in narrow], bounds, narrow_state.double())
+    ours, peer = (gradients(f, narrow, bounds, narrow_state) for f in (gated_delta, theirs))
+    for mine, other, exact in zip(ours, peer, truth, strict=True):
+        errors = [float((x.double() - exact).norm()) for x in (mine, other)]
+        assert errors[0] <= 2 * errors[1]
+
+
+def test_dtypes_and_what_does_not_fit() -> None:
+    (q, k, v, decay, beta), bounds, state = drawn((5, 3), dtype=torch.float32)
+    out, final = gated_delta(q.bfloat16(), k.bfloat16(), v.bfloat16(), decay, beta, torch.tensor(bounds))
+    assert (out.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    empty = [x[:0] for x in (q, k, v, decay, beta)]
+    out, final = gated_delta(*empty, [0, 0, 0], state)
+    assert out.shape == (0, V, E) and torch.equal(final, state)
+    for wrong, why in (
+        ((q, k[:, :1], v, decay, beta, bounds), r"expected \[T, K, D\] twice"),
+        ((q, k, v[:, :3], decay[:, :3], beta[:, :3], bounds), "V a multiple of K"),
+        ((q, k, v, decay[:-1], beta, bounds), r"expected \[T, V, E\], \[T, V\] and \[T, V\]"),
+        ((q, k, v, decay, beta, [0, 5, 3, 8]), r"cu_seqlens is \[0, 5, 3, 8\]; expected bounds that rise from 0 to 8"),
+        ((q, k, v, decay, beta, [0, 5]), "from 0 to 8"),
+        ((q, k, v, decay, beta, bounds, state[:1]), r"initial_state is \[1, 4, 8, 6\]; expected \[2, 4, 8, 6\]"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            gated_delta(*wrong)
