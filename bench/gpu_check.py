@@ -303,7 +303,13 @@ def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outco
     started = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
         )
     try:
         follow(process, log, started + seconds)
