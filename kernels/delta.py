@@ -92,13 +92,15 @@ def gated_delta(
         initial_state_BVDE = v_TVE.new_zeros(count, V, D, E, dtype=dtype)
     state_BVDE = initial_state_BVDE.to(dtype)[plan.by_length_B]
     out, ended = [], []
-    for first, last in plan.steps:
-        goes_on = last - first
+    whole_XV11 = since_XVC1[:, :, -1:]
+    by_step = (x.split(plan.chunks) for x in (u_XVCE, w_XVCD, q_XVCD, k_XVCD, within_XVCC, whole_XV11))
+    for u_BVCE, w_BVCD, q_BVCD, k_BVCD, within_BVCC, whole_BV11 in zip(*by_step, strict=True):
+        goes_on = len(u_BVCE)
         ended.append(state_BVDE[goes_on:])
-        state_BVDE, at = state_BVDE[:goes_on], slice(first, last)
-        x_BVCE = u_XVCE[at] - w_XVCD[at] @ state_BVDE
-        out.append(q_XVCD[at] @ state_BVDE + within_XVCC[at] @ x_BVCE)
-        state_BVDE = since_XVC1[at, :, -1:] * state_BVDE + k_XVCD[at].mT @ x_BVCE
+        state_BVDE = state_BVDE[:goes_on]
+        x_BVCE = u_BVCE - w_BVCD @ state_BVDE
+        out.append(q_BVCD @ state_BVDE + within_BVCC @ x_BVCE)
+        state_BVDE = whole_BV11 * state_BVDE + k_BVCD.mT @ x_BVCE
     final_BVDE = torch.cat([state_BVDE, *reversed(ended)])[plan.by_length_B.argsort()]
     if not out:
         return v_TVE.new_zeros(T, V, E), final_BVDE
@@ -136,13 +138,13 @@ class _Plan:
     """Chunks of packed sequences: the first of every sequence, then the second of all that have one, and so on. Of
     those of one step the longest sequence's comes first.
 
-    row_XC: the tokens of each chunk, T where it has fewer. place_T: where each token is in row_XC, flattened. steps:
-    the chunks of each step of the scan. by_length_B: the sequences, the longest first.
+    row_XC: the tokens of each chunk, T where it has fewer. place_T: where each token is in row_XC, flattened. chunks:
+    their number in each step of the scan. by_length_B: the sequences, the longest first.
     """
 
     row_XC: Tensor
     place_T: Tensor
-    steps: list[tuple[int, int]]
+    chunks: list[int]
     by_length_B: Tensor
 
 
@@ -150,11 +152,11 @@ def _plan(bounds: Sequence[int], chunk: int, device: torch.device) -> _Plan:
     total, starts = bounds[-1], bounds[:-1]
     lengths = [stop - start for start, stop in pairwise(bounds)]
     order = sorted(range(len(starts)), key=lambda n: -lengths[n])
-    begins, steps = list[tuple[int, int]](), list[tuple[int, int]]()
-    for begin in range(0, max(lengths, default=0), chunk):
-        before = len(begins)
-        begins += [(starts[n] + begin, bounds[n + 1]) for n in order if lengths[n] > begin]
-        steps.append((before, len(begins)))
+    steps = [
+        [(starts[n] + begin, bounds[n + 1]) for n in order if lengths[n] > begin]
+        for begin in range(0, max(lengths, default=0), chunk)
+    ]
+    begins = [one for step in steps for one in step]
     first_X1, stop_X1 = torch.tensor(begins, dtype=torch.int64).view(-1, 2).split(1, 1)
     row_XC = first_X1 + torch.arange(chunk)
     row_XC = torch.where(row_XC < stop_X1, row_XC, total)
@@ -162,7 +164,7 @@ def _plan(bounds: Sequence[int], chunk: int, device: torch.device) -> _Plan:
     place_T[row_XC.flatten()] = torch.arange(row_XC.numel())
     put = (x.to(device) for x in (row_XC, place_T[:total], torch.tensor(order, dtype=torch.int64)))
     rows, places, by_length = put
-    return _Plan(rows, places, steps, by_length)
+    return _Plan(rows, places, [len(step) for step in steps], by_length)
 
 
 def _bounds(
