@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rollout_cases import EOS, Make, Written, assert_logprobs_match, make_jobs, system_of
@@ -196,11 +196,18 @@ QUERIES = ("mayor", "spouse", "rival")
 
 
 class BesideAGpu(DecoderWriter):
-    """Takes text every third step, as a decoder on a GPU does, and lets searches go on beside."""
+    """Takes text every third step, as a decoder on a GPU does, and lets searches go on beside. appended: the steps
+    behind which text came, of all that were made."""
+
+    appended: ClassVar[list[int]] = []
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.elsewhere = True
+
+    def append(self, sample: Any, ids: list[int]) -> None:
+        self.appended.append(self.decoder.clock.forwards)
+        super().append(sample, ids)
 
     @property
     def takes_text(self) -> bool:
@@ -220,18 +227,19 @@ def test_a_search_beside_a_gpu_is_over_in_so_many_steps_however_long_it_takes(
     searching = {seed: [text, "<answer>a</answer>"] for seed, text in enumerate(texts)}
     jobs = [Job(tiny_questions[0], 0, seed, seed) for seed in range(4)]
     threads: list[threading.Thread] = []
-    found, forwards, calls = [], [], []
+    found, calls, appended = [], [], []
     for seconds in (0.0, 0.0, 0.2):
         script({**{seed: list(turns) for seed, turns in searching.items()}, 3: ["c" * 60 + "<answer>b</answer>"]})
         wait = partial(threading.Event().wait, seconds)
         index = SpyIndex(tiny_index, before=lambda: threads.append(threading.current_thread()) or wait())  # noqa: B023
-        run = tiny_rollout(index=index)
-        found.append([(t.ids(), t.searches, t.reason) for t in run.run(jobs, 1.0)])
-        forwards.append(run.clock.forwards)
+        BesideAGpu.appended.clear()
+        found.append([(t.ids(), t.searches, t.reason) for t in tiny_rollout(index=index).run(jobs, 1.0)])
         calls.append(index.calls)
+        appended.append(list(BesideAGpu.appended))
         monkeypatch.setattr(rollout_module, "DecoderWriter", BesideAGpu)
     assert found[0] == found[1] == found[2]
-    assert forwards[0] == forwards[1] == forwards[2] and calls[1] == calls[2]
+    assert calls[1] == calls[2] and appended[1] == appended[2]
+    assert len(appended[1]) == 3 and all(step % 3 == 0 for step in appended[1])
     assert all(sorted(query for call in each for query in call) == sorted(QUERIES) for each in calls)
     main = threading.current_thread()
     assert [thread is main for thread in threads] == [True] * len(calls[0]) + [False] * 2 * len(calls[1])
