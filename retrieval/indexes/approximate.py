@@ -34,7 +34,7 @@ GPU_MOST = 2048
 
 class Candidates(ABC):
     """A structure that finds rows near a vector. `parameter` is FAISS's name of its search parameter ("nprobe" or
-    "efSearch"), `most` the value beyond which nothing more is found, `most_fetched` the bound on `fetch`, if any."""
+    "efSearch"), `most` its largest value of use, `most_fetched` a bound on `fetch` and that value, if there is one."""
 
     parameter: str
     most: int

@@ -311,6 +311,13 @@ def test_shards_of_a_flat_index_answer_as_one(world, folders, truth, count):
     assert found == [[(hit.row, hit.score) for hit in hits] for hits in truth.search(QUERIES, 7)]
 
 
+def test_more_lists_than_a_gpu_searches_are_refused(world, folders, monkeypatch):
+    monkeypatch.setattr(ListCandidates, "most_fetched", 32)
+    assert load_retriever(folders("IVF64,Flat"), world[0], {"nprobe": 32}).parameters["nprobe"] == 32
+    with pytest.raises(UserError, match="nprobe is 33; a GPU searches at most 32 lists, so set fewer"):
+        load_retriever(folders("IVF64,Flat"), world[0], {"nprobe": 33})
+
+
 def test_a_gpu_is_asked_for_no_more_than_it_can_choose(world, folders, truth, monkeypatch):
     monkeypatch.setattr(FlatShards, "most_fetched", 48)
     file, shard = VectorFile(folders("HNSW16") / "vectors.npy", COUNT, DIM), faiss.IndexFlatIP(DIM)
