@@ -27,7 +27,7 @@ Deliberately absent, so far: a Triton kernel, a backward of its own (autograd ke
 the step of one token.
 
 Axes: T tokens of all sequences, B sequences, K query and key heads, V value heads (V / K to a key head, side by side),
-D dimension of a key, E of a value; X chunks, C tokens of a chunk, R value heads of a key head.
+D dimension of a key, E of a value; X chunks, C tokens of a chunk.
 """
 
 from collections.abc import Sequence

@@ -104,7 +104,6 @@ def test_float32_is_at_most_twice_as_far_from_the_truth_as_transformers() -> Non
         ]
         return torch.cat([out[0] for out, _ in found]), torch.cat([final for _, final in found])
 
-    truth = gradients(reference_gated_delta, tensors, bounds, state)
     narrow, narrow_state = [x.float() for x in tensors], state.float()
     # The truth of what float32 is given.
     truth = gradients(reference_gated_delta, [x.double() for x in narrow], bounds, narrow_state.double())
