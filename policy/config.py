@@ -2,9 +2,10 @@
 
 generation_config.json overrides the ids that end a text: Qwen's instruct models list both of theirs only there. Both
 dialects of config.json are read (`rope_theta` and `torch_dtype` of transformers 4, `rope_parameters` and `dtype` of 5);
-the older is written, which both load. A missing key of the shape is refused. RoPE scaling is read in the kind of Llama
-3.1 ("llama3") alone. Sliding windows and quantised weights are refused. This file needs no torch; a family's
-`ConfigRules` lie beside its layer.
+the older is written, which both load, but for families that are newer than it. A model of text and images has its shape
+under `text_config`; what lies around that is kept. A missing key of the shape is refused. RoPE scaling is read in the
+kind of Llama 3.1 ("llama3") alone. Sliding windows and quantised weights are refused. This file needs no torch; a
+family's `ConfigRules` lie beside its layer.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +30,6 @@ Found = TypeVar("Found")
 Accepted = tuple[tuple[object, ...], str]
 # Keys that are read in order to refuse a model, of whichever family.
 _ACCEPTED: dict[str, Accepted] = {
-    "partial_rotary_factor": ((None, 1.0), "1.0"),
     "quantization_config": ((None,), "none (weights in float32, bfloat16 or float16)"),
 }
 _INTEGERS = (
@@ -41,11 +42,34 @@ _INTEGERS = (
     "max_position_embeddings",
 )
 _WRITTEN = (*_INTEGERS, "rms_norm_eps", "rope_theta", "tie_word_embeddings", "initializer_range")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
 # A size above this is no model's, and its products would overflow 64 bits.
 LARGEST_SIZE = 2**31 - 1
+LARGEST_LAYERS = 10_000  # more than this are not listed; no file has their weights
 # Written anew from the fields, or meaningful only to the file that was read.
 _NOT_KEPT = {"model_type", "architectures", "torch_dtype", "dtype", "layer_types", *_ROPE_KEYS}
+
+
+FULL, LINEAR = "full_attention", "linear_attention"  # config.json's layer_types
+
+
+class DeltaShape(NamedTuple):
+    """Sizes of the layers with the gated delta rule (kernels/delta), under config.json's names without `linear_`."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int  # tokens that the causal convolution sees
+
+    @property
+    def channels(self) -> int:
+        """Return the width of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+
+_DELTA_KEYS = tuple(f"linear_{name}" for name in DeltaShape._fields)
 
 
 class RopeScaling(NamedTuple):
@@ -64,6 +88,8 @@ class ConfigRules:
     constants: keys with the one value that the layer computes: always written, any other value refused. accepted: keys
     that are read only to refuse what the layer does not compute. integers: fields that must be there, and are written.
     written: fields that may be absent, and are written. check: raises UserError for sizes that contradict each other.
+    hybrid: layers are of several types, some with the gated delta rule; RoPE turns a share of each head. Where
+    config.json lacks the types or the share, they are every `hybrid`-th layer full attention, and a `hybrid`-th.
     """
 
     constants: Mapping[str, object]
@@ -71,13 +97,16 @@ class ConfigRules:
     integers: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     check: Callable[["ModelConfig"], None] = lambda config: None
+    hybrid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and constants of one model; UserError when they contradict each other.
 
-    `extra` and `generation_extra` hold the other keys of the two files, so that saving keeps them. They are not hashed.
+    layer_types: of each layer, of a family with several; else empty. delta: of the layers with the gated delta rule.
+    `extra` and `generation_extra` hold the other keys of the two files, so that saving keeps them, and `around` what
+    lies around the shape of a model of text and images. They are not hashed.
     """
 
     model_type: str = "qwen2"
@@ -91,6 +120,9 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    layer_types: tuple[str, ...] = ()
+    delta: DeltaShape | None = None
     max_position_embeddings: int
     tie_word_embeddings: bool
     initializer_range: float = 0.02
@@ -99,10 +131,42 @@ class ModelConfig:
     pad_token_id: int | None = None
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     generation_extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    around: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many dimensions of a head RoPE turns, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def delta_layers(self) -> int:
+        """Return the number of layers with the gated delta rule."""
+        return self.layer_types.count(LINEAR)
+
+    @property
+    def attention_layers(self) -> int:
+        """Return the number of layers that keep keys and values."""
+        return self.num_hidden_layers - self.delta_layers
 
     def __post_init__(self) -> None:
         rules_of(self.model_type).check(self)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise UserError(
+                f"layer_types has {len(self.layer_types)} entries, num_hidden_layers is {self.num_hidden_layers}; "
+                "correct one of them"
+            )
+        delta = self.delta
+        if delta is not None and delta.num_value_heads % delta.num_key_heads:
+            raise UserError(
+                f"linear_num_value_heads {delta.num_value_heads} is not a multiple of linear_num_key_heads "
+                f"{delta.num_key_heads}; change one of them"
+            )
+        if not 0 < self.rotary_dim <= self.head_dim or (self.rotary_dim % 2 and self.head_dim % 2 == 0):
+            raise UserError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} is "
+                f"{self.rotary_dim} dimensions; expected an even number, from 2 to head_dim"
+            )
         if self.head_dim % 2:
             raise UserError(
                 f"head_dim {self.head_dim} (hidden_size / num_attention_heads, unless given) is odd, but rotary "
@@ -119,11 +183,16 @@ class ModelConfig:
                 raise UserError(f"{key} {token} is outside the vocabulary of {self.vocab_size}; correct one of them")
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """Return a copy with other values; head_dim stays hidden_size / num_attention_heads where it was."""
+        """Return a copy with other values; head_dim stays hidden_size / num_attention_heads where it was, and the types
+        of layers that are left out or added go on as they begin."""
         follows = self.head_dim * self.num_attention_heads == self.hidden_size
         if follows and "head_dim" not in changes and changes.keys() & {"hidden_size", "num_attention_heads"}:
             hidden = changes.get("hidden_size", self.hidden_size)
             changes["head_dim"] = hidden // changes.get("num_attention_heads", self.num_attention_heads)
+        if self.layer_types and "layer_types" not in changes:
+            changes["layer_types"] = tuple(
+                islice(cycle(self.layer_types), changes.get("num_hidden_layers", len(self.layer_types)))
+            )
         return dataclasses.replace(self, **changes)
 
 
@@ -136,7 +205,8 @@ def rules_of(model_type: str) -> ConfigRules:
 
 def known_keys() -> frozenset[str]:
     """Return the keys of config.json that mean something to a family."""
-    ours = {field.name for field in dataclasses.fields(ModelConfig)} - {"eos_token_ids", "extra", "generation_extra"}
+    ours = {field.name for field in dataclasses.fields(ModelConfig)}
+    ours -= {"eos_token_ids", "extra", "generation_extra", "around", "delta"}
     keys = ours | {"eos_token_id"} | _NOT_KEPT | _ACCEPTED.keys()
     for rules in map(rules_of, FAMILIES):
         keys |= rules.accepted.keys() | rules.constants.keys()
@@ -165,13 +235,20 @@ def read_config(folder: str | Path) -> ModelConfig:
 def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
     """Return the config of a parsed config.json. where: its origin, for errors."""
     model_type = _with_location(where, lambda: infer_model_type(d))
-    rules = rules_of(model_type)
+    rules, around = rules_of(model_type), {}
+    if find_family(model_type).in_text_config:
+        inside = _checked(d, "text_config", where, "an object with the shape", lambda value: isinstance(value, dict))
+        around = {key: value for key, value in d.items() if key not in {"text_config", *_NOT_KEPT, *_TOKENS}}
+        # The tokens and the tie may stand outside alone.
+        outer = {key: d[key] for key in (*_TOKENS, "tie_word_embeddings") if key in d and inside.get(key) is None}
+        d, where = inside | outer, f"{where}: text_config"
     _refuse_unsupported(d, rules, where)
     values: dict[str, Any] = {key: _integer(d, key, where) for key in (*_INTEGERS, *rules.integers)}
     quotient = values["hidden_size"] // values["num_attention_heads"]
     values["head_dim"] = quotient if d.get("head_dim") is None else _integer(d, "head_dim", where)
     values |= {"model_type": model_type, "rms_norm_eps": _number(d, "rms_norm_eps", where)}
-    values["rope_theta"], values["rope_scaling"] = _rope(d, where)
+    values["rope_theta"], values["rope_scaling"] = _rope(d, rules, where)
+    hybrid = _hybrid(d, rules.hybrid, values["num_hidden_layers"], where) if rules.hybrid else {}
     if "initializer_range" in d:
         values["initializer_range"] = _number(d, "initializer_range", where)
     key = "tie_word_embeddings"
@@ -179,8 +256,11 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
     values["eos_token_ids"] = _token_ids(d, "eos_token_id", where)
     values |= {key: _token_id(d, key, where) for key in ("bos_token_id", "pad_token_id")}
     known = values.keys() | _NOT_KEPT | {"eos_token_id"} | rules.constants.keys()
-    values["extra"] = {key: value for key, value in d.items() if key not in known}
-    return _with_location(where, lambda: ModelConfig(**values))
+    known |= {*_DELTA_KEYS} if rules.hybrid else set()
+    extra = {key: value for key, value in d.items() if key not in known}
+    if rules.hybrid and (rest := _beside_rope(d)):
+        extra["rope_parameters"] = rest
+    return _with_location(where, lambda: ModelConfig(**values, **hybrid, extra=extra, around=around))
 
 
 def write_config(config: ModelConfig, folder: str | Path) -> None:
@@ -193,17 +273,23 @@ def write_config(config: ModelConfig, folder: str | Path) -> None:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": config.pad_token_id,
     }
-    rules = rules_of(config.model_type)
+    rules, family = rules_of(config.model_type), find_family(config.model_type)
     shape = {name: getattr(config, name) for name in (*_WRITTEN, *rules.integers, *rules.written)}
     if config.rope_scaling is not None:
         shape["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling._asdict()}
+    if rules.hybrid:
+        shape |= _hybrid_keys(config, shape.pop("rope_theta"))
     fixed = {
-        "architectures": [find_family(config.model_type).architecture],
+        "architectures": [family.architecture],
         "model_type": config.model_type,
-        "torch_dtype": "float32",
-        **rules.constants,
+        "dtype" if rules.hybrid else "torch_dtype": "float32",
     }
-    _write_json(folder / "config.json", {**config.extra, **shape, **tokens, **fixed})
+    if family.in_text_config:
+        inside = {**config.extra, **shape, **tokens, **rules.constants, "model_type": f"{config.model_type}_text"}
+        ties = {"tie_word_embeddings": config.tie_word_embeddings}
+        _write_json(folder / "config.json", {**config.around, "text_config": inside, **ties, **fixed})
+    else:
+        _write_json(folder / "config.json", {**config.extra, **shape, **tokens, **fixed, **rules.constants})
     present = {key: token for key, token in tokens.items() if token is not None}
     _write_json(folder / "generation_config.json", {**config.generation_extra, **present})
 
@@ -214,21 +300,63 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _refuse_unsupported(d: dict[str, Any], rules: ConfigRules, where: str) -> None:
     layer_types = d.get("layer_types")
-    if layer_types is not None and (
-        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+    if (
+        not rules.hybrid
+        and layer_types is not None
+        and (not isinstance(layer_types, list) or any(kind != FULL for kind in layer_types))
     ):
-        raise UserError(f"{where}: layer_types must all be 'full_attention'; use a model without sliding windows")
+        raise UserError(f"{where}: layer_types must all be {FULL!r}; use a model without sliding windows")
     constants: dict[str, Accepted] = {key: ((value,), _short(value)) for key, value in rules.constants.items()}
-    for key, (values, words) in {**constants, **rules.accepted, **_ACCEPTED}.items():
+    whole: dict[str, Accepted] = {} if rules.hybrid else {"partial_rotary_factor": ((None, 1.0), "1.0")}
+    for key, (values, words) in {**constants, **rules.accepted, **_ACCEPTED, **whole}.items():
         if key in d and d[key] not in values:
             raise UserError(f"{where}: {key} is {_short(d[key])}, only {words} is supported; use a model without it")
 
 
-def _rope(d: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+def _hybrid(d: dict[str, Any], interval: int, layers: int, where: str) -> dict[str, Any]:
+    """Read what a hybrid family has beside the rest: types of layers, sizes of the delta rule, RoPE's share."""
+    kinds = d.get("layer_types")
+    if kinds is None:
+        key = "full_attention_interval"
+        interval = interval if d.get(key) is None else _integer(d, key, where)
+        kinds = [LINEAR if (number + 1) % interval else FULL for number in range(min(layers, LARGEST_LAYERS))]
+    if not isinstance(kinds, list):
+        raise _wrong(where, "layer_types", kinds, "a list, a type for each layer")
+    for number, kind in enumerate(kinds):
+        if kind not in (FULL, LINEAR):
+            raise _wrong(where, f"layer_types[{number}]", kind, f"{FULL!r} or {LINEAR!r}")
+    delta = DeltaShape(*(_integer(d, key, where) for key in _DELTA_KEYS))
+    share = (d.get("rope_parameters") or {}).get("partial_rotary_factor", d.get("partial_rotary_factor", 1 / interval))
+    found = _number({"partial_rotary_factor": share}, "partial_rotary_factor", where)
+    return {"layer_types": tuple(kinds), "delta": delta, "partial_rotary_factor": found}
+
+
+def _hybrid_keys(config: ModelConfig, rope_theta: float) -> dict[str, Any]:
+    """Return what `_hybrid` and `_rope` read, as they read it."""
+    assert config.delta is not None
+    rope = {"rope_type": "default", "rope_theta": rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
+    sizes = dict(zip(_DELTA_KEYS, config.delta, strict=True))
+    kept = config.extra.get("rope_parameters", {})
+    return {"layer_types": list(config.layer_types), "rope_parameters": {**kept, **rope}, **sizes}
+
+
+# How the three axes of an image's positions share the pairs of a head; the three are one position for text.
+_IMAGE_AXES = ("mrope_section", "mrope_interleaved")
+
+
+def _beside_rope(d: dict[str, Any]) -> dict[str, Any]:
+    found = d.get("rope_parameters") or {}
+    return {key: found[key] for key in _IMAGE_AXES if key in found}
+
+
+def _rope(d: dict[str, Any], rules: ConfigRules, where: str) -> tuple[float, RopeScaling | None]:
     """Read RoPE's base and scaling from either dialect; they must agree where both are present."""
     parameters = d.get("rope_parameters")
     if parameters is None:
         return _number(d, "rope_theta", where), _rope_scaling(d, "rope_scaling", where)
+    if rules.hybrid and isinstance(parameters, dict):
+        plain = {key: value for key, value in parameters.items() if key not in (*_IMAGE_AXES, "partial_rotary_factor")}
+        d = {**d, "rope_parameters": plain}
     scaling = _rope_scaling(d, "rope_parameters", where)
     theta = _number(parameters, "rope_theta", f"{where}: rope_parameters")
     if d.get("rope_theta") is not None and _number(d, "rope_theta", where) != theta:

@@ -11,18 +11,41 @@ from thresher.common.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """architecture: config.json's. models: their common name. layer: the layer's class in `module`."""
+    """architecture: config.json's. models: their common name. layer: the layer's class in `module`.
+
+    prefix: of the names of the transformer's weights, but for the head. kept: prefixes of weights that are not computed
+    with, and kept as they are. in_text_config: config.json has the shape under that key.
+    """
 
     architecture: str
     models: str
     layer: str
     module: str = "thresher.policy.layers"
+    prefix: str = "model."
+    kept: tuple[str, ...] = ()
+    in_text_config: bool = False
 
 
 # Keyed by config.json's model_type.
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", models="Qwen2 / Qwen2.5", layer="Qwen2Layer"),
     "qwen3": Family("Qwen3ForCausalLM", models="Qwen3", layer="Qwen3Layer"),
+    "qwen3_5": Family(
+        "Qwen3_5ForConditionalGeneration",
+        models="Qwen3.5",
+        layer="Qwen35Layer",
+        module="thresher.policy.qwen35",
+        prefix="model.language_model.",
+        kept=("model.visual.", "mtp."),
+        in_text_config=True,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        models="Qwen3.5 (text)",
+        layer="Qwen35Layer",
+        module="thresher.policy.qwen35",
+        kept=("mtp.",),
+    ),
     "llama": Family("LlamaForCausalLM", models="Llama 3", layer="LlamaLayer"),
 }
 

@@ -1,46 +1,83 @@
-"""The decoder layers of all model families: Llama 3, 3.1 and 3.2; Qwen2 and Qwen2.5; Qwen3 (dense).
+"""The decoder layers of the model families: Llama 3, 3.1 and 3.2; Qwen2 and Qwen2.5; Qwen3 (dense). Qwen3.5's are in
+qwen35.py.
 
-All are one layer: attention with grouped queries, then a gated MLP, a norm before each. Qwen2 has biases on q, k and v;
-Qwen3 has a norm of each query and key head before rotation. q, k and v are one parameter, gate and up another; Hugging
-Face's names are views of them. Attention is an argument, `attend`. Axes: T packed tokens, H hidden, N query heads, K
-key/value heads, M = N + 2K, D head dimension, I intermediate.
+All are one layer: a mixer of tokens, then a gated MLP, a norm before each. The mixer is attention with grouped queries;
+Qwen2 has biases on q, k and v; Qwen3 has a norm of each query and key head before rotation. q, k and v are one
+parameter, gate and up another; Hugging Face's names are views of them. What lets a token see others is an argument,
+`layout`. Axes: T packed tokens, H hidden, N query heads, K key/value heads, M = N + 2K, D head dimension, I
+intermediate.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from thresher.common.errors import UserError
+from thresher.kernels.delta.layer import DeltaInputs
 from thresher.kernels.layers import add_norm, norm_heads, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
 
-# attend(layer, qkv [T, N + 2K, D], rope, K) -> [T, N, D]: queries and keys are not yet rotated. In a rollout it is
-# PagedStep; on CUDA PrefillStep._attend or DeviceStep for prompts and appended text, BucketStep._attend for what draws.
-# In an update it is Varlen, or PrefixForest where sequences share beginnings.
-Attend = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+class Layout(Protocol):
+    """Where the tokens that a token sees lie, and what computes with them.
+
+    In a rollout it is PagedStep; on CUDA PrefillStep or DeviceStep for prompts and appended text, BucketStep for what
+    draws. In an update it is Varlen, or PrefixForest where sequences share beginnings.
+    """
+
+    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int, /) -> torch.Tensor:
+        """Compute attention: [T, N + 2K, D], queries and keys not yet rotated -> [T, N, D]. layer: its number among
+        those with attention."""
+        ...
+
+
+@runtime_checkable
+class StateLayout(Layout, Protocol):
+    """A layout that also computes the gated delta rule, from states."""
+
+    def delta(self, layer: int, inputs: DeltaInputs, /) -> torch.Tensor:
+        """Compute the convolution and the gated delta rule -> [T, V, E]. layer: its number among those with it."""
+        ...
 
 
 class Layer(nn.Module, ABC):
     """One layer of a family: attention and an MLP, each added to the residual stream."""
 
     rules: ClassVar[ConfigRules]  # what the family asks of config.json
+    norm_offset: ClassVar[float] = 0.0  # what is added to the weight of a norm over H or D
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.adapters: LayerAdapters | None = None  # lora.py puts them here
 
+    @classmethod
+    def make(cls, config: ModelConfig, number: int) -> "Layer":
+        """Return the layer with this number in a model."""
+        return cls(config)
+
+    @classmethod
+    def make_norm(cls, width: int) -> nn.Parameter:
+        """Return the weight of a norm that changes no scale."""
+        return nn.Parameter(torch.full((width,), 1 - cls.norm_offset))
+
+    @classmethod
+    def gain(cls, norm_H: torch.Tensor) -> torch.Tensor:
+        """Return the factors of a norm with this weight; with an offset in float32 at least."""
+        if not cls.norm_offset:
+            return norm_H
+        return norm_H.to(torch.promote_types(norm_H.dtype, torch.float32)) + cls.norm_offset
+
     @abstractmethod
     def forward(
-        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, attend: Attend, layer: int
+        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, layout: Layout, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual stream [T, H] after this layer as two terms: the next norm adds the second, as this
-        layer's first norm adds `more_TH`. rope: from `rope_table`."""
+        layer's first norm adds `more_TH`. rope: from `rope_table`. layer: its number among those of its type."""
 
     @abstractmethod
     def hf_views(self) -> dict[str, torch.Tensor]:
@@ -51,47 +88,76 @@ class Layer(nn.Module, ABC):
         return y if self.adapters is None else self.adapters(x, y, targets)
 
 
-class DecoderLayer(Layer):
+class MixerLayer(Layer):
+    """A mixer of tokens and a gated MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.input_norm = self.make_norm(hidden)
+        self.add_mixer(config)
+        self.post_norm = self.make_norm(hidden)
+        self.gate_up_weight = nn.Parameter(torch.empty(2 * inner, hidden))
+        self.down_weight = nn.Parameter(torch.empty(hidden, inner))
+
+    @abstractmethod
+    def add_mixer(self, config: ModelConfig) -> None:
+        """Make the mixer's parameters."""
+
+    @abstractmethod
+    def mix(self, y_TH: torch.Tensor, rope: torch.Tensor, layout: Layout, layer: int) -> torch.Tensor:
+        """Return what the mixer adds to the stream, [T, H]."""
+
+    @abstractmethod
+    def mixer_views(self) -> dict[str, torch.Tensor]:
+        """Return the mixer's part of `hf_views`."""
+
+    def forward(
+        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, layout: Layout, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        eps = self.config.rms_norm_eps
+        x_TH, y_TH = add_norm(x_TH, more_TH, self.gain(self.input_norm), eps)
+        x_TH, y_TH = add_norm(x_TH, self.mix(y_TH, rope, layout, layer), self.gain(self.post_norm), eps)
+        inner_TI = silu_gate(self.adapted(y_TH, F.linear(y_TH, self.gate_up_weight), "gate", "up"))
+        return x_TH, self.adapted(inner_TI, F.linear(inner_TI, self.down_weight), "down")
+
+    def hf_views(self) -> dict[str, torch.Tensor]:
+        views = self.mixer_views()
+        gate, up = self.gate_up_weight.data.chunk(2)
+        views["mlp.gate_proj.weight"] = gate
+        views["mlp.up_proj.weight"] = up
+        views["mlp.down_proj.weight"] = self.down_weight.data
+        views["input_layernorm.weight"] = self.input_norm.data
+        views["post_attention_layernorm.weight"] = self.post_norm.data
+        return views
+
+
+class DecoderLayer(MixerLayer):
     """One layer: attention and a gated MLP, each behind a norm and added to the stream."""
 
     has_bias: ClassVar[bool] = False  # on the projections to q, k and v
     has_head_norms: ClassVar[bool] = False  # of q and k, one weight [D] each for all their heads
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def add_mixer(self, config: ModelConfig) -> None:
         self.q_rows = config.num_attention_heads * config.head_dim
         self.kv_rows = config.num_key_value_heads * config.head_dim
         rows = self.q_rows + 2 * self.kv_rows
-        self.input_norm = nn.Parameter(torch.ones(hidden))
-        self.qkv_weight = nn.Parameter(torch.empty(rows, hidden))
+        self.qkv_weight = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.qkv_bias = nn.Parameter(torch.zeros(rows)) if self.has_bias else None
         if self.has_head_norms:
-            self.q_norm = nn.Parameter(torch.ones(config.head_dim))
-            self.k_norm = nn.Parameter(torch.ones(config.head_dim))
-        self.o_weight = nn.Parameter(torch.empty(hidden, self.q_rows))
-        self.post_norm = nn.Parameter(torch.ones(hidden))
-        self.gate_up_weight = nn.Parameter(torch.empty(2 * inner, hidden))
-        self.down_weight = nn.Parameter(torch.empty(hidden, inner))
+            self.q_norm, self.k_norm = self.make_norm(config.head_dim), self.make_norm(config.head_dim)
+        self.o_weight = nn.Parameter(torch.empty(config.hidden_size, self.q_rows))
 
-    def forward(
-        self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, rope: torch.Tensor, attend: Attend, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def mix(self, y_TH: torch.Tensor, rope: torch.Tensor, layout: Layout, layer: int) -> torch.Tensor:
         config = self.config
-        x_TH, y_TH = add_norm(x_TH, more_TH, self.input_norm, config.rms_norm_eps)
         qkv = self.adapted(y_TH, F.linear(y_TH, self.qkv_weight, self.qkv_bias), "q", "k", "v")
         qkv_TMD = qkv.view(len(qkv), -1, config.head_dim)
         if self.has_head_norms:
             qkv_TMD = norm_heads(qkv_TMD, self.q_norm, self.k_norm, config.num_key_value_heads, config.rms_norm_eps)
-        o_TND = attend(layer, qkv_TMD, rope, config.num_key_value_heads)
-        o = o_TND.reshape(len(qkv), self.q_rows)
-        x_TH, y_TH = add_norm(
-            x_TH, self.adapted(o, F.linear(o, self.o_weight), "o"), self.post_norm, config.rms_norm_eps
-        )
-        inner_TI = silu_gate(self.adapted(y_TH, F.linear(y_TH, self.gate_up_weight), "gate", "up"))
-        return x_TH, self.adapted(inner_TI, F.linear(inner_TI, self.down_weight), "down")
+        o = layout(layer, qkv_TMD, rope, config.num_key_value_heads).reshape(len(qkv), self.q_rows)
+        return self.adapted(o, F.linear(o, self.o_weight), "o")
 
-    def hf_views(self) -> dict[str, torch.Tensor]:
+    def mixer_views(self) -> dict[str, torch.Tensor]:
         rows = [self.q_rows, self.kv_rows, self.kv_rows]
         biases = [None] * 3 if self.qkv_bias is None else self.qkv_bias.data.split(rows)
         views = {}
@@ -103,12 +169,6 @@ class DecoderLayer(Layer):
             views["self_attn.q_norm.weight"] = self.q_norm.data
             views["self_attn.k_norm.weight"] = self.k_norm.data
         views["self_attn.o_proj.weight"] = self.o_weight.data
-        gate, up = self.gate_up_weight.data.chunk(2)
-        views["mlp.gate_proj.weight"] = gate
-        views["mlp.up_proj.weight"] = up
-        views["mlp.down_proj.weight"] = self.down_weight.data
-        views["input_layernorm.weight"] = self.input_norm.data
-        views["post_attention_layernorm.weight"] = self.post_norm.data
         return views
 
 

@@ -24,7 +24,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_path, atomic_write_text, check_file, read_json_object
 from thresher.policy.weights import save_tensors
 
-# The linear maps of a layer, by the names that a recipe uses, and where Hugging Face keeps each.
+# The linear maps of a layer, by the names that a recipe uses, and where Hugging Face keeps each. A layer has some.
 MODULES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -33,6 +33,11 @@ MODULES = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "linear_qkv": "linear_attn.in_proj_qkv",
+    "linear_z": "linear_attn.in_proj_z",
+    "linear_b": "linear_attn.in_proj_b",
+    "linear_a": "linear_attn.in_proj_a",
+    "linear_out": "linear_attn.out_proj",
 }
 TARGETS = tuple(MODULES)
 FOLDER = "adapter"  # beside model.safetensors; in its own folder, or transformers would add it to what has it already
@@ -93,7 +98,11 @@ class LayerAdapters(nn.Module):
         self.on = True
         self.shapes = shapes  # (outputs, inputs) of each linear map
         self.by_target = nn.ModuleDict(
-            {target: Adapter(*self.shapes[target], settings, generator) for target in settings.targets}
+            {
+                target: Adapter(*self.shapes[target], settings, generator)
+                for target in settings.targets
+                if target in self.shapes
+            }
         )
 
     def forward(self, x_TI: torch.Tensor, y_TO: torch.Tensor, targets: Sequence[str]) -> torch.Tensor:
@@ -122,6 +131,8 @@ class AdaptedPolicy(Protocol):
     lora: LoraSettings | None
 
     @property
+    def prefix(self) -> str: ...
+    @property
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
@@ -134,8 +145,9 @@ def linear_shapes(layer: AdaptedLayer) -> dict[str, tuple[int, int]]:
     views = layer.hf_views()
     shapes = {}
     for target, module in MODULES.items():
-        outputs, inputs = views[f"{module}.weight"].shape
-        shapes[target] = (outputs, inputs)
+        if (view := views.get(f"{module}.weight")) is not None:
+            outputs, inputs = view.shape
+            shapes[target] = (outputs, inputs)
     return shapes
 
 
@@ -149,6 +161,11 @@ def add_lora(
     if policy.lora is not None:
         raise ValueError("the policy has adapters already")
     settings = LoraSettings(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed)
+    has = {target for layer in policy.decoder_layers() for target in linear_shapes(layer)}
+    if not has & set(settings.targets):
+        raise UserError(
+            f"lora: targets are {list(targets)}, of which the model has none; expected some of {', '.join(has)}"
+        )
     generator = torch.Generator().manual_seed(seed)
     policy.requires_grad_(False)
     dtype = torch.promote_types(policy.dtype, torch.float32)
@@ -164,7 +181,7 @@ def adapters(policy: AdaptedPolicy) -> Iterator[tuple[str, Adapter]]:
         if layer.adapters is not None:
             for target, adapter in layer.adapters.by_target.items():
                 assert isinstance(adapter, Adapter)
-                yield f"model.layers.{index}.{MODULES[target]}", adapter
+                yield f"{policy.prefix}layers.{index}.{MODULES[target]}", adapter
 
 
 def merged_weights(policy: AdaptedPolicy, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -187,7 +204,7 @@ def save_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
         "task_type": "CAUSAL_LM",
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "target_modules": [MODULES[target].rpartition(".")[2] for target in settings.targets],
+        "target_modules": _modules(policy, settings),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -226,6 +243,13 @@ def load_adapters(policy: AdaptedPolicy, folder: str | Path) -> None:
             )
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
+
+
+def _modules(policy: AdaptedPolicy, settings: LoraSettings) -> list[str]:
+    """Return the last names of the maps that have adapters."""
+    found = {name.rpartition(".")[2] for name, _ in adapters(policy)}
+    names = (MODULES[target].rpartition(".")[2] for target in settings.targets)
+    return [name for name in names if name in found]
 
 
 def _settings_of(policy: AdaptedPolicy) -> LoraSettings:

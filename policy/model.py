@@ -1,10 +1,10 @@
 """The policy: a decoder-only transformer; layers.py has the layers of each family.
 
-One forward serves rollout and training. Where keys and values live is an argument: `attend` is called once a layer with
-its fresh q, k and v, and is a layout of whole sequences, with gradients (`Varlen`, or `PrefixForest` where they share
-prefixes), or one step's view of the cache (engine/decoding/kv_cache.py, decoder_cuda.py). Parameters may be fused;
-Hugging Face's names are views of them (`hf_views`), so loading and saving are one table in two directions. Axes: T
-packed tokens, H hidden, V vocabulary.
+One forward serves rollout and training. Where keys, values and states live is an argument: `layout` is called once a
+layer with its fresh q, k and v, and is one of whole sequences, with gradients (`Varlen`, or `PrefixForest` where they
+share prefixes), or one step's view of the cache (engine/decoding/kv_cache.py, decoder_cuda.py). Parameters may be
+fused; Hugging Face's names are views of them (`hf_views`), so loading and saving are one table in two directions. Axes:
+T packed tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from thresher.common.files import as_path
 from thresher.common.hashes import check_hashes
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.layers import add_norm, rope_table
-from thresher.policy.config import CONFIG_FILES, ModelConfig, read_config, write_config
-from thresher.policy.families import load_layer_class
-from thresher.policy.layers import Attend, Layer
+from thresher.policy.config import CONFIG_FILES, FULL, ModelConfig, read_config, write_config
+from thresher.policy.families import find_family, load_layer_class
+from thresher.policy.layers import Layer, Layout
 from thresher.policy.lora import FOLDER, LoraSettings, merged_weights, save_adapters
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes, write_weights
 
@@ -36,10 +36,14 @@ class Policy(nn.Module):
         self.config = config
         self.lora: LoraSettings | None = None  # of the adapters, where lora.py has put some on the layers
         self.folder: Path | None = None  # that `load_policy` read it from, for messages
-        layer_class = load_layer_class(config.model_type)
+        self.layer_class = layer_class = load_layer_class(config.model_type)
+        self.rotary_dim = config.rotary_dim
         self.embed_VH = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.layers = nn.ModuleList(layer_class.make(config, number) for number in range(config.num_hidden_layers))
+        kinds = config.layer_types or (FULL,) * config.num_hidden_layers
+        self.numbers = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # among those of its type
+        self.norm = layer_class.make_norm(config.hidden_size)
+        self.kept: dict[str, torch.Tensor] = {}  # weights of its folder that it does not compute with, mapped from it
         self.untied_head_VH = (
             None if config.tie_word_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         )
@@ -48,6 +52,11 @@ class Policy(nn.Module):
     def head_VH(self) -> torch.Tensor:
         """The LM head [V, H]; the embedding itself where they are tied."""
         return self.embed_VH if self.untied_head_VH is None else self.untied_head_VH
+
+    @property
+    def prefix(self) -> str:
+        """Return how Hugging Face's names begin, but for the head's."""
+        return find_family(self.config.model_type).prefix
 
     @property
     def device(self) -> torch.device:
@@ -79,27 +88,30 @@ class Policy(nn.Module):
     def rope(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Return the rotations of these positions [T], as every layer takes them."""
         config = self.config
-        return rope_table(positions_T, config.head_dim, config.rope_theta, self.dtype, config.rope_scaling)
+        return rope_table(positions_T, self.rotary_dim, config.rope_theta, self.dtype, config.rope_scaling)
+
+    def final_norm(self, x_TH: torch.Tensor, more_TH: torch.Tensor | None, norm_H: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states, of the stream after the last layer; norm_H: the weight `norm`, where it lies."""
+        return add_norm(x_TH, more_TH, self.layer_class.gain(norm_H), self.config.rms_norm_eps)[1]
 
     def hidden(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, checkpoint_activations: bool = False
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout, checkpoint_activations: bool = False
     ) -> torch.Tensor:
         """Map packed ids [T] int64 and their positions [T] int64 to hidden states after the last norm [T, H].
 
         checkpoint_activations: keep only the input of each layer for the backward, and compute the layer again there
-        (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). `attend` is then called
+        (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). `layout` is then called
         twice a layer.
         """
-        config = self.config
         rope = self.rope(positions_T)
         x_TH, more_TH = F.embedding(ids_T, self.embed_VH), None
-        for index, layer in enumerate(self.layers):
+        for index, layer in zip(self.numbers, self.layers, strict=True):
             if checkpoint_activations and torch.is_grad_enabled():
-                arguments = (layer, x_TH, more_TH, rope, attend, index)
+                arguments = (layer, x_TH, more_TH, rope, layout, index)
                 x_TH, more_TH = checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)
-        return add_norm(x_TH, more_TH, self.norm, config.rms_norm_eps)[1]
+                x_TH, more_TH = layer(x_TH, more_TH, rope, layout, index)
+        return self.final_norm(x_TH, more_TH, self.norm)
 
     def logits(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Map one sequence of ids [T] to logits [T, V]. For inspection and tests: training never materialises them."""
@@ -116,20 +128,21 @@ class Policy(nn.Module):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora is None:
-            write_weights(folder, hf_views(self))
+            write_weights(folder, hf_views(self) | self.kept)
         else:
-            write_weights(folder, merged_weights(self, hf_views(self)))
+            write_weights(folder, merged_weights(self, hf_views(self)) | self.kept)
             save_adapters(self, folder / FOLDER)
         write_config(self.config, folder)
 
 
 def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
     """Return Hugging Face's names -> tensors that share the policy's memory (slices of fused projections included)."""
-    views = {"model.embed_tokens.weight": policy.embed_VH.data, "model.norm.weight": policy.norm.data}
+    prefix = policy.prefix
+    views = {f"{prefix}embed_tokens.weight": policy.embed_VH.data, f"{prefix}norm.weight": policy.norm.data}
     if policy.untied_head_VH is not None:
         views["lm_head.weight"] = policy.untied_head_VH.data
     for index, layer in enumerate(policy.decoder_layers()):
-        views |= {f"model.layers.{index}.{name}": view for name, view in layer.hf_views().items()}
+        views |= {f"{prefix}layers.{index}.{name}": view for name, view in layer.hf_views().items()}
     return views
 
 
@@ -148,12 +161,15 @@ def load_policy(
     # Some writers keep a copy of the tied head; it is accepted if it is one.
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     shapes = {name: view.shape for name, view in hf_views(policy).items()}
+    kept = {name: shape for name, shape in found.items() if name.startswith(find_family(config.model_type).kept)}
     # Shapes are checked against the files before memory is taken for what config.json says.
-    weights = read_weights(folder, shapes, optional=optional, verify=verify)
+    weights = read_weights(folder, shapes | kept, optional=optional, verify=verify)
     views = hf_views(policy.to_empty(device=device))
     for name, tensor in weights:
         if name in views:
             views[name].copy_(tensor)
+        elif name in kept:
+            policy.kept[name] = tensor
     policy.folder = folder
     return policy
 

@@ -1,8 +1,8 @@
 """A frozen policy in CPU memory that computes on a device: its layers are copied there one by one, when they are due.
 
-Two layers fit on the device. While one computes, the next is copied from pinned memory on a stream of its own, so a
-forward of many tokens hides the transfer. Embeddings are looked up in CPU memory; the head is copied at each use.
-Results are those of the policy on the device, to the bit. There are no gradients and no adapters. Axes: T packed
+Two layers of each type fit on the device. While one computes, the next is copied from pinned memory on a stream of its
+own, so a forward of many tokens hides the transfer. Embeddings are looked up in CPU memory; the head is copied at each
+use. Results are those of the policy on the device, to the bit. There are no gradients and no adapters. Axes: T packed
 tokens, H hidden, V vocabulary.
 """
 
@@ -13,11 +13,10 @@ from copy import deepcopy
 import torch
 import torch.nn.functional as F
 
-from thresher.kernels.layers import add_norm
-from thresher.policy.layers import Attend, Layer
+from thresher.policy.layers import Layer, Layout
 from thresher.policy.model import Policy
 
-ROOMS = 2  # layers on the device at once
+ROOMS = 2  # layers of a type on the device at once
 
 
 class StreamedPolicy:
@@ -34,7 +33,16 @@ class StreamedPolicy:
             for parameter in policy.parameters():
                 parameter.data = parameter.data.pin_memory()
         self._layers = list(policy.decoder_layers())
-        self._rooms = [deepcopy(layer).to(self.device) for layer in self._layers[:ROOMS]]
+        # Layers of each type take turns in rooms of their own.
+        self._place: list[int] = []
+        self._rooms: list[Layer] = []
+        places: dict[type[Layer], list[int]] = {}
+        for number, layer in zip(policy.numbers, self._layers, strict=True):
+            mine = places.setdefault(type(layer), [])
+            if len(mine) < ROOMS:
+                mine.append(len(self._rooms))
+                self._rooms.append(deepcopy(layer).to(self.device))
+            self._place.append(mine[number % ROOMS])
         self._norm = policy.norm.to(self.device)
         self._copied: list[torch.cuda.Event | None] = [None] * len(self._rooms)
         self._used: list[torch.cuda.Event | None] = [None] * len(self._rooms)
@@ -55,7 +63,7 @@ class StreamedPolicy:
         return nullcontext()
 
     @torch.no_grad()
-    def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout) -> torch.Tensor:
         """As `Policy.hidden`: packed ids [T] int64 and their positions -> hidden states after the last norm [T, H]."""
         rope = self.policy.rope(positions_T)
         x_TH, more_TH = F.embedding(ids_T.cpu(), self.policy.embed_VH).to(self.device), None
@@ -64,14 +72,14 @@ class StreamedPolicy:
             layer = self._wait_for(index)
             if index + 1 < len(self._layers):
                 self._copy(index + 1)
-            x_TH, more_TH = layer(x_TH, more_TH, rope, attend, index)
+            x_TH, more_TH = layer(x_TH, more_TH, rope, layout, self.policy.numbers[index])
             if self._copies is not None:
-                self._used[index % len(self._rooms)] = torch.cuda.current_stream(self.device).record_event()
-        return add_norm(x_TH, more_TH, self._norm, self.policy.config.rms_norm_eps)[1]
+                self._used[self._place[index]] = torch.cuda.current_stream(self.device).record_event()
+        return self.policy.final_norm(x_TH, more_TH, self._norm)
 
     def _copy(self, index: int) -> None:
-        """Begin to copy a layer into the place of the layer before the last."""
-        place = index % len(self._rooms)
+        """Begin to copy a layer into the place of the layer of its type before the last."""
+        place = self._place[index]
         pairs = zip(self._rooms[place].parameters(), self._layers[index].parameters(), strict=True)
         if self._copies is None:
             for room, parameter in pairs:
@@ -85,7 +93,7 @@ class StreamedPolicy:
             self._copied[place] = self._copies.record_event()
 
     def _wait_for(self, index: int) -> Layer:
-        place = index % len(self._rooms)
+        place = self._place[index]
         if (copied := self._copied[place]) is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
         return self._rooms[place]

@@ -10,6 +10,7 @@ from layout_cases import imported_files, sources
 ROOMS = (
     ("common",),
     ("kernels", "rewards", "recipes"),
+    ("kernels/delta",),
     ("kernels/attention",),
     ("kernels/attention/backends",),
     ("policy", "rewards/papers"),
@@ -32,7 +33,7 @@ ROOMS = (
     ("bench/harness.py", "bench/loss_cases.py", "bench/plots.py", "bench/sass.py"),
     ("bench/compile.py", "bench/gpu_check.py", "bench/gpu_tests.py", "bench/loss.py", "bench/roofline.py"),
     ("bench/retrieval_server.py", "bench/retrieval_sets.py"),
-    ("bench/attention.py", "bench/decode.py", "bench/retrieval.py"),
+    ("bench/attention.py", "bench/decode.py", "bench/delta.py", "bench/retrieval.py"),
     ("bench/settings.py",),
     ("bench/rollout_sides.py", "bench/step_trl.py"),
     ("bench/rollout.py",),

@@ -165,6 +165,15 @@ def write_r1_tokenizer(folder: Path) -> Path:
     return _write(folder, table, settings | {"chat_template": R1_TEMPLATE})
 
 
+def write_qwen35_tokenizer(folder: Path) -> Path:
+    """Qwen3.5's: Qwen3's, whose words hold combining marks as letters."""
+    letters = LLAMA_WORDS.replace(r"\p{N}{1,3}", r"\p{N}").replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
+    table = _table(letters.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"), QWEN3_TOKENS)
+    table["normalizer"] = {"type": "NFC"}
+    settings = {"add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return _write(folder, table, settings | {"chat_template": QWEN3_TEMPLATE})
+
+
 def write_qwen3_tokenizer(folder: Path) -> Path:
     """Qwen3's: Qwen2's with more control tokens and a template that knows thoughts; nothing before a text."""
     table = _table(LLAMA_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"), QWEN3_TOKENS)

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from thresher.engine.config.sampling import HIGHEST, LOWEST
 from thresher.engine.config.tables import (
@@ -272,14 +272,20 @@ class JudgeSection(Section):
             raise FieldError("key_env", "expected the name of an environment variable such as API_KEY, not a key")
 
 
+Target = Literal[
+    "q", "k", "v", "o", "gate", "up", "down", "linear_qkv", "linear_z", "linear_b", "linear_a", "linear_out"
+]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraSection(Section):
     """[lora] low-rank adapters in place of all weights, for `sft` and `train`; without the section all are trained."""
 
     rank: SmallCount = 16  # of an adapter's two factors
     alpha: Positive = 32.0  # what the adapters add is scaled by alpha / rank
-    # projections of a layer that get an adapter
-    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    # projections of a layer that get an adapter, as far as it has them; linear_*: of layers with the gated delta rule
+    targets: tuple[Target, ...] = TARGETS
     seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of the adapters' first values
 
     def check(self) -> None:

@@ -3,8 +3,10 @@
 A sequence owns a list of blocks of `page_size` slots; several may own the same block. A tree of nodes, one a block,
 remembers which tokens, from the sequence's start on, a block holds, so that a sequence that begins as another did takes
 its blocks (as SGLang's RadixAttention, Zheng et al. 2024). Shared blocks are full; of one that agrees in its first
-slots only, the newcomer gets a copy. Blocks without an owner keep their content until they are needed, the one that was
-given up first goes first. Block 0 belongs to nobody: rows that pad a batch are written there.
+slots only, the newcomer gets a copy. A model whose layers have states goes on only where a state was kept: a node knows
+behind which of its tokens there are snapshots, and `match_state` takes the place of `match_prefix`. Blocks without an
+owner keep their content until they are needed, the one that was given up first goes first. Block 0 belongs to nobody:
+rows that pad a batch are written there.
 
 Invariant: free + idle + owned = num_blocks - 1.
 """
@@ -31,6 +33,7 @@ class RadixNode:
     parent: "RadixNode | None"
     ready: bool = True
     children: dict[int, list["RadixNode"]] = field(default_factory=dict)  # by their first token
+    snapshots: dict[int, int] = field(default_factory=dict)  # behind so many of its tokens: the snapshot's number
 
 
 @dataclass(slots=True)
@@ -38,7 +41,8 @@ class Prefix:
     """Blocks in the tree that hold the beginning of a sequence.
 
     blocks: full ones, to be shared. tail: a block of which the next `tail_tokens` slots fit, to be copied; or None.
-    last: the node of the last of `blocks`. wait: another sequence is about to compute more of the beginning.
+    last: the node of the last of `blocks`. wait: another sequence is about to compute more of the beginning. snapshot:
+    of the states at its end, where a model has states.
     """
 
     blocks: list[int]
@@ -46,12 +50,14 @@ class Prefix:
     tail: int | None = None
     tail_tokens: int = 0
     wait: bool = False
+    snapshot: int | None = None
 
 
 class BlockPool:
-    """A fixed number of blocks, handed out and taken back. Which block is handed out changes no result."""
+    """A fixed number of blocks, and of snapshots of states, handed out and taken back. Which one is handed out changes
+    no result."""
 
-    def __init__(self, num_blocks: int, page_size: int) -> None:
+    def __init__(self, num_blocks: int, page_size: int, snapshots: int = 0) -> None:
         self.page_size = page_size
         self.num_blocks = num_blocks
         self.ref_count_P = np.zeros(num_blocks, np.int64)
@@ -59,6 +65,10 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
         self._nodes: dict[int, RadixNode] = {}  # block -> its node
+        self._free_snapshots = list(range(snapshots))
+        self._kept: OrderedDict[int, tuple[RadixNode, int]] = (
+            OrderedDict()
+        )  # snapshot -> its place; the next to go first
 
     @property
     def num_free(self) -> int:
@@ -120,6 +130,55 @@ class BlockPool:
             at += agreed
         return found
 
+    def match_state(self, ids: Sequence[int], most: int) -> Prefix:
+        """Return the longest beginning of `ids`, of at most `most` tokens, behind which there is a snapshot."""
+        found, reach = Prefix([], self.root), 0
+        stack: list[tuple[RadixNode, int, list[int]]] = [(self.root, 0, [])]
+        while stack:
+            node, at, blocks = stack.pop()
+            want = list(ids[at : min(at + self.page_size, most)])
+            for child in node.children.get(want[0], ()) if want else ():
+                same = _agreement(child.tokens, want) if child.ready else 0
+                offset = max((end for end in child.snapshots if end <= same), default=0)
+                if offset and at + offset > reach:
+                    reach, snapshot = at + offset, child.snapshots[offset]
+                    if offset == self.page_size:
+                        found = Prefix([*blocks, child.block], child, snapshot=snapshot)
+                    else:
+                        found = Prefix(blocks, node, child.block, offset, snapshot=snapshot)
+                if same == self.page_size:
+                    stack.append((child, at + same, [*blocks, child.block]))
+        if found.snapshot is not None:
+            self._kept.move_to_end(found.snapshot)
+        return found
+
+    def keep_state(self, ids: Sequence[int]) -> int | None:
+        """Return the snapshot in which to keep the states behind `ids`, in place of the one that was not used for the
+        longest time; None where the tree does not hold these tokens, or there are no snapshots."""
+        node, at = self.root, 0
+        while at < len(ids):
+            want = list(ids[at : at + self.page_size])
+            fits = (x for x in node.children.get(want[0], ()) if x.ready and x.tokens[: len(want)] == want)
+            child = next(fits, None)
+            if child is None:
+                return None
+            node, at = child, at + len(want)
+        offset = (len(ids) - 1) % self.page_size + 1
+        if node is self.root or not (self._free_snapshots or self._kept or node.snapshots):
+            return None
+        if offset in node.snapshots:
+            return node.snapshots[offset]
+        if not self._free_snapshots:
+            self._drop_snapshot(next(iter(self._kept)))
+        number = node.snapshots[offset] = self._free_snapshots.pop()
+        self._kept[number] = node, offset
+        return number
+
+    def _drop_snapshot(self, number: int) -> None:
+        node, offset = self._kept.pop(number)
+        del node.snapshots[offset]
+        self._free_snapshots.append(number)
+
     def insert(
         self, ids: Sequence[int], blocks: Sequence[int], after: RadixNode, start: int, ready: bool
     ) -> list[RadixNode]:
@@ -164,6 +223,8 @@ class BlockPool:
         if not siblings and node.parent is not None:
             del node.parent.children[node.tokens[0]]
         for gone in _subtree(node):
+            for number in list(gone.snapshots.values()):
+                self._drop_snapshot(number)
             del self._nodes[gone.block]
             if gone.block in self._idle:
                 del self._idle[gone.block]

@@ -27,15 +27,27 @@ import torch
 
 from thresher.common.errors import UserError
 from thresher.engine.decoding.batch_state import NOT_FINITE, BatchState, StopTables, accept_tokens, with_drafts
-from thresher.engine.decoding.kv_cache import DeviceKV, PagedKV, PagedStep
+from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.scheduler import TokenSequence, start_scheduler
-from thresher.engine.decoding.speculative import ON_CPU, Costs, Drafter, Speculate
+from thresher.engine.decoding.speculative import MOST, ON_CPU, Costs, Drafter, Speculate
 from thresher.kernels import sampling
 from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
+SLOTS_A_SNAPSHOT = 4  # a snapshot of states for so many slots: groups are of 4 samples and more
+STATE_DRAFTS = 3  # of a sequence with states, of which there is one a draft
 FORWARD_ROWS = 2048  # of one forward: decoding rows, and as many rows of prompts as fit beside them
+
+
+def snapshots_of(max_running: int) -> int:
+    """Return of how many beginnings the states are kept for others to take."""
+    return max(max_running // SLOTS_A_SNAPSHOT, 2)
+
+
+def ring_of(drafts: bool, launches_ahead: bool) -> int:
+    """Return how many states a slot has: one for each token that a step may come to, and on a GPU that before it."""
+    return 1 + (STATE_DRAFTS if drafts else int(launches_ahead))
 
 
 class NotFiniteDraw(UserError):
@@ -70,6 +82,9 @@ class Decoder:
         self.num_blocks, self.page_size, self.max_running = num_blocks, page_size, max_running
         # Look-ups read the slots' ids.
         self.speculate: Speculate = speculate if self.launches_ahead or policy.device.type == "cpu" else 0
+        self.has_states = policy.config.delta_layers > 0
+        self.most_drafts = STATE_DRAFTS if self.has_states else MOST
+        self.ring, self.snapshots = ring_of(bool(self.speculate), self.launches_ahead), snapshots_of(max_running)
         self.drafter: Drafter | None = None
         self.cache: PagedKV | DeviceKV | None = None
         self.head_VH: torch.Tensor | None = None
@@ -94,7 +109,10 @@ class Decoder:
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         self.clock = clock
         self.head_VH = sampling.head_to_multiply(self.policy.head_VH[: self.vocab_size])
-        self.scheduler = start_scheduler(self.num_blocks, self.page_size, longest, self.max_running, self.reuse)
+        snapshots = self.snapshots if self.has_states else None
+        self.scheduler = start_scheduler(
+            self.num_blocks, self.page_size, longest, self.max_running, self.reuse, snapshots
+        )
         self.pool, blocks = self.scheduler.pool, -(-longest // self.page_size)
         self.batch = self._make_batch(longest, blocks)
         if self.speculate:
@@ -116,7 +134,16 @@ class Decoder:
     def _open_cache(self) -> None:
         policy = self.policy
         if self.cache is None:
-            self.cache = PagedKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+            sizes = self.num_blocks, self.page_size
+            self.cache = PagedKV(policy.config, *sizes, policy.dtype, policy.device, self._make_states())
+
+    def _make_states(self) -> DeltaStates | None:
+        """Return the states of layers that have some, of every slot, the spare one included, and of snapshots."""
+        policy = self.policy
+        if not self.has_states:
+            return None
+        slots = self.max_running + 1
+        return DeltaStates(policy.config, slots, self.snapshots, self.ring, policy.dtype, policy.device)
 
     @property
     def idle(self) -> bool:
@@ -190,6 +217,8 @@ class Decoder:
                 assert self.cache is not None
                 self.cache.copy(*admitted.copy)
             slot = self.batch.open(sequence, cached, admitted.blocks)
+            if self.cache is not None and self.cache.states is not None:
+                self.cache.states.begin(slot, cached, admitted.snapshot)
             if self.drafter is not None:
                 self.drafter.open(slot, sequence.earlier)
             self._sequence_in[slot], self._slots_N = sequence, None
@@ -205,11 +234,19 @@ class Decoder:
         cached = int(self.batch.cached_B[slot])
         self.batch.close(sequence)
         self.scheduler.leave(sequence, cached, blocks, keep)
+        if keep:
+            self._keep_states(slot, sequence.ids[:cached])
         del self._sequence_in[slot]
         self._slots_N = None
         for listed in (self._prefilling, self._from_prompt):
             if sequence in listed:
                 listed.remove(sequence)
+
+    def _keep_states(self, slot: int, ids: Sequence[int]) -> None:
+        """Keep the slot's states, which are those behind `ids`, for others that begin so."""
+        if self.has_states and self.reuse and (number := self.pool.keep_state(ids)) is not None:
+            assert self.cache is not None and self.cache.states is not None
+            self.cache.states.save(slot, len(ids), number)
 
     def _make_room(self) -> QueryRuns:
         """Return the rows to feed for each running sequence in this step, and allocate blocks for them. The youngest
@@ -309,6 +346,7 @@ class Decoder:
                 assert hidden_TH is not None
                 # A copy: a row of hidden_TH itself would keep all of it alive.
                 prompt.hidden_H = hidden_TH[int(runs.row_N[run] + runs.count_N[run]) - 1].clone()
+                self._keep_states(sequence.slot, prompt.ids)
                 complete = True
         still = self.batch.cached_B < self.batch.known_B
         self._prefilling = [sequence for sequence in self._prefilling if still[sequence.slot]]
@@ -332,7 +370,8 @@ class Decoder:
             return
         slot_N = self._before_look_up(slot_N)
         if len(slot_N):
-            drafts = self.drafter.draft(batch.host_tokens(), batch.known_B, slot_N, batch.room_B[slot_N] - 1)
+            most_N = np.minimum(batch.room_B[slot_N] - 1, self.most_drafts)
+            drafts = self.drafter.draft(batch.host_tokens(), batch.known_B, slot_N, most_N)
             if drafts is not None:
                 batch.put_drafts(slot_N, drafts.ids_NK, drafts.count_N)
 

@@ -44,7 +44,7 @@ from thresher.engine.decoding.batch_state import (
     to_pinned,
 )
 from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder
-from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
+from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
@@ -58,6 +58,8 @@ from thresher.kernels.attention.paged_cuda import (
     prefill_attention,
     prefix_pays,
 )
+from thresher.kernels.delta.layer import DeltaInputs
+from thresher.kernels.delta.steps import delta_steps, next_rows
 from thresher.kernels.layers import rotate_and_store
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -138,7 +140,8 @@ class DeviceDecoder(Decoder):
         policy = self.policy
         if self.cache is None:
             self.num_blocks = self._planned_blocks()
-            self.cache = DeviceKV(policy.config, self.num_blocks, self.page_size, policy.dtype, policy.device)
+            sizes = self.num_blocks, self.page_size
+            self.cache = DeviceKV(policy.config, *sizes, policy.dtype, policy.device, self._make_states())
         self.keeps = policy.device.type != "cuda" or self._has_room()
 
     def _has_room(self) -> bool:
@@ -188,8 +191,10 @@ class DeviceDecoder(Decoder):
             return self.wanted_blocks
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + reserved
-        a_block = PagedKV.bytes_needed(self.policy.config, 1, self.page_size, self.policy.dtype.itemsize)
-        return min(self.wanted_blocks, int(KV_SHARE * free) // a_block)
+        config, item = self.policy.config, self.policy.dtype.itemsize
+        sequences = self.max_running + 1 + self.snapshots
+        room = int(KV_SHARE * free) - sequences * DeltaStates.bytes_needed(config, item, self.ring)
+        return max(min(self.wanted_blocks, room // PagedKV.bytes_needed(config, 1, self.page_size, item)), 1)
 
     @property
     def idle(self) -> bool:
@@ -282,8 +287,10 @@ class DeviceDecoder(Decoder):
 
     def _prefill_step_for(self, rows: int, runs: QueryRuns) -> PrefillStep | None:
         """Return the step of the smallest bucket that holds these rows; None: there are too many for one, launches are
-        the smaller part of their time, or another backend computes them."""
+        the smaller part of their time, another backend computes them, or layers have states."""
         size = next((size for size in PREFILL_ROWS if rows <= size), None)
+        if self.has_states:
+            return None  # its steps depend on the runs' lengths
         if size is None or size * self._weights > PREFILL_WORK or len(runs.table_N) > PREFILL_RUNS:
             return None
         if self.fresh is not None and not runs.start_N.any():
@@ -295,7 +302,7 @@ class DeviceDecoder(Decoder):
     def _mark_prefilled(self) -> None:
         """Let others use what is cached; a prompt whose last token alone is missing keeps nobody waiting."""
         for sequence in self._prefilling:
-            if self._mark_ready(sequence) >= len(sequence.prompt.ids) - 1:
+            if self._mark_ready(sequence) >= len(sequence.prompt.ids) - 1 and not self.has_states:
                 sequence.prompt.filling = False
 
     # --- Decode
@@ -331,7 +338,12 @@ class DeviceDecoder(Decoder):
         """Count the last token of a prompt, or of appended text, which the step that draws behind it prefills."""
         launched = set(slot_N.tolist())
         for sequence in (one for one in self._prefilling if one.slot in launched):
-            self._mark_ready(sequence)
+            cached, prompt = self._mark_ready(sequence), sequence.prompt
+            if self.has_states and cached >= len(prompt.ids):
+                prompt.filling = False
+                if prompt.waiting and cached == len(prompt.ids):
+                    # Others feed the last token themselves; the ring still has the state before it.
+                    self._keep_states(sequence.slot, prompt.ids[:-1])
             sequence.prefilled += 1
             self.clock.prefilled_tokens += 1
         self._prefilling = [one for one in self._prefilling if one.slot not in launched]
@@ -497,9 +509,9 @@ class PrefillStep(StaticStep):
 
     def run(self) -> None:
         slot_T, position_T, *_ = self.inputs["rows"]
-        self.policy.hidden(self.batch.tokens_BL[slot_T, position_T], position_T, self._attend)
+        self.policy.hidden(self.batch.tokens_BL[slot_T, position_T], position_T, self)
 
-    def _attend(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
         _, _, block_T, offset_T = self.inputs["rows"]
         q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, offset_T)
@@ -587,7 +599,10 @@ class BucketStep(StaticStep):
         self.offset_T = (position_BQ % self.cache.block_size).int().view(-1)
         ids_BQ = torch.cat([batch.tokens_BL[slot_B1, start_B1], drafts_BK], 1)
         slot_T, position_T = slot_B1.expand(-1, len(row_Q)).reshape(-1), position_BQ.view(-1)
-        hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self._attend)
+        if self.cache.states is not None:
+            sizes = self.cache.states.ring, self.cache.states.width
+            self.delta_runs = next_rows(slot_B1, start_B1, count_B1, batch.spare, sizes, len(row_Q))
+        hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self)
         head_VH = self.policy.head_VH[: self.columns]
         seeds_T, rules = batch.seeds_B[slot_T], self.rules.take(slot_T)
         # The noise is that of the drawn token's position.
@@ -601,7 +616,11 @@ class BucketStep(StaticStep):
         batch.tokens_BL[torch.where(row_Q < taken_B[:, None], slot_B1, batch.spare), position_BQ + 1] = ids_BQ
         pack_drawn(ids_BQ, logprobs_BQ, code_B, taken_B, self.packed_BX)
 
-    def _attend(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def delta(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        assert self.cache.states is not None
+        return delta_steps(inputs, self.cache.states.layer(layer), self.delta_runs)
+
+    def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]
         q_TND = rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, self.block_T, self.offset_T)
         q_BQND = q_TND.unflatten(0, (self.size, len(self.row_Q)))

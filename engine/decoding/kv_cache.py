@@ -1,9 +1,10 @@
-"""The tensors of the KV cache, and one forward's view of them, for a CPU (Paged) and for a GPU (Device).
+"""The tensors of the cache, and one forward's view of them, for a CPU (Paged) and for a GPU (Device).
 
-A `PagedKV` has for each layer keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head dimension, slots
-of a block; a BLAS multiplies them as they are (kernels/attention/paged_cpu.py). A `DeviceKV` has both as [P, K, S, D],
-as the kernels read them (paged_cuda.py). `PagedStep` and `DeviceStep` are the `attend` argument of a forward: they
-rotate, write the new rows' keys and values to their slots, and attend.
+A `PagedKV` has for each layer with attention keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head
+dimension, slots of a block; a BLAS multiplies them as they are (kernels/attention/paged_cpu.py). A `DeviceKV` has both
+as [P, K, S, D], as the kernels read them (paged_cuda.py). `DeltaStates` have for each layer with the gated delta rule a
+state and a tail a sequence. `PagedStep` and `DeviceStep` are the layout of a forward: they rotate, write the new rows'
+keys and values to their slots, and attend.
 """
 
 import numpy as np
@@ -24,6 +25,9 @@ from thresher.kernels.attention.paged_cpu import (
 from thresher.kernels.attention.paged_cuda import PrefillRows, prefill_attention
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
+from thresher.kernels.delta.layer import DeltaInputs
+from thresher.kernels.delta.rule import plan_chunks
+from thresher.kernels.delta.steps import DeltaRuns, Rings, delta_prefill, delta_runs, delta_steps
 from thresher.kernels.layers import rotate_and_store, rotated_heads
 from thresher.kernels.operands import ROW_MULTIPLE
 from thresher.policy.config import ModelConfig
@@ -35,17 +39,90 @@ def check_page_size(page_size: int) -> None:
         raise UserError(f"rollout.kv_block_size is {page_size}; expected a multiple of {SLOT_STEP}, such as 64")
 
 
-class _KVCache:
-    """Keys and values of all layers, in blocks of `block_size` slots."""
+class DeltaStates:
+    """Of each layer with the gated delta rule the rings of `slots` sequences (kernels/delta/steps.py): states [L, B, R,
+    V, D, E] and rows before the convolution [L, B, M, C]; and of `snapshots` beginnings, which other sequences will
+    take, the state and the last W - 1 rows. ring: R, one more than the tokens that may be taken back."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        slots: int,
+        snapshots: int,
+        ring: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        assert config.delta is not None
+        shape, layers = config.delta, config.delta_layers
+        sizes, wide = (
+            (shape.num_value_heads, shape.key_head_dim, shape.value_head_dim),
+            torch.promote_types(dtype, torch.float32),
+        )
+        self.ring, self.width = ring, shape.conv_kernel_dim
+        self.reach, self.held = self.width - 1, ring + self.width - 1
+        # On a CPU, zeros take no memory before they are written.
+        self.state_LBRVDE = torch.zeros(layers, slots, ring, *sizes, dtype=wide, device=device)
+        self.rows_LBMC = torch.zeros(layers, slots, self.held, shape.channels, dtype=dtype, device=device)
+        self.kept_state = torch.zeros(layers, snapshots, *sizes, dtype=wide, device=device)
+        self.kept_rows = torch.zeros(layers, snapshots, self.reach, shape.channels, dtype=dtype, device=device)
+        self.tensors = [self.state_LBRVDE, self.rows_LBMC, self.kept_state, self.kept_rows]
+
+    def layer(self, number: int) -> Rings:
+        return Rings(self.state_LBRVDE[number], self.rows_LBMC[number])
+
+    def begin(self, slot: int, tokens: int, snapshot: int | None) -> None:
+        """Begin a sequence behind `tokens` of it, whose states are in a snapshot; at 0 there is none."""
+        state_LVDE = self.state_LBRVDE[:, slot, tokens % self.ring]
+        if snapshot is None:
+            assert tokens == 0
+            state_LVDE.zero_()
+            return
+        state_LVDE.copy_(self.kept_state[:, snapshot])
+        for back, place in enumerate(self._places(tokens)):
+            self.rows_LBMC[:, slot, place] = self.kept_rows[:, snapshot, back]
+
+    def save(self, slot: int, tokens: int, snapshot: int) -> None:
+        """Keep in a snapshot what a sequence was behind `tokens` of it."""
+        self.kept_state[:, snapshot] = self.state_LBRVDE[:, slot, tokens % self.ring]
+        for back, place in enumerate(self._places(tokens)):
+            self.kept_rows[:, snapshot, back] = self.rows_LBMC[:, slot, place]
+
+    def runs(self, runs: QueryRuns, rows: int, device: torch.device) -> DeltaRuns:
+        """Lay out a step's runs, of `rows` rows with padding."""
+        sizes = self.ring, self.width
+        return delta_runs(runs.table_N, runs.start_N, runs.count_N, runs.row_N, rows, sizes, device)
+
+    def _places(self, tokens: int) -> list[int]:
+        """Return where the last W - 1 rows before position `tokens` lie."""
+        return [position % self.held for position in range(tokens - self.reach, tokens)]
+
+    @staticmethod
+    def bytes_needed(config: ModelConfig, item_size: int, ring: int = 1) -> int:
+        """Return the bytes of one sequence."""
+        shape = config.delta
+        if shape is None:
+            return 0
+        state = ring * shape.num_value_heads * shape.key_head_dim * shape.value_head_dim * max(item_size, 4)
+        return config.delta_layers * (state + (ring + shape.conv_kernel_dim - 1) * shape.channels * item_size)
+
+
+class _KVCache:
+    """Keys and values of all layers with attention, in blocks of `block_size` slots; and states, where layers have
+    some."""
+
+    def __init__(self, page_size: int, states: DeltaStates | None) -> None:
         check_page_size(page_size)
-        self.block_size = page_size
-        self.tensors: list[torch.Tensor] = []  # keys and values, [layers, blocks, ..]
+        self.block_size, self.states = page_size, states
+        self.blocks: list[torch.Tensor] = []  # keys and values, [layers, blocks, ..]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.blocks + ([] if self.states is None else self.states.tensors)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a whole block."""
-        for x in self.tensors:
+        for x in self.blocks:
             x[:, target] = x[:, source]
 
 
@@ -59,24 +136,25 @@ class PagedKV(_KVCache):
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        states: DeltaStates | None = None,
     ) -> None:
-        super().__init__(page_size)
-        layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        super().__init__(page_size, states)
+        layers, kv_heads, dim = config.attention_layers, config.num_key_value_heads, config.head_dim
         tile = row_tile(dim, page_size, dtype, torch.device(device))
         self.shape = CacheShape(config.num_attention_heads, kv_heads, page_size, tile)
         # Zeros, not empty: masked slots are multiplied by an exact 0, which NaN would survive.
         self.k_LPKDS = torch.zeros(layers, num_blocks, kv_heads, dim, page_size, dtype=dtype, device=device)
         self.v_LPKSD = torch.zeros(layers, num_blocks, kv_heads, page_size, dim, dtype=dtype, device=device)
-        self.tensors = [self.k_LPKDS, self.v_LPKSD]
+        self.blocks = [self.k_LPKDS, self.v_LPKSD]
 
     @staticmethod
     def bytes_needed(config: ModelConfig, num_blocks: int, page_size: int, item_size: int) -> int:
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        per_token = 2 * config.attention_layers * config.num_key_value_heads * config.head_dim
         return per_token * num_blocks * page_size * item_size
 
 
 class PagedStep:
-    """The new rows of one forward: slot_T (rows of `table_BP`), positions_T, and, as a callable, `attend`.
+    """The new rows of one forward: slot_T (rows of `table_BP`), positions_T, and, as a callable, attention.
 
     Rows lie sequence after sequence. They are padded to a multiple of ROW_MULTIPLE, in which a CPU's matmul is
     batch-invariant (kernels/operands.py), with rows that write to block 0. rows: the number without padding.
@@ -98,6 +176,11 @@ class PagedStep:
         put = (torch.from_numpy(x).to(device) for x in (slot_T, position_T, block_T, offset_T))
         self.slot_T, self.positions_T, self.block_T, self.offset_T = put
         self.buckets = paged_buckets(table_BP, runs, cache.shape, device, shared_P)
+        self.delta_runs = None if cache.states is None else cache.states.runs(runs, len(self.slot_T), device)
+
+    def delta(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        assert self.cache.states is not None and self.delta_runs is not None
+        return delta_steps(inputs, self.cache.states.layer(layer), self.delta_runs)
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
@@ -111,13 +194,19 @@ class DeviceKV(_KVCache):
     """The cache that `DeviceStep` and the decode steps of decoder_cuda.py read."""
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: DeltaStates | None = None,
     ) -> None:
-        super().__init__(page_size)
-        shape = (config.num_hidden_layers, num_blocks, config.num_key_value_heads, page_size, config.head_dim)
+        super().__init__(page_size, states)
+        shape = (config.attention_layers, num_blocks, config.num_key_value_heads, page_size, config.head_dim)
         # Not filled: the kernels read no slot that was not written.
         self.k_LPKSD, self.v_LPKSD = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        self.tensors = [self.k_LPKSD, self.v_LPKSD]
+        self.blocks = [self.k_LPKSD, self.v_LPKSD]
 
 
 def prefill_rows(table_BP: Ints, runs: QueryRuns, block_size: int) -> Ints:
@@ -129,7 +218,7 @@ def prefill_rows(table_BP: Ints, runs: QueryRuns, block_size: int) -> Ints:
 
 
 class DeviceStep:
-    """New rows of prompts and of appended text, on a GPU: slot_T, positions_T, and, as a callable, `attend`.
+    """New rows of prompts and of appended text, on a GPU: slot_T, positions_T, and, as a callable, attention.
 
     The host sends everything in one copy of int32. fresh: computes attention where every run begins at position 0, so
     that its keys are its own rows'.
@@ -156,6 +245,14 @@ class DeviceStep:
         self.slot_T, self.positions_T, self.block_T, self.offset_T = rows_4T.view(4, -1)
         row_N, start_N, count_N = about_3N.view(3, count)
         self.rows = PrefillRows(table.view(count, blocks), row_N, start_N, count_N, int(runs.count_N.max()))
+        if cache.states is not None:
+            packed = QueryRuns(runs.table_N, runs.start_N, runs.count_N, about[0])
+            self.delta_runs = cache.states.runs(packed, len(self.slot_T), device)
+            self.delta_plan = plan_chunks([0, *np.cumsum(runs.count_N).tolist()], None, device)
+
+    def delta(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        assert self.cache.states is not None
+        return delta_prefill(inputs, self.cache.states.layer(layer), self.delta_runs, self.delta_plan)
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]

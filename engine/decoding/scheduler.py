@@ -94,32 +94,41 @@ class Admission:
     """A sequence that begins now, with its blocks; the first of them hold `cached` of its tokens.
 
     copy: blocks (from, to) to copy before anything is computed, where those tokens end within a block; else None.
+    snapshot: of the states behind those tokens, where a model has states and there are such tokens.
     """
 
     sequence: TokenSequence
     cached: int
     blocks: list[int]
     copy: tuple[int, int] | None
+    snapshot: int | None
 
 
 def start_scheduler(
-    num_blocks: int, kv_block_size: int, longest: int, max_running: int, reuse: bool = True
+    num_blocks: int,
+    kv_block_size: int,
+    longest: int,
+    max_running: int,
+    reuse: bool = True,
+    snapshots: int | None = None,
 ) -> "Scheduler":
-    """Return a scheduler of a new pool. UserError where a sequence of `longest` tokens does not fit into it."""
-    pool = BlockPool(num_blocks, kv_block_size)
+    """Return a scheduler of a new pool. snapshots: of states; None: the model has none. UserError where a sequence of
+    `longest` tokens does not fit into it."""
+    pool = BlockPool(num_blocks, kv_block_size, snapshots or 0)
     if pool.blocks_for(longest) > pool.num_free:
         raise UserError(
             f"the KV cache of {pool.num_free * kv_block_size} tokens is too small for a sequence of {longest}; raise "
             "kv_tokens or lower the longest context"
         )
-    return Scheduler(pool, max_running, reuse)
+    return Scheduler(pool, max_running, reuse, snapshots is not None)
 
 
 class Scheduler:
-    """Admission, oldest first, with blocks of the pool. `reuse` off: nothing that another sequence computed is used."""
+    """Admission, oldest first, with blocks of the pool. `reuse` off: nothing that another sequence computed is used.
+    has_states: the model has layers with states, so that keys and values are of use only up to a snapshot."""
 
-    def __init__(self, pool: BlockPool, max_running: int, reuse: bool = True) -> None:
-        self.pool, self.max_running, self.reuse = pool, max_running, reuse
+    def __init__(self, pool: BlockPool, max_running: int, reuse: bool = True, has_states: bool = False) -> None:
+        self.pool, self.max_running, self.reuse, self.has_states = pool, max_running, reuse, has_states
         self.running: list[TokenSequence] = []  # by age
         self.waiting: list[TokenSequence] = []  # by age
         self.preemptions = 0
@@ -169,7 +178,8 @@ class Scheduler:
         sequence.node, sequence.node_end = prefix.last, len(shared) * self.pool.page_size
         if self.reuse:
             self._remember(sequence, sequence.ids, blocks, ready=False)
-        return Admission(sequence, cached, blocks, None if prefix.tail is None else (prefix.tail, blocks[len(shared)]))
+        copy = None if prefix.tail is None else (prefix.tail, blocks[len(shared)])
+        return Admission(sequence, cached, blocks, copy, prefix.snapshot)
 
     def allocate(self, count: int) -> Ints | None:
         """Return so many new blocks; None while the pool has too few."""
@@ -180,7 +190,8 @@ class Scheduler:
             return Prefix([], self.pool.root)
         # The whole of it is of use only where the last token's hidden state is known.
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
-        return self.pool.match_prefix(sequence.ids, len(sequence.ids) - (0 if whole else 1))
+        match = self.pool.match_state if self.has_states else self.pool.match_prefix
+        return match(sequence.ids, len(sequence.ids) - (0 if whole else 1))
 
     def mark_computed(self, sequence: TokenSequence, cached: int) -> None:
         """Mark the nodes of the sequence's first `cached` tokens as ready for others."""

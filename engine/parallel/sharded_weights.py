@@ -158,6 +158,8 @@ def load_sharded(
     shapes = {name: view.shape for name, view in hf_views(policy).items()}
     _shard(policy, like.dtype, like.device, ranks, in_cpu_memory)
     optional = {"lm_head.weight"} if like.config.tie_word_embeddings else set[str]()
+    policy.kept = dict(like.kept)
+    shapes |= {name: tensor.shape for name, tensor in policy.kept.items()}
     tensors = dict(read_weights(folder, shapes, optional=optional))  # mapped from the files, not yet read
     _fill(policy, tensors, dtype, ranks)
     if lora is not None:
@@ -206,9 +208,9 @@ def _fill(policy: Policy, tensors: Mapping[str, Tensor], dtype: torch.dtype, ran
         _put(policy.get_parameter(name), parameter, ranks)
     layer_class = load_layer_class(policy.config.model_type)
     for index, layer in enumerate(policy.decoder_layers()):
-        whole = layer_class(policy.config).to(dtype)
+        whole = layer_class.make(policy.config, index).to(dtype)
         for name, view in whole.hf_views().items():
-            view.copy_(tensors[f"model.layers.{index}.{name}"])
+            view.copy_(tensors[f"{policy.prefix}layers.{index}.{name}"])
         for name, parameter in whole.named_parameters():
             _put(layer.get_parameter(name), parameter, ranks)
 
@@ -277,4 +279,6 @@ def gather_on_main(sharded: Policy, ranks: Ranks) -> Policy | None:
         if ranks.is_main:
             into[name].data.copy_(value)
             into[name].requires_grad_(parameter.requires_grad)
+    if policy is not None:
+        policy.kept = sharded.kept
     return policy

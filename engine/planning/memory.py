@@ -31,36 +31,38 @@ and x A^T, e R. On a CPU attention copies q, k and v to padded places, except wh
 (kernels/attention/prefix.py): there it keeps what it keeps on CUDA.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from thresher.common.files import need_room, show_bytes
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, RolloutSection
-from thresher.engine.decoding.decoder import FORWARD_ROWS
+from thresher.engine.decoding.decoder import FORWARD_ROWS, ring_of, snapshots_of
 from thresher.engine.decoding.decoder_cuda import KV_SHARE
-from thresher.engine.decoding.kv_cache import PagedKV
+from thresher.engine.decoding.kv_cache import DeltaStates, PagedKV
 from thresher.engine.packing import group_tokens, worth_sharing
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.kernels.logprob import MOST_ROWS, WORKSPACE_BYTES, default_chunk_rows
 from thresher.kernels.operands import SLAB_BYTES
-from thresher.policy.config import ModelConfig, read_config
+from thresher.policy.config import FULL, LINEAR, ModelConfig, read_config
 from thresher.policy.lora import RANK_STEP, linear_shapes
 from thresher.policy.model import Policy
+from thresher.policy.streamed import ROOMS
 
 BF16, FP32, INT64 = 2, 4, 8  # bytes
 CUDA_CONTEXT = 1_000_000_000  # with libraries, their workspaces and the code of kernels: assumed, no GPU was measured
 CPU_PROCESS = 40 * 2**20  # what a process on a CPU keeps beyond its tensors after a rollout: measured, docs/scale.md
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2 * (1 + FP32 / 256)}  # both, of a weight; 8 bit: a scale for 256
 PARTS = (
-    *("weights", "masters", "gradients", "moments", "reference", "KV pool", "activations", "loss workspace"),
+    *("weights", "masters", "gradients", "moments", "reference", "KV pool", "states", "activations", "loss workspace"),
     *("working memory", "gathered copy", "CUDA context"),
 )
 Parts = dict[str, int]
@@ -78,9 +80,8 @@ def key_width(config: ModelConfig) -> int:
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """Return the elements of the matrices of all layers: q and o, k and v, gate, up and down."""
-    heads = 2 * query_width(config) + 2 * key_width(config)
-    return config.num_hidden_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    """Return the elements of the matrices of all layers."""
+    return sum(kind.layers * sum(map(prod, kind.maps.values())) for kind in _shapes(config)[1])
 
 
 def head_weights(config: ModelConfig) -> int:
@@ -97,16 +98,42 @@ def kv_bytes(config: ModelConfig, item: int = BF16) -> int:
     return PagedKV.bytes_needed(config, 1, 1, item)
 
 
+def state_bytes_of(config: ModelConfig, s: "PlanSetting") -> int:
+    """Return the bytes of the states of layers that have some: of every running sequence, and of kept beginnings."""
+    if not config.delta_layers:
+        return 0
+    running = s.rollout.max_num_seqs
+    ring = ring_of(bool(s.rollout.num_draft_tokens), s.cuda)
+    return (running + 1 + snapshots_of(running)) * DeltaStates.bytes_needed(config, s.item, ring)
+
+
+class LayerKind(NamedTuple):
+    """Layers of one type: their number, the elements of one, and the (outputs, inputs) of its linear maps by the names
+    of [lora] targets."""
+
+    name: str
+    layers: int
+    elements: int
+    maps: dict[str, tuple[int, int]]
+
+
 @lru_cache(maxsize=32)
-def _shapes(config: ModelConfig) -> tuple[list[tuple[int, ...]], int, dict[str, tuple[int, int]]]:
-    """Return the shape of every parameter, the elements of one layer, and the (outputs, inputs) of its linear maps by
-    the names of [lora] targets, read from a policy of one layer on torch's "meta" device."""
-    with torch.device("meta"):
-        policy = Policy(config.replace(num_hidden_layers=1))
-    named = [(name.startswith("layers."), tuple(x.shape)) for name, x in policy.named_parameters()]
-    every = [shape for in_layer, shape in named for _ in range(config.num_hidden_layers if in_layer else 1)]
-    one = sum(prod(shape) for in_layer, shape in named if in_layer)
-    return every, one, linear_shapes(next(policy.decoder_layers()))
+def _shapes(config: ModelConfig) -> tuple[list[tuple[int, ...]], list[LayerKind]]:
+    """Return the shape of every parameter, and the types of layers, read from policies of one layer on torch's "meta"
+    device."""
+    counts = Counter(config.layer_types) if config.layer_types else {FULL: config.num_hidden_layers}
+    every: list[tuple[int, ...]] = []
+    kinds = []
+    for name, count in counts.items():
+        with torch.device("meta"):
+            types = {"layer_types": (name,)} if config.layer_types else {}
+            policy = Policy(config.replace(num_hidden_layers=1, **types))
+        layer = next(policy.decoder_layers())
+        shapes = [tuple(x.shape) for x in layer.parameters()]
+        kinds.append(LayerKind(name, count, sum(map(prod, shapes)), linear_shapes(layer)))
+        every += shapes * count
+    outside = [tuple(x.shape) for name, x in policy.named_parameters() if not name.startswith("layers.")]
+    return every + outside, kinds
 
 
 def all_weights(config: ModelConfig) -> int:
@@ -115,8 +142,13 @@ def all_weights(config: ModelConfig) -> int:
 
 
 def one_layer(config: ModelConfig) -> int:
-    """Return the elements of the parameters of a layer, norms and biases included."""
-    return _shapes(config)[1]
+    """Return the elements of the parameters of a layer, the largest, norms and biases included."""
+    return max(kind.elements for kind in _shapes(config)[1])
+
+
+def in_layers(config: ModelConfig) -> int:
+    """Return the elements of the parameters of all layers, norms and biases included."""
+    return sum(kind.layers * kind.elements for kind in _shapes(config)[1])
 
 
 # A recipe, as far as it decides memory
@@ -258,26 +290,37 @@ def switches(s: PlanSetting) -> list[tuple[str, str]]:
 # Activations, in bytes a token
 
 
-def layer_bytes(config: ModelConfig, setting: PlanSetting) -> int:
-    """Return what autograd keeps of one layer, in bytes a token."""
+def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | None = None) -> int:
+    """Return what autograd keeps of one layer, in bytes a token. kind: its type; None: the model's first."""
     e, hidden, inner = setting.item, config.hidden_size, config.intermediate_size
     q, kv = query_width(config), key_width(config)
+    kind = kind or _shapes(config)[1][0]
 
     def input_of(width: int, *maps: str) -> int:
         kept = setting.adapters is None or any(name in setting.adapters[1] for name in maps)
         return e * width if kept else 0
 
-    total = 2 * norm_bytes(config, setting) + input_of(hidden, "q", "k", "v") + input_of(hidden, "gate", "up")
-    # q, k and v as attention has them, o, log-sum-exp
-    total += e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
-    if setting.cuda or setting.prompt_once:
-        total += e * (q + kv)  # turned, beside the projection, of which v is a view
+    total = 2 * norm_bytes(config, setting) + input_of(hidden, "gate", "up")
+    if kind.name == LINEAR:
+        assert config.delta is not None
+        values = config.delta.num_value_heads * config.delta.value_head_dim
+        total += input_of(hidden, "linear_qkv", "linear_z", "linear_b", "linear_a") + input_of(values, "linear_out")
+        # The projections; the convolution's output; q and k of length 1; of the gated norm o, its norm, z and silu(z).
+        keys = config.delta.channels - values
+        total += e * (kind.maps["linear_qkv"][0] + values) + FP32 * (config.delta.channels + keys + 4 * values)
     else:
-        total += input_of(q, "o")  # o once more, without padding
+        # q, k and v as attention has them, o, log-sum-exp
+        total += input_of(hidden, "q", "k", "v") + e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
+        if setting.cuda or setting.prompt_once:
+            total += e * (q + kv)  # turned, beside the projection, of which v is a view
+        else:
+            total += input_of(q, "o")  # o once more, without padding
+        if config.layer_types:
+            total += 2 * e * q + FP32 * (q + kv)  # a gate and what it multiplies; what the norms of heads divide
     total += (2 if setting.cuda else 3) * e * inner + input_of(inner, "down")
     if setting.adapters is not None:
         rank, targets = setting.adapters
-        total += e * len(targets) * -(-rank // RANK_STEP) * RANK_STEP
+        total += e * len(kind.maps.keys() & set(targets)) * -(-rank // RANK_STEP) * RANK_STEP
     return total
 
 
@@ -297,8 +340,10 @@ def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bo
     around = (0 if setting.prompt_once else INT64) + setting.item * config.head_dim
     if setting.adapters is None:
         around += INT64 + norm_bytes(config, setting)
-    layers, one = config.num_hidden_layers, layer_bytes(config, setting)
-    return around + (2 * setting.item * config.hidden_size * layers + one if checkpointed else layers * one)
+    layers = [(kind.layers, layer_bytes(config, setting, kind)) for kind in _shapes(config)[1]]
+    if checkpointed:
+        return around + 2 * setting.item * config.hidden_size * config.num_hidden_layers + max(x for _, x in layers)
+    return around + sum(count * one for count, one in layers)
 
 
 def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
@@ -335,8 +380,10 @@ def trained_weights_of(config: ModelConfig, setting: PlanSetting) -> int:
     if setting.adapters is None:
         return all_weights(config)
     rank, targets = setting.adapters
-    maps = _shapes(config)[2]
-    return config.num_hidden_layers * sum(rank * sum(maps[target]) for target in targets)
+    return sum(
+        kind.layers * sum(rank * sum(kind.maps[target]) for target in targets if target in kind.maps)
+        for kind in _shapes(config)[1]
+    )
 
 
 def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
@@ -360,7 +407,8 @@ def states(config: ModelConfig, s: PlanSetting) -> tuple[Parts, Parts]:
         # The loss adds to the head's own buffer, on the device.
         device |= {"masters": 0, "gradients": FP32 * head_weights(config)}
     if s.cuda and s.grpo.reference == "cpu" and device["reference"]:
-        host["reference"], device["reference"] = device["reference"], 2 * s.item * one_layer(config)
+        rooms = sum(min(kind.layers, ROOMS) * kind.elements for kind in _shapes(config)[1])
+        host["reference"], device["reference"] = device["reference"], s.item * rooms
     return device, host
 
 
@@ -406,7 +454,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
         base["CUDA context"] = CUDA_CONTEXT
     found = {"loading": base | ({} if s.cuda else {"working memory": FP32 * all_weights(config)})}
     if not s.cuda:
-        base |= {"KV pool": wanted, "working memory": CPU_PROCESS}
+        base |= {"KV pool": wanted, "states": state_bytes_of(config, s), "working memory": CPU_PROCESS}
     before = dict(base)
     if s.steps * s.grpo.updates_per_batch * s.grpo.epochs_per_batch > 1:
         before["moments"] = kept["moments"]
@@ -416,6 +464,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
     gathered = s.item * all_weights(config) if s.gpus > 1 else 0
     rollout = before | {"working memory": before["working memory"] + forward, "gathered copy": gathered}
     if s.cuda:
+        rollout["states"] = state_bytes_of(config, s)
         free = (memory or 0) - sum(rollout.values()) + rollout["working memory"]
         rollout["KV pool"] = wanted if memory is None else min(wanted, max(int(KV_SHARE * free), least))
     found["rollout"] = rollout
@@ -442,7 +491,7 @@ def _update(
     gradients = kept["gradients"] if several else head if trains_head else 0
     layers: Parts = {}
     if s.gpus > 1:  # docs/scale.md: two layers gathered and a layer's gradient; embedding and head; the head's gradient
-        outside = all_weights(config) - config.num_hidden_layers * one_layer(config)
+        outside = all_weights(config) - in_layers(config)
         copies = 2 if s.frozen_copy else 1
         layers = {"gathered copy": (2 * s.item + s.item + FP32) * one_layer(config) + copies * s.item * outside}
         gradients += head if several and trains_head and not offloaded else 0

@@ -25,20 +25,22 @@ from typing import Protocol
 
 import torch
 
+from thresher.engine.decoding.kv_cache import DeltaStates
 from thresher.engine.planning.memory import (
     BF16,
     FP32,
     PlanSetting,
     all_weights,
     head_weights,
+    in_layers,
     kv_bytes,
     layer_weights,
     micro_batch,
-    one_layer,
     query_width,
     trained_weights,
     trained_weights_of,
 )
+from thresher.kernels.delta.rule import CHUNK
 from thresher.policy.config import ModelConfig
 
 GB, TB, TERA = 1e9, 1e12, 1e12
@@ -183,17 +185,37 @@ class UpdateShape:
 def decode_costs(config: ModelConfig, shape: DecodeShape) -> tuple[Cost, ...]:
     """Return the work of one decode step."""
     weights = layer_weights(config) + head_weights(config)
-    scores = config.num_hidden_layers * query_width(config) * shape.context * shape.batch
-    return (
+    scores = config.attention_layers * query_width(config) * shape.context * shape.batch
+    costs = (
         Cost("weights", 2 * weights * shape.batch, BF16 * weights),
         Cost("attention", 4 * scores, kv_bytes(config) * shape.positions),
     )
+    if not config.delta_layers:
+        return costs
+    # Each state is read once and written once; a product of two rows with it, and one that it gains.
+    states = DeltaStates.bytes_needed(config, BF16) * shape.batch
+    return *costs, Cost("states", 3 * 2 * states / FP32, 2 * states)
+
+
+def delta_flops(config: ModelConfig) -> float:
+    """Return the products of the gated delta rule by chunks (kernels/delta/rule.py), a token: k k^T and q k^T, the
+    solve, w S, q S and P x, and the state's gain."""
+    shape = config.delta
+    if shape is None:
+        return 0.0
+    return config.delta_layers * delta_flops_of(shape.num_value_heads, shape.key_head_dim, shape.value_head_dim)
+
+
+def delta_flops_of(heads: int, key_dim: int, value_dim: int) -> float:
+    """Return `delta_flops` of one layer."""
+    inside = 2 * key_dim + (key_dim + value_dim) / 2 + value_dim  # times the tokens of a chunk
+    return heads * 2 * (inside * CHUNK + 3 * key_dim * value_dim)
 
 
 def update_costs(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
     """Return the work of one update, a token."""
     layers, head = layer_weights(config), head_weights(config) * shape.sampled / shape.length
-    attention = 4 * config.num_hidden_layers * query_width(config) * shape.length / 2
+    attention = 4 * config.attention_layers * query_width(config) * shape.length / 2 + delta_flops(config)
     products = 6 if shape.full else 4
     again = 2 if shape.checkpointed else 0
     return (
@@ -273,7 +295,7 @@ def state_bytes(config: ModelConfig) -> float:
 def sent_bytes(config: ModelConfig, s: PlanSetting) -> dict[str, float]:
     """Return {"rollout": .., "update": ..}, the bytes that a rank sends in a step, and receives; 0 alone."""
     whole = s.item * all_weights(config)
-    layers = s.item * config.num_hidden_layers * one_layer(config)
+    layers = s.item * in_layers(config)
     tokens, _ = micro_batch(s)
     batches = -(-s.groups_of_update * s.computed_tokens // tokens)
     a_batch = whole + layers + FP32 * trained_weights_of(config, s) + (layers if s.grpo.beta > 0 else 0)

@@ -6,7 +6,6 @@ or trained on the strings of JSONL files. Or a trained model with more layers on
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,9 @@ def initialise(
     from."""
     if (tokenizer_path is None) == (not train_on):
         raise UserError("init: give either --tokenizer FOLDER or --train-tokenizer FILES, not both and not neither")
-    table = read_json_object(Path(config_path))
+    whole = read_json_object(Path(config_path))
+    # The shape of a model of text and images lies inside.
+    table = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
     changes = [_override(text) for text in overrides]
     known = {*table, *known_keys()}
     for key, _ in changes:
@@ -64,7 +65,7 @@ def initialise(
         table["eos_token_id"] = table["bos_token_id"] = table["pad_token_id"] = tokenizer.token_id(END_OF_TEXT)
     if table.get("layer_types") is not None and "layer_types" not in {text.partition("=")[0] for text in overrides}:
         table.pop("layer_types")  # written per layer, and refused if the number of layers was overridden
-    config = config_from_dict(table, str(config_path))
+    config = config_from_dict(whole, str(config_path))
     policy = init_policy(config, seed, embedding_std=embedding_std, zero_outputs=zero_outputs)
     return write_model(policy, tokenizer, out) | {"seed": seed}
 
@@ -73,7 +74,7 @@ def add_layers(model: str | Path, count: int, out: str | Path, *, seed: int = 0)
     """Write a model folder's model with `count` more layers on top, which begin as the identity (their projections into
     the residual stream are 0), so that it computes what it did; return its sizes."""
     old = load_policy(model)
-    config = replace(old.config, num_hidden_layers=old.config.num_hidden_layers + count)
+    config = old.config.replace(num_hidden_layers=old.config.num_hidden_layers + count)
     policy = init_policy(config, seed, zero_outputs=True)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

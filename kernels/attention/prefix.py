@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from thresher.kernels.attention.parts import AttentionWithLSE, Run, SegmentPairs, cpu_attention
+from thresher.kernels.delta.layer import DeltaInputs, Spans, delta_attention
 from thresher.kernels.layers import rotated_heads
 
 
 class PrefixForest:
-    """Segments in preorder, each once; made once a forward. As its `attend` it computes every layer's attention.
+    """Segments in preorder, each once; made once a forward. As its layout it computes every layer's attention.
 
     lengths[s] >= 1, in all T. parents[s] < s, or -1 of a root; ValueError where that is no preorder. positions_T [T]
     int64: of each token in a sequence that goes through it. end_T [T] int64: row i sees key j if j <= i < end_T[j].
@@ -87,6 +88,13 @@ class PrefixForest:
 
     def __call__(self, layer: int, qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> Tensor:
         return prefix_attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
+
+    @cached_property
+    def spans(self) -> Spans:
+        return Spans(self.lengths, self.parents, self.device)
+
+    def delta(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        return delta_attention(inputs, self.spans)
 
 
 class ForestKernels(ABC):

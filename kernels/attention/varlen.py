@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thresher.kernels.delta.layer import DeltaInputs, Spans, delta_attention
 from thresher.kernels.layers import rotated_heads
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class TrainingAttention(Protocol):
 class Varlen:
     """Layout of the packed sequences. It is made once a forward from the sequences' lengths (in order, sum T).
 
-    As the `attend` of a forward it computes every layer's attention with `attention`, None: `varlen_attention`.
+    As the layout of a forward it computes every layer's attention with `attention`, None: `varlen_attention`.
     longest: tokens of the longest sequence. positions_T [T] int64: of each token in its own sequence. cu_seqlens [B +
     1] int32: where each sequence begins, and T. index_T [T] int64: each token's place where the sequences are padded to
     the longest.
@@ -98,6 +99,13 @@ class Varlen:
 
     def __call__(self, layer: int, qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> Tensor:
         return self.attention(*rotated_heads(qkv_TMD, rope, kv_heads), self)
+
+    @cached_property
+    def spans(self) -> Spans:
+        return Spans(self.lengths, [-1] * len(self.lengths), self.device)
+
+    def delta(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        return delta_attention(inputs, self.spans)
 
 
 def varlen_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:

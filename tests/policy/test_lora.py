@@ -20,7 +20,6 @@ from thresher.policy.lora import (
     CONFIG,
     FOLDER,
     MODULES,
-    TARGETS,
     WEIGHTS,
     Adapter,
     LoraSettings,
@@ -32,6 +31,7 @@ from thresher.policy.lora import (
 )
 from thresher.policy.model import Policy, hf_views, init_policy, load_policy
 
+DENSE = ("q", "k", "v", "o", "gate", "up", "down")  # what these layers have
 IDS = torch.tensor([3, 14, 1, 5, 9, 2, 6, 5, 3])
 
 
@@ -65,7 +65,7 @@ def test_fresh_adapters_change_no_bit_and_are_all_that_is_trained() -> None:
     add_lora(policy, rank=3, alpha=6)
     assert torch.equal(policy.logits(IDS), before)
     trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * 2 * len(TARGETS) and all(".adapters." in name for name in trained)
+    assert len(trained) == 2 * 2 * len(DENSE) and all(".adapters." in name for name in trained)
     for name, adapter in adapters(policy):
         inputs = adapter.a_RI.shape[1]
         assert adapter.b_OR.count_nonzero() == 0 and adapter.scale == 2
@@ -79,7 +79,7 @@ def test_adapters_are_a_function_of_their_seed() -> None:
     assert len({tensor.sum().item() for tensor in first}) == len(first), "two of them are alike"
 
 
-@pytest.mark.parametrize("targets", [("q",), ("k", "v"), ("o", "up"), ("gate",), ("down",), TARGETS], ids="+".join)
+@pytest.mark.parametrize("targets", [("q",), ("k", "v"), ("o", "up"), ("gate",), ("down",), DENSE], ids="+".join)
 def test_they_add_their_product_and_off_they_add_nothing(targets: tuple[str, ...]) -> None:
     policy = make_policy().double()
     base = policy.logits(IDS)
@@ -207,7 +207,7 @@ def test_other_and_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> N
         ({"rank": 4}, "r is 3, the recipe's [lora] says 4"),
         ({"alpha": 7}, "lora_alpha is 6, the recipe's [lora] says 7"),
         ({"targets": ("q", "v")}, "layers.0.mlp.down_proj.lora_A.weight is not what"),
-        ({"targets": TARGETS}, "layers.0.mlp.gate_proj.lora_A.weight is not what"),
+        ({"targets": DENSE}, "layers.0.mlp.gate_proj.lora_A.weight is not what"),
     ):
         assert message in damaged(lambda _: None, folder, **changes)
     whole = (folder / FOLDER / WEIGHTS).read_bytes()
@@ -226,7 +226,7 @@ def test_other_and_damaged_adapters_are_refused(saved: tuple[Policy, Path]) -> N
         ({"rank": 0}, "a rank of at least 1"),
         ({"alpha": 0.0}, "an alpha > 0"),
         ({"alpha": math.inf}, "an alpha > 0"),
-        ({"targets": ()}, "expected some of q, k, v, o, gate, up, down, each once"),
+        ({"targets": ()}, "expected some of q, k, v, o, gate, up, down, linear_qkv, .* each once"),
         ({"targets": ("q", "q")}, "each once"),
         ({"targets": ("q_proj",)}, r"targets are \['q_proj'\]"),
     ],

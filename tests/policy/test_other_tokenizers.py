@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_cases import LLAMA_TOKENS, R1_TOKENS, write_llama_tokenizer, write_qwen3_tokenizer, write_r1_tokenizer
+from tokenizer_cases import (
+    LLAMA_TOKENS,
+    R1_TOKENS,
+    write_llama_tokenizer,
+    write_qwen3_tokenizer,
+    write_qwen35_tokenizer,
+    write_r1_tokenizer,
+)
 
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 
@@ -20,11 +27,19 @@ CHATS: list[list[dict[str, Any]]] = [
         {"role": "assistant", "content": "End", "reasoning_content": "long"},
     ],
 ]
-TEXTS = ["", "Who wrote it?", " zoology zoologyx 12345 guide's", "ein Käfer 🦊\n\n  und mehr\t", "<|eot_id|> <think>"]
+TEXTS = [
+    "",
+    "\u1eb9\u0301 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "Who wrote it?",
+    " zoology zoologyx 12345 guide's",
+    "ein Käfer 🦊\n\n  und mehr\t",
+    "<|eot_id|> <think>",
+]
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_llama_tokenizer,
     "r1": write_r1_tokenizer,
     "qwen3": write_qwen3_tokenizer,
+    "qwen3.5": write_qwen35_tokenizer,
 }
 
 

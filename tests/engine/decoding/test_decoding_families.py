@@ -10,7 +10,7 @@ from model_cases import make_config
 
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.kernels.attention import paged_cuda
-from thresher.policy.config import RopeScaling
+from thresher.policy.config import DeltaShape, RopeScaling
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -22,6 +22,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "hidden_size": 48,
         "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
+    },
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "layer_types": ("linear_attention", "full_attention", "linear_attention", "linear_attention"),
+        "delta": DeltaShape(2, 4, 8, 6, 4),
     },
 }
 

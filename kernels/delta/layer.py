@@ -1,0 +1,166 @@
+"""What a layer with the gated delta rule does between its projections (Yang, Kautz, Hatamizadeh 2024, section 3.4, as
+Qwen3.5 has it), for whole sequences, and for segments of which each goes on where another ended.
+
+    x = silu(conv(mixed))           depthwise and causal: a token sees itself and the W - 1 before it
+    q, k, v = x                     q / |q|, k / |k| of each head
+    decay = -exp(a_log) softplus(a + dt_bias)         beta = sigmoid(b)
+    o = gated delta rule            (rule.py)
+    y = w * o / rms(o) * silu(z)    of each head
+
+All of it is computed in float32 whatever the model's dtype, or in float64. The W - 1 tokens before a segment's first
+are its parent's last. Rows of a rollout: steps.py.
+
+Without gradients a row's bits do not depend on the other rows (CPU): elementwise functions go through `uncut`.
+
+Axes: T packed tokens, C channels of the convolution, W tokens that it sees, R rows whose window leaves their segment, K
+query and key heads, V value heads, D dimension of a key, E of a value.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thresher.kernels.delta.rule import ChunkPlan, gated_delta_forest, plan_chunks
+from thresher.kernels.layers import UNCUT, rms_norm
+
+UNIT_EPS = 1e-6  # added to the square of a query's or key's length
+VECTOR = 16  # elements; a multiple of them has no rest, which torch would compute by scalars
+
+
+class DeltaInputs(NamedTuple):
+    """What a layer hands to its layout. mixed: q, k and v of all heads, before the convolution, in the model's dtype.
+    decay, beta: float32."""
+
+    mixed_TC: Tensor
+    conv_CW: Tensor
+    decay_TV: Tensor
+    beta_TV: Tensor
+    key_heads: int
+    key_dim: int
+
+    def heads(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution's output."""
+        keys, heads = self.key_heads * self.key_dim, self.beta_TV.shape[1]
+        q, k, v = mixed_TC.split([keys, keys, mixed_TC.shape[1] - 2 * keys], 1)
+        q_TKD, k_TKD = (x.unflatten(1, (self.key_heads, self.key_dim)) for x in (q, k))
+        return unit(q_TKD), unit(k_TKD), v.unflatten(1, (heads, -1))
+
+
+class Spans:
+    """Packed segments of at least one token, each beginning where its parent ended, a root at nothing (-1)."""
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
+        self.lengths, self.parents, self.device = list(lengths), list(parents), device
+        self.bounds = [0, *accumulate(self.lengths)]
+        self._windows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def plan(self) -> ChunkPlan:
+        with torch.inference_mode(False):  # it outlives the forward that asks first
+            return plan_chunks(self.bounds, self.parents, self.device)
+
+    def windows(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the rows [R] whose window leaves their segment, and the rows that each sees [R, W], T for none."""
+        if width not in self._windows:
+            rows: list[int] = []
+            seen: list[list[int]] = []
+            total = self.bounds[-1]
+            before: list[list[int]] = []  # the last rows up to a segment's end, the nearest last
+            for s, parent in enumerate(self.parents):
+                reach = [total] * (width - 1) if parent < 0 else before[parent]
+                inside = list(range(self.bounds[s], self.bounds[s + 1]))
+                line = [*reach, *inside[: width - 1]]
+                rows += inside[: width - 1]
+                seen += [line[n : n + width] for n in range(len(inside[: width - 1]))]
+                before.append([*reach, *inside][len(inside) :] if width > 1 else [])
+            with torch.inference_mode(False):
+                index = torch.tensor(seen, dtype=torch.int64).view(-1, width)
+                self._windows[width] = torch.tensor(rows, dtype=torch.int64).to(self.device), index.to(self.device)
+        return self._windows[width]
+
+
+def delta_attention(inputs: DeltaInputs, spans: Spans) -> Tensor:
+    """Convolution and gated delta rule over segments -> [T, V, E] in float32, differentiable."""
+    mixed_TC: Tensor = _CausalConv.apply(inputs.mixed_TC, inputs.conv_CW, spans)
+    return gated_delta_forest(*inputs.heads(mixed_TC), inputs.decay_TV, inputs.beta_TV, spans.plan)
+
+
+def uncut(function: Callable[[Tensor], Tensor], x_TX: Tensor) -> Tensor:
+    """Apply an elementwise function to [T, ..]. On a CPU without gradients a row's bits do not depend on T, if T is a
+    multiple of VECTOR: torch cuts what is longer than UNCUT among its threads, anywhere."""
+    rows = UNCUT // x_TX[:1].numel() // VECTOR * VECTOR if len(x_TX) else 0
+    if not rows or len(x_TX) <= rows or x_TX.is_cuda or torch.is_grad_enabled():
+        return function(x_TX)
+    return torch.cat([function(part) for part in x_TX.split(rows)])
+
+
+def gates(a_TV: Tensor, b_TV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tuple[Tensor, Tensor]:
+    """Return decay and beta [T, V], in float32 at least."""
+    dtype = torch.promote_types(a_TV.dtype, torch.float32)
+    rate_V = a_log_V.to(dtype).exp()
+    steps_TV = uncut(F.softplus, (a_TV.to(dtype) + dt_bias_V.to(dtype)).contiguous())
+    return -rate_V * steps_TV, uncut(torch.sigmoid, b_TV.to(dtype).contiguous())
+
+
+def gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Return the norm of each head times silu(z), [T, V, E] in z's dtype."""
+    normed_TVE = rms_norm(o_TVE, weight_E.to(o_TVE.dtype), eps)
+    return (normed_TVE * uncut(F.silu, z_TVE.to(o_TVE.dtype).contiguous())).to(z_TVE.dtype)
+
+
+def unit(x_TKD: Tensor) -> Tensor:
+    """Return each head's vector with length 1."""
+    return x_TKD * (x_TKD.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
+
+
+class _CausalConv(torch.autograd.Function):
+    """silu of the convolution. Rows whose window lies in their segment are shifts of the whole; the few others are
+    computed by themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, spans: Spans) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_CW)
+        ctx.spans = spans
+        return F.silu(_convolved(x_TC, weight_CW, spans)[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_TC, weight_CW = ctx.saved_tensors
+        y_TC, wide_TC, weight_WC = _convolved(x_TC, weight_CW, ctx.spans)
+        width = len(weight_WC)
+        rows_R, window_RW = ctx.spans.windows(width)
+        share_TC = torch.sigmoid(y_TC)
+        dy_TC = grads[0] * share_TC * (1 + y_TC * (1 - share_TC))
+        edge_RC = dy_TC[rows_R]
+        dy_TC[rows_R] = 0
+        dx_TC = F.pad(dy_TC * weight_WC[-1], (0, 0, 0, 1))  # and a row for what no token is
+        d_weight_WC = torch.einsum("rc,rwc->wc", edge_RC, _rows(wide_TC, window_RW))
+        d_weight_WC[-1] += (dy_TC * wide_TC).sum(0)
+        for back in range(1, width):
+            dx_TC[: -back - 1].addcmul_(dy_TC[back:], weight_WC[-1 - back])
+            d_weight_WC[-1 - back] += (dy_TC[back:] * wide_TC[:-back]).sum(0)
+        dx_TC.index_add_(0, window_RW.flatten(), (edge_RC[:, None] * weight_WC).flatten(0, 1))
+        return dx_TC[:-1].to(x_TC.dtype), d_weight_WC.T.to(weight_CW.dtype), None
+
+
+def _convolved(x_TC: Tensor, weight_CW: Tensor, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the convolution, and its operands as they are multiplied."""
+    wide = torch.promote_types(x_TC.dtype, torch.float32)
+    x_TC, weight_WC = x_TC.to(wide), weight_CW.to(wide).T
+    rows_R, window_RW = spans.windows(len(weight_WC))
+    y_TC = x_TC * weight_WC[-1]
+    for back in range(1, len(weight_WC)):
+        y_TC[back:].addcmul_(x_TC[:-back], weight_WC[-1 - back])
+    y_TC[rows_R] = (_rows(x_TC, window_RW) * weight_WC).sum(1)
+    return y_TC, x_TC, weight_WC
+
+
+def _rows(x_TC: Tensor, window_RW: Tensor) -> Tensor:
+    """Return the rows of each window, [R, W, C], zeros for T."""
+    inside = window_RW < len(x_TC)
+    return x_TC[window_RW.clamp_max(len(x_TC) - 1)] * inside[..., None]

@@ -1,0 +1,431 @@
+"""The gated delta rule: linear attention whose state forgets, and corrects what it holds. Recurrence, and by chunks.
+
+A head has a state S [D, E], which maps a key to the value that was stored for it. With decay_t = log of a factor in
+(0, 1] and beta_t in [0, 1]:
+
+    S'  = exp(decay_t) S_{t-1}
+    S_t = S' + beta_t k_t (v_t - S'^T k_t)^T          the value under k_t moves towards v_t
+    o_t = S_t^T q_t / sqrt(D)
+
+(Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, equation 10.) `reference_gated_delta` is that. By chunks of C
+tokens it becomes products of matrices (the same paper, section 3.3; the WY form of Bischof and Van Loan 1987). With
+c_i the sum of the decays of a chunk up to token i, G_ij = exp(c_i - c_j) for j <= i, else 0, and S the state before:
+
+    A_ij = beta_i G_ij k_i . k_j   for j < i, else 0
+    u, w = (1 + A)^-1 [beta v, beta exp(c) k]         one triangular solve, independent of S
+    x    = u - w S                                    the corrections that the chunk stores
+    o_i  = exp(c_i) S^T q_i + sum_j G_ij (q_i . k_j) x_j
+    S   <- exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j^T
+
+Only the last three lines go chunk by chunk, the scan; all else is done for all chunks at once. Backward is the scan in
+reverse, with P_ij = G_ij q_i . k_j, Q = exp(c) q, R = exp(c_C - c) k:
+
+    dx = P^T do + R dS             dS <- exp(c_C) dS + Q^T do - w^T dx
+
+and again products for all chunks at once: du = dx, dw = -dx S^T, dP = do x^T, dQ = do S^T, dR = x dS^T. It keeps the
+inputs, and computes the rest a second time.
+
+No exponent is above 0, so nothing overflows. A product of decays may underflow to 0: what it multiplies is forgotten,
+in the recurrence too. Sums c are float64, since a difference of two float32 sums near -100 would be off by 1e-5.
+
+Sequences are packed, each with a state before and after it, and gradients pass through both. A sequence may begin where
+another ended, by `parents` or by the states: so a beginning that several share is computed once.
+
+Deliberately absent, so far: a Triton kernel.
+
+Axes: T tokens of all sequences, B sequences, K query and key heads, V value heads (V / K to a key head, side by side),
+D dimension of a key, E of a value; X chunks, C tokens of a chunk (docs/notation.md).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+
+
+def gated_delta(
+    q_TKD: Tensor,
+    k_TKD: Tensor,
+    v_TVE: Tensor,
+    decay_TV: Tensor,
+    beta_TV: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    initial_state_BVDE: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return (o [T, V, E] in v's dtype, the states after the sequences [B, V, D, E], float32).
+
+    q, k: already normalised, where the model does so; any float dtype. decay: natural logs, at most 0. cu_seqlens:
+    B + 1 bounds of the sequences, from 0 to T. initial_state: before each sequence; None: zeros. chunk: tokens that are
+    computed together; it changes the result by rounding alone. Computed in float32, in float64 where v is. Raises
+    ValueError for shapes that do not go together.
+    """
+    bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
+    plan = plan_chunks(bounds, None, v_TVE.device, chunk)
+    (V, E), D = v_TVE.shape[1:], k_TKD.shape[2]
+    dtype = torch.promote_types(v_TVE.dtype, torch.float32)
+    if initial_state_BVDE is None:
+        initial_state_BVDE = v_TVE.new_zeros(len(bounds) - 1, V, D, E, dtype=dtype)
+    return gated_delta_planned(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE.to(dtype), plan)
+
+
+def gated_delta_planned(
+    q_TKD: Tensor,
+    k_TKD: Tensor,
+    v_TVE: Tensor,
+    decay_TV: Tensor,
+    beta_TV: Tensor,
+    initial_BVDE: Tensor,
+    plan: "ChunkPlan",
+) -> tuple[Tensor, Tensor]:
+    """As `gated_delta`, for a plan without parents. initial: float32, or wider where v is."""
+    out_TVE, ended_BVDE = _GatedDelta.apply(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_BVDE, plan)
+    # An empty sequence ends as it began.
+    return out_TVE, torch.cat([ended_BVDE, initial_BVDE[plan.empty_B]])[plan.final_B]
+
+
+def gated_delta_forest(
+    q_TKD: Tensor, k_TKD: Tensor, v_TVE: Tensor, decay_TV: Tensor, beta_TV: Tensor, plan: "ChunkPlan"
+) -> Tensor:
+    """As `gated_delta`, over segments of which each begins where its parent ended, a root at zeros; return o alone."""
+    out_TVE: Tensor = _GatedDelta.apply(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, None, plan)[0]
+    return out_TVE
+
+
+def reference_gated_delta(
+    q_TKD: Tensor,
+    k_TKD: Tensor,
+    v_TVE: Tensor,
+    decay_TV: Tensor,
+    beta_TV: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    initial_state_BVDE: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `gated_delta` does, token by token, in the tensors' own dtype."""
+    bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
+    (V, E), (K, D) = v_TVE.shape[1:], k_TKD.shape[1:]
+    q_TVD, k_TVD = (x.repeat_interleave(V // K, 1) for x in (q_TKD * D**-0.5, k_TKD))
+    out, final = [v_TVE.new_zeros(0, V, E)], [v_TVE.new_zeros(0, V, D, E)]
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        state = v_TVE.new_zeros(V, D, E) if initial_state_BVDE is None else initial_state_BVDE[number]
+        for t in range(start, stop):
+            state = decay_TV[t, :, None, None].exp() * state
+            correction_VE = v_TVE[t] - torch.einsum("vde,vd->ve", state, k_TVD[t])
+            state = state + torch.einsum("vd,ve->vde", beta_TV[t, :, None] * k_TVD[t], correction_VE)
+            out.append(torch.einsum("vde,vd->ve", state, q_TVD[t])[None])
+        final.append(state[None])
+    return torch.cat(out), torch.cat(final)
+
+
+# --- Which chunks are computed together
+
+
+class _Step(NamedTuple):
+    """A step of the scan, over `chunks` chunks. source: which of the last step's states each begins with, of the
+    initial ones in the first; None: the first of them, in order. ends: the places of those that end a sequence."""
+
+    chunks: int
+    source: Tensor | None
+    ends: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Chunks of packed sequences: the first of all that begin, then those that follow on them, and so on.
+
+    row_XC: the tokens of each chunk, T where it has fewer. place_T: where each token is in row_XC, flattened. final_B:
+    where the state after each sequence is among those that the steps ended, the empty sequences' behind them. empty_B:
+    the empty ones.
+    """
+
+    row_XC: Tensor
+    place_T: Tensor
+    steps: list[_Step]
+    final_B: Tensor
+    empty_B: Tensor
+
+    def chunked(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [T, heads, ..] as [X, heads, C, ..], rows of zeros behind a sequence's last token."""
+        filled = torch.cat([x.to(dtype), x.new_zeros(1, *x.shape[1:], dtype=dtype)])
+        return filled[self.row_XC].transpose(1, 2).contiguous()
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Return [X, heads, C, ..] as [T, heads, ..]."""
+        return x.transpose(1, 2).flatten(0, 1)[self.place_T]
+
+
+def plan_chunks(
+    bounds: Sequence[int], parents: Sequence[int] | None, device: torch.device, chunk: int = CHUNK
+) -> ChunkPlan:
+    """Plan for packed sequences. parents: the sequence at whose end each begins, -1: at none; None: all at none. A
+    sequence with a parent must not be empty, nor its parent."""
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    children: dict[int, list[int]] = {}
+    for n, parent in enumerate(parents or [-1] * len(lengths)):
+        children.setdefault(parent, []).append(n)
+    order = sorted((n for n in children.get(-1, []) if lengths[n]), key=lambda n: -lengths[n])
+    now = [(n, bounds[n], n) for n in order]  # sequence, first token, and where its state comes from
+    begins: list[tuple[int, int]] = []
+    steps: list[_Step] = []
+    ended: list[int] = []
+    while now:
+        begins += [(start, bounds[n + 1]) for n, start, _ in now]
+        ends = [place for place, (n, start, _) in enumerate(now) if start + chunk >= bounds[n + 1]]
+        ended += [now[place][0] for place in ends]
+        source = [found for _, _, found in now]
+        told = None if steps and source == list(range(len(now))) else sent(torch.tensor(source), device)
+        steps.append(_Step(len(now), told, sent(torch.tensor(ends, dtype=torch.int64), device)))
+        now = list(_following(now, chunk, bounds, children))
+    first_X1, stop_X1 = torch.tensor(begins, dtype=torch.int64).view(-1, 2).split(1, 1)
+    row_XC = first_X1 + torch.arange(chunk)
+    row_XC = torch.where(row_XC < stop_X1, row_XC, bounds[-1])
+    place_T = torch.empty(bounds[-1] + 1, dtype=torch.int64)
+    place_T[row_XC.flatten()] = torch.arange(row_XC.numel())
+    empty = [n for n, length in enumerate(lengths) if not length]
+    final_B, empty_B = (torch.tensor(x, dtype=torch.int64) for x in (ended + empty, empty))
+    put = (sent(x, device) for x in (row_XC, place_T[:-1], final_B.argsort(), empty_B))
+    row_XC, place_T, final_B, empty_B = put
+    return ChunkPlan(row_XC, place_T, steps, final_B, empty_B)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, to a GPU without waiting; on a CPU the tensor itself."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def _following(
+    now: Sequence[tuple[int, int, int]], chunk: int, bounds: Sequence[int], children: dict[int, list[int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the chunks of the next step, in the order of those that they follow on."""
+    for place, (n, start, _) in enumerate(now):
+        if start + chunk < bounds[n + 1]:
+            yield n, start + chunk, place
+        else:
+            yield from ((child, bounds[child], place) for child in children.get(n, ()))
+
+
+# --- The chunked form
+
+
+class _Chunks(NamedTuple):
+    """What is computed for all chunks at once, before the scan."""
+
+    q_XKCD: Tensor  # times D^-1/2
+    k_XKCD: Tensor
+    v_XVCE: Tensor
+    beta_XVC1: Tensor
+    gaps_XVCC: Tensor  # G
+    since_XVC1: Tensor  # exp(c)
+    left_XVC1: Tensor  # exp(c_C - c)
+    kk_XVCC: Tensor  # k k^T, of each value head
+    system_XVCC: Tensor  # A, with anything on and above the diagonal
+    within_XVCC: Tensor  # P
+    solved_XVCF: Tensor  # u and w side by side
+    queries_XVCD: Tensor  # Q
+    keys_XVCD: Tensor  # R
+
+
+def _by_value_head(x_XKCN: Tensor, heads: int) -> Tensor:
+    return x_XKCN if x_XKCN.shape[1] == heads else x_XKCN.repeat_interleave(heads // x_XKCN.shape[1], 1)
+
+
+def _by_key_head(x_XVCN: Tensor, heads: int) -> Tensor:
+    """Return the sum over the value heads of each key head."""
+    return x_XVCN if x_XVCN.shape[1] == heads else x_XVCN.unflatten(1, (heads, -1)).sum(2)
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, plan: ChunkPlan) -> _Chunks:
+    dtype, heads, D = torch.promote_types(v.dtype, torch.float32), v.shape[1], k.shape[2]
+    q_XKCD, k_XKCD, v_XVCE = (plan.chunked(x, dtype) for x in (q, k, v))
+    q_XKCD *= D**-0.5
+    beta_XVC1 = plan.chunked(beta, dtype)[..., None]
+    sum_XVC = plan.chunked(decay, torch.float64).cumsum(2)
+    later_CC = torch.ones(2 * [sum_XVC.shape[2]], dtype=torch.bool, device=v.device).triu(1)
+    gaps_XVCC = (sum_XVC[..., :, None] - sum_XVC[..., None, :]).to(dtype).masked_fill_(later_CC, -torch.inf).exp_()
+    since_XVC1, left_XVC1 = (x.to(dtype).exp()[..., None] for x in (sum_XVC, sum_XVC[..., -1:] - sum_XVC))
+    kk_XVCC = _by_value_head(k_XKCD @ k_XKCD.mT, heads)
+    system_XVCC = kk_XVCC * gaps_XVCC * beta_XVC1
+    k_XVCD = _by_value_head(k_XKCD, heads)
+    right_XVCF = torch.cat([beta_XVC1 * v_XVCE, beta_XVC1 * since_XVC1 * k_XVCD], -1)
+    solved_XVCF = torch.linalg.solve_triangular(system_XVCC, right_XVCF, upper=False, unitriangular=True)
+    within_XVCC = _by_value_head(q_XKCD @ k_XKCD.mT, heads) * gaps_XVCC
+    queries_XVCD, keys_XVCD = _by_value_head(q_XKCD, heads) * since_XVC1, k_XVCD * left_XVC1
+    gates = (beta_XVC1, gaps_XVCC, since_XVC1, left_XVC1)
+    products = (kk_XVCC, system_XVCC, within_XVCC, solved_XVCF, queries_XVCD, keys_XVCD)
+    return _Chunks(q_XKCD, k_XKCD, v_XVCE, *gates, *products)
+
+
+class _Scanned(NamedTuple):
+    """What the scan yields, chunks in order: the state before each (if kept), the corrections, o, and the states after
+    those that end a sequence."""
+
+    before_XVDE: Tensor | None
+    x_XVCE: Tensor
+    out_XVCE: Tensor
+    ended_BVDE: Tensor
+
+
+def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, plan: ChunkPlan, keep: bool) -> _Scanned:
+    E, D = chunks.v_XVCE.shape[-1], chunks.k_XKCD.shape[-1]
+    counts = [step.chunks for step in plan.steps]
+    u_XVCE, w_XVCD = chunks.solved_XVCF.split((E, D), -1)
+    whole_XV11 = chunks.since_XVC1[:, :, -1:]
+    split = (u_XVCE, w_XVCD, chunks.queries_XVCD, chunks.keys_XVCD, chunks.within_XVCC, whole_XV11)
+    V = u_XVCE.shape[1]
+    state = u_XVCE.new_zeros(counts[0] if counts else 0, V, D, E) if initial_BVDE is None else initial_BVDE
+    before, corrections, out, ended = [], [], [], []
+    for number, (step, u, w, q, k, within, whole) in enumerate(
+        zip(plan.steps, *(x.split(counts) for x in split), strict=True)
+    ):
+        if number or initial_BVDE is not None:
+            state = state[: step.chunks] if step.source is None else state.index_select(0, step.source)
+        x = u - w @ state
+        out.append(q @ state + within @ x)
+        if keep:
+            before.append(state)
+            corrections.append(x)
+        state = whole * state + k.mT @ x
+        ended.append(state.index_select(0, step.ends))
+
+    def joined(parts: list[Tensor], like: Tensor) -> Tensor:
+        return torch.cat(parts) if parts else like
+
+    nothing = u_XVCE.new_zeros(0, V, D, E)
+    return _Scanned(
+        joined(before, nothing) if keep else None,
+        joined(corrections, u_XVCE),
+        joined(out, u_XVCE),
+        joined(ended, nothing),
+    )
+
+
+class _GatedDelta(torch.autograd.Function):
+    """Forward returns o and the states after the sequences in the order in which they end, the empty ones left out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, initial: Tensor | None, plan: ChunkPlan
+    ) -> tuple[Tensor, Tensor]:
+        scanned = _scan(_prepare(q, k, v, decay, beta, plan), initial, plan, keep=False)
+        ctx.save_for_backward(q, k, v, decay, beta, initial)
+        ctx.plan = plan
+        return plan.packed(scanned.out_XVCE).to(v.dtype), scanned.ended_BVDE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, decay, beta, initial = ctx.saved_tensors
+        plan: ChunkPlan = ctx.plan
+        c = _prepare(q, k, v, decay, beta, plan)
+        scanned = _scan(c, initial, plan, keep=True)
+        state_XVDE, x_XVCE = scanned.before_XVDE, scanned.x_XVCE
+        assert state_XVDE is not None
+        E, D, K = c.v_XVCE.shape[-1], c.k_XKCD.shape[-1], c.k_XKCD.shape[1]
+        do_XVCE = plan.chunked(grads[0], x_XVCE.dtype)
+        dx_XVCE, after_XVDE, d_initial = _scan_back(c, do_XVCE, grads[1], initial, plan)
+
+        # The products of the scan, whose gradients need its states.
+        d_within = do_XVCE @ x_XVCE.mT
+        d_queries, d_keys = do_XVCE @ state_XVDE.mT, x_XVCE @ after_XVDE.mT
+        d_solved = torch.cat([dx_XVCE, -dx_XVCE @ state_XVDE.mT], -1)
+        whole_XV = c.since_XVC1[:, :, -1, 0]
+        d_last = whole_XV * (after_XVDE * state_XVDE).sum((-2, -1))
+
+        # The solve: of (1 + A) y = r, dr = (1 + A)^-T dy and dA = -dr y^T.
+        d_right = torch.linalg.solve_triangular(c.system_XVCC.mT, d_solved, upper=True, unitriangular=True)
+        d_system = -(d_right @ c.solved_XVCF.mT)
+        d_system = d_system.tril_(-1)
+        dv, d_read = d_right.split((E, D), -1)
+
+        d_kk = d_system * c.gaps_XVCC
+        d_beta = (d_kk * c.kk_XVCC).sum(-1) + (dv * c.v_XVCE).sum(-1)
+        d_kk *= c.beta_XVC1
+        between = d_system * c.system_XVCC + d_within * c.within_XVCC  # of log G
+        d_sum = between.sum(-1) - between.sum(-2)
+        d_read *= c.since_XVC1
+        read = (d_read * _by_value_head(c.k_XKCD, v.shape[1])).sum(-1)
+        d_beta += read
+        kept = (d_keys * c.keys_XVCD).sum(-1)
+        d_sum += c.beta_XVC1[..., 0] * read + (d_queries * c.queries_XVCD).sum(-1) - kept
+        d_sum[..., -1] += kept.sum(-1) + d_last
+        d_decay = d_sum.double().flip(2).cumsum(2).flip(2)
+
+        d_kk, d_qk = _by_key_head(d_kk, K), _by_key_head(d_within * c.gaps_XVCC, K)
+        dq = d_qk @ c.k_XKCD + _by_key_head(d_queries * c.since_XVC1, K)
+        dk = (d_kk + d_kk.mT) @ c.k_XKCD + d_qk.mT @ c.q_XKCD
+        dk += _by_key_head(d_read * c.beta_XVC1 + d_keys * c.left_XVC1, K)
+        slopes = (dq * D**-0.5, dk, dv * c.beta_XVC1, d_decay, d_beta)
+        found = (plan.packed(s).to(x.dtype) for s, x in zip(slopes, (q, k, v, decay, beta), strict=True))
+        return *found, d_initial, None
+
+
+def _scan_back(
+    c: _Chunks, do_XVCE: Tensor, ended_BVDE: Tensor, initial: Tensor | None, plan: ChunkPlan
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of the corrections, of the state after each chunk, and of the initial states."""
+    counts = [step.chunks for step in plan.steps]
+    D = c.k_XKCD.shape[-1]
+    w_XVCD, whole_XV11 = c.solved_XVCF[..., -D:], c.since_XVC1[:, :, -1:]
+    split = (c.within_XVCC.mT @ do_XVCE, c.queries_XVCD.mT @ do_XVCE, w_XVCD, c.keys_XVCD, whole_XV11)
+    steps = list(zip(plan.steps, *(x.split(counts) for x in split), strict=True))
+    ends = ended_BVDE.split([len(step.ends) for step in plan.steps])
+    corrections: list[Tensor] = []
+    after: list[Tensor] = []
+    carried: tuple[Tensor, _Step] | None = None  # the gradient of the states before the following step
+    for number in reversed(range(len(steps))):
+        step, dx, d_state, w, k, whole = steps[number]
+        later = _given_back(carried, (step.chunks, *d_state.shape[1:]), d_state)
+        later.index_add_(0, step.ends, ends[number].to(later.dtype))
+        dx = dx + k @ later
+        corrections.append(dx)
+        after.append(later)
+        carried = whole * later + d_state - w.mT @ dx, step
+    d_initial = None if initial is None else _given_back(carried, initial.shape, initial)
+    if not steps:
+        return do_XVCE, c.k_XKCD.new_zeros(0, do_XVCE.shape[1], D, do_XVCE.shape[-1]), d_initial
+    return torch.cat(corrections[::-1]), torch.cat(after[::-1]), d_initial
+
+
+def _given_back(carried: tuple[Tensor, _Step] | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return the gradient of a step's states, from that of the states with which the following step began."""
+    given = like.new_zeros(shape)
+    if carried is not None:
+        slope, step = carried
+        if step.source is None:
+            given[: step.chunks] = slope
+        else:
+            given.index_add_(0, step.source, slope)
+    return given
+
+
+def _bounds(
+    cu_seqlens: Tensor | Sequence[int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+) -> list[int]:
+    """Return the sequences' bounds. ValueError where something does not fit the rest."""
+    bounds = [int(bound) for bound in cu_seqlens]
+    if q.dim() != 3 or k.shape != q.shape or v.dim() != 3:
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [T, K, D] twice, [T, V, E]"
+        )
+    (T, K, D), (V, E) = k.shape, v.shape[1:]
+    if len(v) != T or V % K or decay.shape != (T, V) or beta.shape != (T, V):
+        raise ValueError(
+            f"v {list(v.shape)}, decay {list(decay.shape)}, beta {list(beta.shape)} beside k {list(k.shape)}; expected "
+            "[T, V, E], [T, V] and [T, V], V a multiple of K"
+        )
+    if not bounds or bounds[0] != 0 or bounds[-1] != T or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens is {bounds}; expected bounds that rise from 0 to {T}")
+    if state is not None and state.shape != (len(bounds) - 1, V, D, E):
+        raise ValueError(f"initial_state is {list(state.shape)}; expected {[len(bounds) - 1, V, D, E]}")
+    return bounds

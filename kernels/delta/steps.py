@@ -1,0 +1,204 @@
+"""The gated delta rule of a rollout: new rows against the states that a cache holds, token by token.
+
+With a = exp(decay), S the state before a token, and (k^T S, q^T S) from one product:
+
+    x = beta (v - a k^T S)        o = (a q^T S + (q . k) x) / sqrt(D)        S <- a S + k x^T
+
+(rule.py's recurrence, S read once and written once.) A row's bits depend on its own sequence alone, decoded or
+prefilled, in whatever pieces (CPU, float32): hence no chunks here. The convolution's sum has one order.
+
+A slot of the cache has a ring of R states: that behind n tokens lies at n mod R. So what is fed a second time reads
+what it read at first, and rows of drafts that did not come true are forgotten by going on from the last that did. The
+rows before the convolution lie in a ring of M = R + W - 1.
+
+Axes: T rows of the step, N runs of rows, one a sequence, B slots of the cache, X a list over several runs, C channels,
+W tokens that the convolution sees, K query and key heads, V value heads, D dimension of a key, E of a value.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thresher.kernels.delta.layer import DeltaInputs, uncut
+from thresher.kernels.delta.rule import ChunkPlan, gated_delta_planned, sent
+
+Ints = npt.NDArray[np.int64]
+
+
+class Rings(NamedTuple):
+    """One layer's states [B, R, V, D, E], float32, and rows before the convolution [B, M, C]."""
+
+    state_BRVDE: Tensor
+    rows_BMC: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRuns:
+    """Runs of a step, the longest first. All tensors are int64, and name places of the flat rings.
+
+    read_N, write_N: the states before and behind the runs. begin_X: rows before the runs, N * (W - 1), seen_X1 (bool):
+    whether there are such. window_WT: the rows that each row sees, among those and, behind them, the step's rows.
+    from_X, into_X: of the step's rows those to keep, and where. order_X: rows by their place in their run, `counts` of
+    each place. inner: at a place, the runs whose state behind that row is kept, too, and where. given_N: where
+    the runs are, in the order in which they were given.
+    """
+
+    read_N: Tensor
+    write_N: Tensor
+    begin_X: Tensor
+    seen_X1: Tensor
+    window_WT: Tensor
+    from_X: Tensor
+    into_X: Tensor
+    order_X: Tensor
+    counts: list[int]
+    inner: dict[int, tuple[Tensor, Tensor]]
+    given_N: Tensor
+
+
+def delta_runs(
+    slot_N: Ints, start_N: Ints, count_N: Ints, row_N: Ints, rows: int, sizes: tuple[int, int], device: torch.device
+) -> DeltaRuns:
+    """Lay out runs of `count_N` rows from position `start_N` on, which begin at `row_N` of a step's `rows`; rows of no
+    run may be anything. sizes: R and W."""
+    order_N = np.argsort(-count_N, kind="stable")
+    slot_N, start_N, count_N, row_N = slot_N[order_N], start_N[order_N], count_N[order_N], row_N[order_N]
+    (ring, width), runs = sizes, len(slot_N)
+    reach, held = width - 1, ring + width - 1
+    run_X = np.repeat(np.arange(runs), count_N)
+    within_X = np.arange(len(run_X)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
+    position_X, row_X = start_N[run_X] + within_X, row_N[run_X] + within_X
+
+    before_NR = start_N[:, None] - reach + np.arange(reach)
+    begin_NR = slot_N[:, None] * held + before_NR % held
+    window_WT = np.zeros((width, rows), np.int64)
+    for back in range(width):
+        offset_X = within_X - back
+        from_ring_X = run_X * reach + reach + offset_X
+        window_WT[width - 1 - back, row_X] = np.where(offset_X < 0, from_ring_X, runs * reach + row_X - back)
+    last_X = within_X >= count_N[run_X] - held
+    inner = {}
+    for place in range(max(int(count_N.max(initial=0)) - 1, 0)) if ring > 1 else ():
+        some = np.flatnonzero((count_N - 1 > place) & (count_N - ring <= place))
+        if len(some):
+            into = slot_N[some] * ring + (start_N[some] + place + 1) % ring
+            inner[place] = sent(torch.from_numpy(some), device), sent(torch.from_numpy(into), device)
+    read_N, write_N = (slot_N * ring + at_N % ring for at_N in (start_N, start_N + count_N))
+    into_X = (slot_N[run_X] * held + position_X % held)[last_X]
+    order_X = row_X[np.lexsort((run_X, within_X))]
+
+    def put(x: npt.NDArray[np.generic]) -> Tensor:
+        return sent(torch.from_numpy(x), device)
+
+    return DeltaRuns(
+        put(read_N),
+        put(write_N),
+        put(begin_NR.reshape(-1)),
+        put(before_NR.reshape(-1, 1) >= 0),
+        put(window_WT),
+        put(row_X[last_X]),
+        put(into_X),
+        put(order_X),
+        np.bincount(within_X).tolist(),
+        inner,
+        put(np.argsort(order_N)),
+    )
+
+
+def next_rows(
+    slot_B1: Tensor, start_B1: Tensor, count_B1: Tensor, spare: int, sizes: tuple[int, int], most: int
+) -> DeltaRuns:
+    """As `delta_runs`, of device tensors [B, 1]: up to `most` rows of each sequence, at least one, row by row of a
+    sequence; rows beyond its count are of none. spare: the slot that these write to."""
+    ring, width = sizes
+    device, runs, reach, held = slot_B1.device, len(slot_B1), width - 1, ring + width - 1
+    place_Q, reach_R = torch.arange(most, device=device), torch.arange(reach, device=device)
+    run_B1 = torch.arange(runs, device=device)[:, None]
+    before_BR = start_B1 - reach + reach_R
+    there_BQ = place_Q < count_B1
+    state_BQ = torch.where(there_BQ, slot_B1 * ring + (start_B1 + place_Q + 1) % ring, spare * ring)
+    into_BQ = torch.where(there_BQ, slot_B1 * held + (start_B1 + place_Q) % held, spare * held)
+    row_BQ = run_B1 * most + place_Q
+    window_WT = [
+        torch.where(place_Q < back, run_B1 * reach + reach + place_Q - back, runs * reach + row_BQ - back).flatten()
+        for back in reversed(range(width))
+    ]
+    return DeltaRuns(
+        (slot_B1 * ring + start_B1 % ring)[:, 0],
+        state_BQ[:, -1],
+        (slot_B1 * held + before_BR % held).flatten(),
+        before_BR.reshape(-1, 1) >= 0,
+        torch.stack(window_WT),
+        row_BQ.flatten(),
+        into_BQ.flatten(),
+        row_BQ.T.flatten(),
+        [runs] * most,
+        {place: (run_B1[:, 0], state_BQ[:, place]) for place in range(most - 1)},
+        given_N=run_B1[:, 0],
+    )
+
+
+def delta_steps(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns) -> Tensor:
+    """Return o [T, V, E] in float32, zeros for rows of no run, and update the rings in place."""
+    q_TKD, k_TKD, v_TVE = inputs.heads(_convolved(inputs, rings.rows_BMC, runs))
+    heads, (K, D) = v_TVE.shape[1], k_TKD.shape[1:]
+    q_TVD, k_TVD = (x.repeat_interleave(heads // K, 1) if heads > K else x for x in (q_TKD, k_TKD))
+    keep_TV11 = uncut(torch.exp, inputs.decay_TV)[..., None, None]
+    both_TV2D = torch.stack([k_TVD, q_TVD], 2)
+    match_TV1 = (q_TVD * k_TVD).sum(-1, keepdim=True)
+    states = rings.state_BRVDE.flatten(0, 1)
+    state_NVDE = states.index_select(0, runs.read_N)
+    rows = (both_TV2D, v_TVE, keep_TV11, inputs.beta_TV[..., None], match_TV1)
+    by_place = (x.index_select(0, runs.order_X).split(runs.counts) for x in rows)
+    parts = []
+    for place, (both, v, keep, beta, match) in enumerate(zip(*by_place, strict=True)):
+        state = state_NVDE[: len(v)]
+        read = _products(both.flatten(0, 1), state.flatten(0, 1)).view(*v.shape[:2], 2, -1) * keep
+        x = beta * (v - read[:, :, 0])
+        parts.append((read[:, :, 1] + match * x) * D**-0.5)
+        state.mul_(keep).addcmul_(both[:, :, 0, :, None], x[:, :, None])
+        if place in runs.inner:
+            some, into = runs.inner[place]
+            states.index_copy_(0, into, state.index_select(0, some))
+    out_TVE = torch.zeros_like(v_TVE)
+    if parts:
+        out_TVE.index_copy_(0, runs.order_X, torch.cat(parts))
+        states.index_copy_(0, runs.write_N, state_NVDE)
+    return out_TVE
+
+
+def delta_prefill(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns, plan: ChunkPlan) -> Tensor:
+    """As `delta_steps` by chunks, which is faster on a GPU: rows of runs that nothing is drawn behind, so that the
+    state behind the last one alone is kept. plan: of the runs as they were given, one after the other from row 0 on."""
+    q_TKD, k_TKD, v_TVE = inputs.heads(_convolved(inputs, rings.rows_BMC, runs))
+    states = rings.state_BRVDE.flatten(0, 1)
+    before_NVDE = states.index_select(0, runs.read_N.index_select(0, runs.given_N))
+    out_TVE, after_NVDE = gated_delta_planned(q_TKD, k_TKD, v_TVE, inputs.decay_TV, inputs.beta_TV, before_NVDE, plan)
+    states.index_copy_(0, runs.write_N.index_select(0, runs.given_N), after_NVDE)
+    return out_TVE
+
+
+def _products(left_X2D: Tensor, right_XDE: Tensor) -> Tensor:
+    """torch.bmm, whose bits do not depend on X: a lone matrix goes to another routine than a batch."""
+    if len(left_X2D) > 1:
+        return torch.bmm(left_X2D, right_XDE)
+    return torch.bmm(left_X2D.expand(2, -1, -1), right_XDE.expand(2, -1, -1))[:1]
+
+
+def _convolved(inputs: DeltaInputs, rows_BMC: Tensor, runs: DeltaRuns) -> Tensor:
+    """Return silu of the convolution, [T, C] in float32, and update the ring of rows."""
+    ring_XC = rows_BMC.flatten(0, 1)
+    source_XC = torch.cat([ring_XC.index_select(0, runs.begin_X) * runs.seen_X1, inputs.mixed_TC])
+    ring_XC.index_copy_(0, runs.into_X, inputs.mixed_TC.index_select(0, runs.from_X))
+    wide = torch.promote_types(source_XC.dtype, torch.float32)
+    weight_WC = inputs.conv_CW.to(wide).T
+    total_TC = source_XC.index_select(0, runs.window_WT[0]).to(wide) * weight_WC[0]
+    for window_T, weight_C in zip(runs.window_WT[1:], weight_WC[1:], strict=True):
+        # Two operations, since a fused one would round in another way where a vector ends.
+        total_TC = total_TC + source_XC.index_select(0, window_T).to(wide) * weight_C
+    return uncut(F.silu, total_TC)
