@@ -187,6 +187,32 @@ class Attention(
         leave(failure(rows))
 
 
+class Delta(
+    Command,
+    group=BENCH,
+    help="time the gated delta rule of Qwen3.5, beside peers",
+    place=27,
+    example="thresher bench delta --peer transformers",
+):
+    peer: Annotated[Literal["transformers", "fla", "both", "none"], "who is measured beside ours"] = "both"
+    sequences: Annotated[Count, "N", "default: 8"] = 8
+    length: Annotated[Count, "N", "tokens of each; default: 512"] = 512
+    key_heads: Annotated[Count, "N", "default: 16, Qwen3.5-0.8B's"] = 16
+    value_heads: Annotated[Count, "N", "a multiple of --key-heads; default: 16"] = 16
+    dim: Annotated[Count, "N", "of a head's keys and values; default: 128"] = 128
+    rounds: Annotated[Count, "N", "of each side; default: 9"] = 9
+    device: WhereThereIsOne = None
+    dtype: ByDevice = None
+    out: Rows = None
+
+    def __call__(self) -> None:
+        from thresher.bench.delta import DeltaBench, failure, run_delta_bench
+
+        row = run_delta_bench(flags.fill(DeltaBench, self), self.out)
+        console.answer(row)
+        leave(failure(row))
+
+
 class Retrieval(
     Command,
     group=BENCH,

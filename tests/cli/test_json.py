@@ -57,6 +57,12 @@ SHOWN = {
 LONG: dict[str, tuple[str, str, Any, str]] = {
     "bench step": ("thresher.bench.step", "run_step_bench", {"ours": 1}, "ours"),
     "bench train": ("thresher.bench.train", "run_train_bench", [{}], "rows"),
+    "bench delta": (
+        "thresher.bench.delta",
+        "run_delta_bench",
+        {"sides": {"ours": {"error": 0}}, "dtype": "float32"},
+        "sides",
+    ),
     "bench rollout": ("thresher.bench.rollout", "run_rollout_bench", [{}], "rows"),
     "bench decode": ("thresher.bench.decode", "run_decode_bench", [{}], "rows"),
     "bench attention": ("thresher.bench.attention", "run_attention_bench", [], "rows"),
