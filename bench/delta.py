@@ -157,7 +157,8 @@ def _recurrence(bench: DeltaBench, tensors: Tensors) -> tuple[Tensor, Tensor]:
     B, L = bench.sequences, bench.length
 
     def beside(x: Tensor) -> Tensor:
-        return x.unflatten(0, (B, L)).transpose(0, 1).flatten(1, 2)
+        flat: Tensor = x.unflatten(0, (B, L)).transpose(0, 1).flatten(1, 2)
+        return flat
 
     q, k, v, decay, beta = map(beside, tensors)
     out, final = reference_gated_delta(q, k, v, decay, beta, [0, L])
@@ -176,8 +177,7 @@ def _peer(name: str, bench: DeltaBench, device: torch.device) -> Run:
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta = (x.unflatten(0, (bench.sequences, bench.length)) for x in tensors)
         out, final = rule(q, k, v, g=decay, beta=beta, output_final_state=True)
-        out_TVE: Tensor = out.flatten(0, 1)
-        return out_TVE, final
+        return out.flatten(0, 1), final
 
     return run
 

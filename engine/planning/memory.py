@@ -50,6 +50,7 @@ from thresher.engine.decoding.kv_cache import DeltaStates, PagedKV
 from thresher.engine.packing import group_tokens, worth_sharing
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
+from thresher.kernels.delta.rule import WORKSPACE_BYTES as WORKSPACE
 from thresher.kernels.logprob import MOST_ROWS, WORKSPACE_BYTES, default_chunk_rows
 from thresher.kernels.operands import SLAB_BYTES
 from thresher.policy.config import FULL, LINEAR, ModelConfig, read_config
@@ -303,11 +304,13 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
     total = 2 * norm_bytes(config, setting) + input_of(hidden, "gate", "up")
     if kind.name == LINEAR:
         assert config.delta is not None
-        values = config.delta.num_value_heads * config.delta.value_head_dim
+        channels, heads, key_heads = config.delta.channels, config.delta.num_value_heads, config.delta.num_key_heads
+        values = heads * config.delta.value_head_dim
         total += input_of(hidden, "linear_qkv", "linear_z", "linear_b", "linear_a") + input_of(values, "linear_out")
-        # The projections; the convolution's output; q and k of length 1; of the gated norm o, its norm, z and silu(z).
-        keys = config.delta.channels - values
-        total += e * (kind.maps["linear_qkv"][0] + values) + FP32 * (config.delta.channels + keys + 4 * values)
+        # The projections; the convolution's output; q and k of length 1, and by what they were divided; of the gated
+        # norm o, o by its length, times the weight, z and silu(z); the gates. With adapters it is less.
+        total += e * (channels + values + 2 * heads)
+        total += FP32 * (channels + (channels - values) + 2 * key_heads + 5 * values + 5 * heads)
     else:
         # q, k and v as attention has them, o, log-sum-exp
         total += input_of(hidden, "q", "k", "v") + e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
@@ -316,7 +319,9 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
         else:
             total += input_of(q, "o")  # o once more, without padding
         if config.layer_types:
-            total += 2 * e * q + FP32 * (q + kv)  # a gate and what it multiplies; what the norms of heads divide
+            # What the norms of heads take, divided by its length, and that length; a gate, and what it multiplies.
+            total += (e * (q + 2 * kv) if e == FP32 else FP32 * (q + kv)) + FP32 * (q + kv)
+            total += FP32 * (config.num_attention_heads + config.num_key_value_heads) + 2 * e * q
     total += (2 if setting.cuda else 3) * e * inner + input_of(inner, "down")
     if setting.adapters is not None:
         rank, targets = setting.adapters
@@ -327,9 +332,10 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
 def norm_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """Return what autograd keeps of one norm, in bytes a token."""
     hidden = config.hidden_size
-    if setting.cuda:
+    if setting.cuda and not config.layer_types:
         return setting.item * hidden
-    return FP32 * hidden + FP32 + (setting.item * hidden if setting.adapters is None else 0)
+    gained = FP32 if config.layer_types else setting.item  # with an offset the weight is float32
+    return FP32 * hidden + FP32 + (gained * hidden if setting.adapters is None else 0)
 
 
 def activation_bytes(config: ModelConfig, setting: PlanSetting, checkpointed: bool) -> int:
@@ -352,6 +358,8 @@ def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     are more."""
     hidden, inner = config.hidden_size, config.intermediate_size
     gate = setting.item * (2 * inner + hidden)
+    if config.layer_types:  # the gradients of a norm in float32; kernels/delta/rule.py bounds what it holds
+        return max(gate, 5 * FP32 * hidden + setting.item * hidden)
     return gate if setting.cuda or setting.item == FP32 else max(gate, 5 * FP32 * hidden + setting.item * hidden)
 
 
@@ -497,6 +505,7 @@ def _update(
         gradients += head if several and trains_head and not offloaded else 0
     now = before | layers | {"gradients": gradients}
     own, in_layer = before["working memory"], tokens * backward_bytes(config, s)
+    in_layer += WORKSPACE["cuda" if s.cuda else "cpu"] if config.delta_layers else 0
     largest = s.item * max(map(prod, _shapes(config)[0])) if trains_head and several else 0
     found = {
         "loss": now | {"activations": activations, "loss workspace": loss_workspace(config, s, int(in_loss))},

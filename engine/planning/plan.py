@@ -140,8 +140,9 @@ def _largest(config: ModelConfig, setting: PlanSetting, memory: int) -> dict[str
     rollout = demand(config, setting, memory, checkpointed=False).phases["rollout"]
     _, least = kv_tokens(setting)
     rest = sum(rollout.values()) - rollout["KV pool"]
-    room = (memory - rest) // kv_bytes(config, setting.item)
-    held = rollout["KV pool"] // kv_bytes(config, setting.item) if setting.cuda else room
+    a_token = max(kv_bytes(config, setting.item), 1)  # of a model without attention nothing is kept
+    room = (memory - rest) // a_token
+    held = rollout["KV pool"] // a_token if setting.cuda else room
     found["rollout.kv_tokens"] = held if least <= room else None
     return {name: value for name, value in found.items() if value is not None}
 

@@ -7,6 +7,7 @@ or trained on the strings of JSONL files. Or a trained model with more layers on
 import tomllib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from thresher.common.files import read_json_object, staged_folder
 from thresher.common.hashes import write_hashes
 from thresher.common.jsonl import iter_jsonl
 from thresher.engine.assemble import check_fit
-from thresher.policy.config import config_from_dict, known_keys
+from thresher.policy.config import LARGEST_LAYERS, config_from_dict, known_keys
 from thresher.policy.model import Policy, init_policy, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
@@ -63,8 +64,10 @@ def initialise(
         tokenizer = train_bpe(_strings(train_on), vocab_size, [END_OF_TEXT])
         table["vocab_size"] = -(-tokenizer.vocab_size // ROUND) * ROUND
         table["eos_token_id"] = table["bos_token_id"] = table["pad_token_id"] = tokenizer.token_id(END_OF_TEXT)
-    if table.get("layer_types") is not None and "layer_types" not in {text.partition("=")[0] for text in overrides}:
-        table.pop("layer_types")  # written per layer, and refused if the number of layers was overridden
+    types, layers = table.get("layer_types"), table.get("num_hidden_layers")
+    if isinstance(types, list) and types and isinstance(layers, int) and "layer_types" not in dict(changes):
+        # Written per layer: of fewer or more they go on as they begin.
+        table["layer_types"] = list(islice(cycle(types), min(layers, LARGEST_LAYERS)))
     config = config_from_dict(whole, str(config_path))
     policy = init_policy(config, seed, embedding_std=embedding_std, zero_outputs=zero_outputs)
     return write_model(policy, tokenizer, out) | {"seed": seed}

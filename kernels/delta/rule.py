@@ -12,7 +12,7 @@ tokens it becomes products of matrices (the same paper, section 3.3; the WY form
 c_i the sum of the decays of a chunk up to token i, G_ij = exp(c_i - c_j) for j <= i, else 0, and S the state before:
 
     A_ij = beta_i G_ij k_i . k_j   for j < i, else 0
-    u, w = (1 + A)^-1 [beta v, beta exp(c) k]         one triangular solve, independent of S
+    u, w = (1 + A)^-1 [beta v, beta exp(c) k]         independent of S
     x    = u - w S                                    the corrections that the chunk stores
     o_i  = exp(c_i) S^T q_i + sum_j G_ij (q_i . k_j) x_j
     S   <- exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j^T
@@ -46,6 +46,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
+# What backward may hold of the heads that it computes at a time: on a CPU little, to stay in its caches.
+WORKSPACE_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 
 def gated_delta(
@@ -139,25 +141,36 @@ class _Step(NamedTuple):
 class ChunkPlan:
     """Chunks of packed sequences: the first of all that begin, then those that follow on them, and so on.
 
-    row_XC: the tokens of each chunk, T where it has fewer. place_T: where each token is in row_XC, flattened. final_B:
-    where the state after each sequence is among those that the steps ended, the empty sequences' behind them. empty_B:
-    the empty ones.
+    row_XC: the tokens of each chunk, 0 where it has fewer. short_X: the chunks that have fewer, missing_XC: which those
+    lack. chunk_T, place_T: each token's chunk and its place there. final_B: where the state after each sequence is
+    among those that the steps ended, the empty sequences' behind them. empty_B: the empty ones.
     """
 
     row_XC: Tensor
+    short_X: Tensor
+    missing_XC: Tensor
+    chunk_T: Tensor
     place_T: Tensor
     steps: list[_Step]
     final_B: Tensor
     empty_B: Tensor
 
-    def chunked(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [T, heads, ..] as [X, heads, C, ..], rows of zeros behind a sequence's last token."""
-        filled = torch.cat([x.to(dtype), x.new_zeros(1, *x.shape[1:], dtype=dtype)])
-        return filled[self.row_XC].transpose(1, 2).contiguous()
+    def chunked(self, x: Tensor, heads: slice, dtype: torch.dtype) -> Tensor:
+        """Return some heads of [T, heads, ..] as [X, heads, C, ..], zeros behind a sequence's last token."""
+        some_V = torch.arange(heads.start, heads.stop, device=x.device)
+        place_XVC = self.row_XC[:, None] * x.shape[1] + some_V[:, None]
+        taken = x.flatten(0, 1).index_select(0, place_XVC.flatten()).view(*place_XVC.shape, *x.shape[2:]).to(dtype)
+        if len(self.short_X):
+            missing = self.missing_XC[self.short_X][:, None].unflatten(-1, (-1, *[1] * (taken.dim() - 3)))
+            taken[self.short_X] = taken[self.short_X].masked_fill(missing, 0)
+        return taken
 
     def packed(self, x: Tensor) -> Tensor:
         """Return [X, heads, C, ..] as [T, heads, ..]."""
-        return x.transpose(1, 2).flatten(0, 1)[self.place_T]
+        heads, chunk = x.shape[1:3]
+        head_V = torch.arange(heads, device=x.device)
+        place_TV = (self.chunk_T[:, None] * heads + head_V) * chunk + self.place_T[:, None]
+        return x.flatten(0, 2).index_select(0, place_TV.flatten()).view(*place_TV.shape, *x.shape[3:])
 
 
 def plan_chunks(
@@ -184,14 +197,22 @@ def plan_chunks(
         now = list(_following(now, chunk, bounds, children))
     first_X1, stop_X1 = torch.tensor(begins, dtype=torch.int64).view(-1, 2).split(1, 1)
     row_XC = first_X1 + torch.arange(chunk)
-    row_XC = torch.where(row_XC < stop_X1, row_XC, bounds[-1])
-    place_T = torch.empty(bounds[-1] + 1, dtype=torch.int64)
-    place_T[row_XC.flatten()] = torch.arange(row_XC.numel())
+    there_XC = row_XC < stop_X1
+    place_T = torch.empty(bounds[-1], dtype=torch.int64)
+    place_T[row_XC[there_XC]] = torch.arange(row_XC.numel()).view_as(row_XC)[there_XC]
+    short_X = torch.nonzero(~there_XC[:, -1])[:, 0]
     empty = [n for n, length in enumerate(lengths) if not length]
     final_B, empty_B = (torch.tensor(x, dtype=torch.int64) for x in (ended + empty, empty))
-    put = (sent(x, device) for x in (row_XC, place_T[:-1], final_B.argsort(), empty_B))
-    row_XC, place_T, final_B, empty_B = put
-    return ChunkPlan(row_XC, place_T, steps, final_B, empty_B)
+    return ChunkPlan(
+        row_XC=sent(torch.where(there_XC, row_XC, 0), device),
+        short_X=sent(short_X, device),
+        missing_XC=sent(~there_XC, device),
+        chunk_T=sent(place_T // chunk, device),
+        place_T=sent(place_T % chunk, device),
+        steps=steps,
+        final_B=sent(final_B.argsort(), device),
+        empty_B=sent(empty_B, device),
+    )
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
@@ -226,6 +247,7 @@ class _Chunks(NamedTuple):
     kk_XVCC: Tensor  # k k^T, of each value head
     system_XVCC: Tensor  # A, with anything on and above the diagonal
     within_XVCC: Tensor  # P
+    inverse_XVCC: Tensor  # (1 + A)^-1
     solved_XVCF: Tensor  # u and w side by side
     queries_XVCD: Tensor  # Q
     keys_XVCD: Tensor  # R
@@ -240,12 +262,13 @@ def _by_key_head(x_XVCN: Tensor, heads: int) -> Tensor:
     return x_XVCN if x_XVCN.shape[1] == heads else x_XVCN.unflatten(1, (heads, -1)).sum(2)
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, plan: ChunkPlan) -> _Chunks:
-    dtype, heads, D = torch.promote_types(v.dtype, torch.float32), v.shape[1], k.shape[2]
-    q_XKCD, k_XKCD, v_XVCE = (plan.chunked(x, dtype) for x in (q, k, v))
+def _prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, few: "_Heads", plan: ChunkPlan) -> _Chunks:
+    dtype, D = torch.promote_types(v.dtype, torch.float32), k.shape[2]
+    q_XKCD, k_XKCD = (plan.chunked(x, few.keys, dtype) for x in (q, k))
     q_XKCD *= D**-0.5
-    beta_XVC1 = plan.chunked(beta, dtype)[..., None]
-    sum_XVC = plan.chunked(decay, torch.float64).cumsum(2)
+    v_XVCE, beta_XVC1 = plan.chunked(v, few.values, dtype), plan.chunked(beta, few.values, dtype)[..., None]
+    sum_XVC = plan.chunked(decay, few.values, torch.float64).cumsum(2)
+    heads = v_XVCE.shape[1]
     later_CC = torch.ones(2 * [sum_XVC.shape[2]], dtype=torch.bool, device=v.device).triu(1)
     gaps_XVCC = (sum_XVC[..., :, None] - sum_XVC[..., None, :]).to(dtype).masked_fill_(later_CC, -torch.inf).exp_()
     since_XVC1, left_XVC1 = (x.to(dtype).exp()[..., None] for x in (sum_XVC, sum_XVC[..., -1:] - sum_XVC))
@@ -253,25 +276,27 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, plan:
     system_XVCC = kk_XVCC * gaps_XVCC * beta_XVC1
     k_XVCD = _by_value_head(k_XKCD, heads)
     right_XVCF = torch.cat([beta_XVC1 * v_XVCE, beta_XVC1 * since_XVC1 * k_XVCD], -1)
-    solved_XVCF = torch.linalg.solve_triangular(system_XVCC, right_XVCF, upper=False, unitriangular=True)
+    one_CC = torch.eye(sum_XVC.shape[2], dtype=dtype, device=v.device)
+    inverse_XVCC = torch.linalg.solve_triangular(system_XVCC, one_CC, upper=False, unitriangular=True)
+    solved_XVCF = inverse_XVCC @ right_XVCF
     within_XVCC = _by_value_head(q_XKCD @ k_XKCD.mT, heads) * gaps_XVCC
     queries_XVCD, keys_XVCD = _by_value_head(q_XKCD, heads) * since_XVC1, k_XVCD * left_XVC1
     gates = (beta_XVC1, gaps_XVCC, since_XVC1, left_XVC1)
-    products = (kk_XVCC, system_XVCC, within_XVCC, solved_XVCF, queries_XVCD, keys_XVCD)
+    products = (kk_XVCC, system_XVCC, within_XVCC, inverse_XVCC, solved_XVCF, queries_XVCD, keys_XVCD)
     return _Chunks(q_XKCD, k_XKCD, v_XVCE, *gates, *products)
 
 
 class _Scanned(NamedTuple):
-    """What the scan yields, chunks in order: the state before each (if kept), the corrections, o, and the states after
-    those that end a sequence."""
+    """What the scan yields, chunks in order: in forward o, and the states after those that end a sequence; in backward
+    the state before each, and the corrections."""
 
-    before_XVDE: Tensor | None
-    x_XVCE: Tensor
     out_XVCE: Tensor
     ended_BVDE: Tensor
+    before_XVDE: Tensor
+    x_XVCE: Tensor
 
 
-def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, plan: ChunkPlan, keep: bool) -> _Scanned:
+def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, plan: ChunkPlan, backward: bool) -> _Scanned:
     E, D = chunks.v_XVCE.shape[-1], chunks.k_XKCD.shape[-1]
     counts = [step.chunks for step in plan.steps]
     u_XVCE, w_XVCD = chunks.solved_XVCF.split((E, D), -1)
@@ -286,82 +311,122 @@ def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, plan: ChunkPlan, keep: b
         if number or initial_BVDE is not None:
             state = state[: step.chunks] if step.source is None else state.index_select(0, step.source)
         x = u - w @ state
-        out.append(q @ state + within @ x)
-        if keep:
+        if backward:
             before.append(state)
             corrections.append(x)
-        state = whole * state + k.mT @ x
-        ended.append(state.index_select(0, step.ends))
+        else:
+            out.append((q @ state).add_(within @ x))
+        state = (whole * state).add_(k.mT @ x)
+        if not backward:
+            ended.append(state.index_select(0, step.ends))
 
     def joined(parts: list[Tensor], like: Tensor) -> Tensor:
         return torch.cat(parts) if parts else like
 
     nothing = u_XVCE.new_zeros(0, V, D, E)
-    return _Scanned(
-        joined(before, nothing) if keep else None,
-        joined(corrections, u_XVCE),
-        joined(out, u_XVCE),
-        joined(ended, nothing),
-    )
+    return _Scanned(joined(out, u_XVCE), joined(ended, nothing), joined(before, nothing), joined(corrections, u_XVCE))
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Forward returns o and the states after the sequences in the order in which they end, the empty ones left out."""
+    """Forward returns o and the states after the sequences in the order in which they end, the empty ones left out.
+    Heads do not know each other, so that a few are computed at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, initial: Tensor | None, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
-        scanned = _scan(_prepare(q, k, v, decay, beta, plan), initial, plan, keep=False)
         ctx.save_for_backward(q, k, v, decay, beta, initial)
         ctx.plan = plan
-        return plan.packed(scanned.out_XVCE).to(v.dtype), scanned.ended_BVDE
+        out, ended = [], []
+        for few in _few_heads(k, v, plan):
+            scanned = _scan(_prepare(q, k, v, decay, beta, few, plan), few.states(initial), plan, backward=False)
+            out.append(plan.packed(scanned.out_XVCE).to(v.dtype))
+            ended.append(scanned.ended_BVDE)
+        return torch.cat(out, 1), torch.cat(ended, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, decay, beta, initial = ctx.saved_tensors
-        plan: ChunkPlan = ctx.plan
-        c = _prepare(q, k, v, decay, beta, plan)
-        scanned = _scan(c, initial, plan, keep=True)
-        state_XVDE, x_XVCE = scanned.before_XVDE, scanned.x_XVCE
-        assert state_XVDE is not None
-        E, D, K = c.v_XVCE.shape[-1], c.k_XKCD.shape[-1], c.k_XKCD.shape[1]
-        do_XVCE = plan.chunked(grads[0], x_XVCE.dtype)
-        dx_XVCE, after_XVDE, d_initial = _scan_back(c, do_XVCE, grads[1], initial, plan)
+        d_out, d_ended = grads
+        found = [
+            _slopes(q, k, v, decay, beta, initial, d_out, d_ended, few, ctx.plan) for few in _few_heads(k, v, ctx.plan)
+        ]
+        *slopes, d_initial = (None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        return *slopes, d_initial, None
 
-        # The products of the scan, whose gradients need its states.
-        d_within = do_XVCE @ x_XVCE.mT
-        d_queries, d_keys = do_XVCE @ state_XVDE.mT, x_XVCE @ after_XVDE.mT
-        d_solved = torch.cat([dx_XVCE, -dx_XVCE @ state_XVDE.mT], -1)
-        whole_XV = c.since_XVC1[:, :, -1, 0]
-        d_last = whole_XV * (after_XVDE * state_XVDE).sum((-2, -1))
 
-        # The solve: of (1 + A) y = r, dr = (1 + A)^-T dy and dA = -dr y^T.
-        d_right = torch.linalg.solve_triangular(c.system_XVCC.mT, d_solved, upper=True, unitriangular=True)
-        d_system = -(d_right @ c.solved_XVCF.mT)
-        d_system = d_system.tril_(-1)
-        dv, d_read = d_right.split((E, D), -1)
+class _Heads(NamedTuple):
+    """Some key heads, and the value heads that are theirs."""
 
-        d_kk = d_system * c.gaps_XVCC
-        d_beta = (d_kk * c.kk_XVCC).sum(-1) + (dv * c.v_XVCE).sum(-1)
-        d_kk *= c.beta_XVC1
-        between = d_system * c.system_XVCC + d_within * c.within_XVCC  # of log G
-        d_sum = between.sum(-1) - between.sum(-2)
-        d_read *= c.since_XVC1
-        read = (d_read * _by_value_head(c.k_XKCD, v.shape[1])).sum(-1)
-        d_beta += read
-        kept = (d_keys * c.keys_XVCD).sum(-1)
-        d_sum += c.beta_XVC1[..., 0] * read + (d_queries * c.queries_XVCD).sum(-1) - kept
-        d_sum[..., -1] += kept.sum(-1) + d_last
-        d_decay = d_sum.double().flip(2).cumsum(2).flip(2)
+    keys: slice
+    values: slice
 
-        d_kk, d_qk = _by_key_head(d_kk, K), _by_key_head(d_within * c.gaps_XVCC, K)
-        dq = d_qk @ c.k_XKCD + _by_key_head(d_queries * c.since_XVC1, K)
-        dk = (d_kk + d_kk.mT) @ c.k_XKCD + d_qk.mT @ c.q_XKCD
-        dk += _by_key_head(d_read * c.beta_XVC1 + d_keys * c.left_XVC1, K)
-        slopes = (dq * D**-0.5, dk, dv * c.beta_XVC1, d_decay, d_beta)
-        found = (plan.packed(s).to(x.dtype) for s, x in zip(slopes, (q, k, v, decay, beta), strict=True))
-        return *found, d_initial, None
+    def states(self, states_BVDE: Tensor | None) -> Tensor | None:
+        return None if states_BVDE is None else states_BVDE[:, self.values]
+
+
+def _few_heads(k: Tensor, v: Tensor, plan: ChunkPlan) -> list[_Heads]:
+    """Cut the heads so that what backward holds of some is at most WORKSPACE_BYTES."""
+    (K, D), (V, E) = k.shape[1:], v.shape[1:]
+    chunks, chunk = plan.row_XC.shape
+    held = chunks * (2 * D * E + chunk * (9 * chunk + 8 * D + 7 * E)) * v.element_size() * (V // K)
+    each = min(max(int(WORKSPACE_BYTES[v.device.type] // max(held, 1)), 1), K)
+    each = -(-K // -(-K // each))  # as many at a time, in as many turns
+    bounds = [*range(0, K, each), K]
+    return [_Heads(slice(a, b), slice(a * V // K, b * V // K)) for a, b in pairwise(bounds)]
+
+
+def _slopes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    initial: Tensor | None,
+    d_out: Tensor,
+    d_ended: Tensor,
+    few: _Heads,
+    plan: ChunkPlan,
+) -> tuple[Tensor | None, ...]:
+    """Return some heads' gradients of the first six, from those of o and of the states that `_GatedDelta` returns."""
+    c, initial = _prepare(q, k, v, decay, beta, few, plan), few.states(initial)
+    *_, state_XVDE, x_XVCE = _scan(c, initial, plan, backward=True)
+    (V, E), (K, D) = c.v_XVCE.shape[1::2], c.k_XKCD.shape[1::2]
+    do_XVCE = plan.chunked(d_out, few.values, x_XVCE.dtype)
+    dx_XVCE, after_XVDE, d_initial = _scan_back(c, do_XVCE, d_ended[:, few.values], initial, plan)
+
+    # The products of the scan, whose gradients need its states.
+    d_within = do_XVCE @ x_XVCE.mT
+    d_queries, d_keys = do_XVCE @ state_XVDE.mT, x_XVCE @ after_XVDE.mT
+    d_solved = torch.cat([dx_XVCE, -dx_XVCE @ state_XVDE.mT], -1)
+    whole_XV = c.since_XVC1[:, :, -1, 0]
+    d_last = whole_XV * (after_XVDE * state_XVDE).sum((-2, -1))
+
+    # The solve: of (1 + A) y = r, dr = (1 + A)^-T dy and dA = -dr y^T.
+    d_right = c.inverse_XVCC.mT @ d_solved
+    d_system = (d_right @ c.solved_XVCF.mT).neg_().tril_(-1)
+    dv, d_read = d_right.split((E, D), -1)
+
+    d_kk = d_system * c.gaps_XVCC
+    d_beta = (d_kk * c.kk_XVCC).sum(-1) + (dv * c.v_XVCE).sum(-1)
+    d_kk *= c.beta_XVC1
+    between = d_system * c.system_XVCC + d_within * c.within_XVCC  # of log G
+    d_sum = between.sum(-1) - between.sum(-2)
+    d_read *= c.since_XVC1
+    read = (d_read * _by_value_head(c.k_XKCD, V)).sum(-1)
+    d_beta += read
+    kept = (d_keys * c.keys_XVCD).sum(-1)
+    d_sum += c.beta_XVC1[..., 0] * read + (d_queries * c.queries_XVCD).sum(-1) - kept
+    d_sum[..., -1] += kept.sum(-1) + d_last
+    d_decay = d_sum.double().flip(2).cumsum(2).flip(2)
+
+    d_kk, d_qk = _by_key_head(d_kk, K), _by_key_head(d_within * c.gaps_XVCC, K)
+    dq = d_qk @ c.k_XKCD + _by_key_head(d_queries * c.since_XVC1, K)
+    dk = (d_kk + d_kk.mT) @ c.k_XKCD + d_qk.mT @ c.q_XKCD
+    dk += _by_key_head(d_read * c.beta_XVC1 + d_keys * c.left_XVC1, K)
+    slopes = (dq * D**-0.5, dk, dv * c.beta_XVC1, d_decay, d_beta)
+    found = (plan.packed(s).to(x.dtype) for s, x in zip(slopes, (q, k, v, decay, beta), strict=True))
+    return *found, d_initial
 
 
 def _scan_back(

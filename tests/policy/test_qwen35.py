@@ -91,6 +91,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     vision |= {"num_position_embeddings": 16}
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
     theirs = stir(transformers.Qwen3_5ForConditionalGeneration(config)).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(3)  # so that states last (test_published.py, WITHIN_DELTA)
     folder = tmp_path_factory.mktemp("published")
     theirs.save_pretrained(folder)
     return folder, theirs
@@ -104,7 +108,7 @@ def test_a_folder_of_text_and_images_is_read_and_written_back(
     policy = load_policy(folder)
     with torch.no_grad():
         expected_TV = theirs(input_ids=IDS[None]).logits[0]
-    torch.testing.assert_close(policy.logits(IDS), expected_TV, rtol=0, atol=1e-4)
+    torch.testing.assert_close(policy.logits(IDS), expected_TV, rtol=0, atol=1e-3)
     assert policy.kept and all(name.startswith("model.visual.") for name in policy.kept)
     if adapted:
         add_lora(policy, rank=2, alpha=4)

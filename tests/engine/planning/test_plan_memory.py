@@ -33,8 +33,8 @@ from thresher.engine.systems import load_system
 from thresher.engine.training.train import train
 from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import Varlen
-from thresher.policy.config import ModelConfig
-from thresher.policy.lora import add_lora
+from thresher.policy.config import DeltaShape, ModelConfig
+from thresher.policy.lora import TARGETS, add_lora
 from thresher.policy.model import init_policy
 
 TOKENS, SEQUENCES, RANK = 48, 3, 5
@@ -103,6 +103,30 @@ def test_the_formula_is_what_torch_saves(dtype: torch.dtype, targets: tuple[str,
     setting = setting_of(dtype, targets, shared=shared)
     expected = activation_bytes(config, setting, checkpointed=False)
     assert saved_bytes(config, dtype, targets, shared) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_layers_of_several_types(dtype: torch.dtype, shared: bool) -> None:
+    """All weights trained: to what does not grow with the tokens, which is not counted. Adapters: at most an eighth too
+    much, for what stands before the first of them keeps nothing."""
+    config = make_config(
+        model_type="qwen3_5_text",
+        num_hidden_layers=4,
+        layer_types=(*["linear_attention"] * 3, "full_attention"),
+        hidden_size=56,
+        intermediate_size=104,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        head_dim=20,
+        partial_rotary_factor=0.5,
+        delta=DeltaShape(3, 6, 10, 22, 4),
+    )
+    found = saved_bytes(config, dtype, None, shared)
+    expected = activation_bytes(config, setting_of(dtype, None, shared=shared), checkpointed=False)
+    assert 0.99 * found < expected < 1.01 * found
+    adapted = saved_bytes(config, dtype, TARGETS, shared)
+    assert adapted < activation_bytes(config, setting_of(dtype, TARGETS, shared=shared), False) < 1.13 * adapted
 
 
 def test_a_layer_on_a_gpu_by_hand() -> None:

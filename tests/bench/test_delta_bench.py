@@ -1,0 +1,34 @@
+"""`bench delta`: a row of both sides, held to float64; a peer that is not there; and a result that is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thresher.bench import delta
+from thresher.bench.delta import DeltaBench, failure, run_delta_bench
+from thresher.bench.harness import read_rows
+
+SMALL: dict[str, Any] = {"sequences": 2, "length": 70, "key_heads": 2, "value_heads": 4, "dim": 8, "rounds": 2}
+
+
+def test_a_row_has_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    row = run_delta_bench(DeltaBench(peer="both", device="cpu", **SMALL), tmp_path / "rows.jsonl")
+    assert read_rows(tmp_path / "rows.jsonl") == [row] and failure(row) is None
+    assert row["sides"].keys() == {"ours", "transformers"} and row["failed"].keys() == {"fla"}
+    for side in row["sides"].values():
+        assert len(side["errors"]) == 7 and side["error"] < 1e-5
+        assert side["forward_ms"]["p50"] > 0 and side["step_ms"]["p50"] > 0 and side["extra_mib"] > 0
+    assert row["sides"]["ours"]["step_ratio"] == {"p20": 1, "p50": 1, "p80": 1}
+    assert row["floor_ms"]["step"] == pytest.approx(3 * row["floor_ms"]["forward"])
+    assert "fla is left out" in capsys.readouterr().out
+
+
+def test_what_is_wrong_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = delta.gated_delta
+    monkeypatch.setattr(delta, "gated_delta", lambda *given: tuple(1.01 * x for x in right(*given)))
+    row = run_delta_bench(DeltaBench(peer="none", device="cpu", **SMALL))
+    assert torch.tensor(row["sides"]["ours"]["error"]).isclose(torch.tensor(0.01), rtol=0.5)
+    assert "from float64, expected at most 0.0001" in (failure(row) or "")
