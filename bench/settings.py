@@ -19,6 +19,7 @@ import torch
 
 from thresher.bench.decode import UNDRAWN, random_policy
 from thresher.bench.roofline import MODELS
+from thresher.common.errors import UserError
 from thresher.engine.world.facts import Size, invent, passages
 from thresher.engine.world.random_model import END_OF_TEXT
 from thresher.policy.config import config_from_dict
@@ -45,6 +46,25 @@ class Sizes:
     intermediate_size: int = 768
     vocab_size: int = 1200
     initializer_range: float = 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridSizes(Sizes):
+    """A Qwen3.5: three layers with the gated delta rule to one with full attention. The heads are 0.8B's."""
+
+    model_type: str = "qwen3_5_text"
+    num_hidden_layers: int = 4
+    hidden_size: int = 1024
+    intermediate_size: int = 3584
+    num_attention_heads: int = 8
+    head_dim: int = 256
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 16
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    partial_rotary_factor: float = 0.25
+    initializer_range: float = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +252,33 @@ STEP_SHAPES: dict[str, StepShape] = {
     "1.5B": _gpu("1.5B", "1.5B"),
     "7B-lora": _gpu("7B-lora", "7B", lora=16),
 }
+
+
+# Qwen3.5 at the lengths of a shape; of one question where it is 0.8B, cut to four layers.
+_NARROW = HybridSizes(
+    hidden_size=96,
+    intermediate_size=192,
+    num_attention_heads=4,
+    head_dim=24,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=24,
+    linear_value_head_dim=24,
+    vocab_size=768,
+    initializer_range=0.08,
+)
+_HYBRID = {"demo": _NARROW, "rag": HybridSizes(vocab_size=20_000), "search": HybridSizes()}
+
+
+def shape_of_family(name: str, family: str) -> StepShape:
+    """Return the shape `name` of STEP_SHAPES with a model of this family. UserError where there is none."""
+    shape = STEP_SHAPES[name]
+    if family == "qwen2":
+        return shape
+    if name not in _HYBRID:
+        raise UserError(f"--family {family}: the shape {name} has none; expected one of {', '.join(_HYBRID)}")
+    questions = shape.lengths.questions if name == "demo" else 1
+    return replace(shape, lengths=replace(shape.lengths, sizes=_HYBRID[name], questions=questions))
 
 
 @dataclass(frozen=True, slots=True)

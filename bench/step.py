@@ -43,7 +43,15 @@ from thresher.bench.harness import (
 )
 from thresher.bench.rollout import LogitsOf, prove
 from thresher.bench.rollout_sides import RolloutSide
-from thresher.bench.settings import STEP_SHAPES, PeerWay, Seconds, StepSetting, StepShape, make_step_setting, reward_of
+from thresher.bench.settings import (
+    PeerWay,
+    Seconds,
+    StepSetting,
+    StepShape,
+    make_step_setting,
+    reward_of,
+    shape_of_family,
+)
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
 from thresher.common.machine import checkout
@@ -63,11 +71,13 @@ SIDES = ("shared", "unshared", "peer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBench:
-    """Options: a name of STEP_SHAPES. model: the folder of a published one, in place of random weights. threads None:
-    as a run of this model takes (engine/threads.py). budget: seconds, after which no round begins; one is measured in
-    any case. profile: a file for the kernels of one more update, prefixes shared."""
+    """Options: a name of STEP_SHAPES. family: of its model, "qwen2" being the shape's own. model: the folder of a
+    published one, in place of random weights. threads None: as a run of this model takes (engine/threads.py).
+    budget: seconds, after which no round begins; one is measured in any case. profile: a file for the kernels of
+    one more update, prefixes shared."""
 
     shape: str = "demo"
+    family: str = "qwen2"
     model: str | None = None
     peer: str = "trl"
     steps: int = 5
@@ -173,7 +183,7 @@ def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | 
     "trl" falls back to "none", and says so, where TRL cannot be had.
     """
     resolve_device(bench.device)
-    shape, root = STEP_SHAPES[bench.shape], checkout()
+    shape, root = shape_of_family(bench.shape, bench.family), checkout()
     if shape.model is not None and bench.device != "cuda":
         raise UserError(f"--shape {bench.shape}: its model is for a GPU; give --device cuda")
     if out is None and root is not None:
@@ -317,6 +327,7 @@ def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, A
             "peer_prompt": shape.peer_prompt,
             "peer_completion": shape.peer_completion,
             "weights": None if folder is None else folder.name,
+            "family": config.model_type,
         },
     }
 

@@ -43,6 +43,7 @@ class Step(
     example="thresher bench step --shape rag --peer none",
 ):
     shape: Annotated[StepShape, "default: demo; sizes in B take --device cuda"] = "demo"
+    family: Annotated[Literal["qwen2", "qwen3_5"], "of the model, for demo, rag and search; default: qwen2"] = "qwen2"
     model: Annotated[str | None, "FOLDER", "a published model, in place of random weights of the shape's sizes"] = None
     peer: Annotated[Literal["trl", "none"], "who is measured beside ours"] = "trl"
     steps: Annotated[Count, "N", "of each side; default: 5"] = 5

@@ -65,7 +65,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
         self._nodes: dict[int, RadixNode] = {}  # block -> its node
-        self._free_snapshots = list(range(snapshots))
+        self._free_snapshots = list(range(snapshots - 1, -1, -1))
         self._kept: OrderedDict[int, tuple[RadixNode, int]] = (
             OrderedDict()
         )  # snapshot -> its place; the next to go first

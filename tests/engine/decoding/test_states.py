@@ -1,0 +1,119 @@
+"""Layers with states in a rollout: whatever runs beside a sample, is drafted, preempted or found again, its bits are
+the same; and where the tree of blocks says that a beginning's states lie."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from model_cases import make_config
+
+from thresher.engine.decoding.blocks import BlockPool, Prefix
+from thresher.engine.decoding.generator import GenerateRequest, Generator
+from thresher.policy.config import DeltaShape
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer, train_bpe
+
+TYPES = ("linear_attention", "full_attention", "linear_attention")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe([], 257, ["<|end|>"])
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """One that writes a few tokens again and again, so that drafts come true, and not always."""
+    own: dict[str, Any] = {"model_type": "qwen3_5_text", "num_hidden_layers": 3, "layer_types": TYPES, "head_dim": 16}
+    own |= {"partial_rotary_factor": 0.25, "delta": DeltaShape(2, 4, 8, 8, 4), "vocab_size": 272, "eos_token_ids": ()}
+    policy = init_policy(make_config(**own, max_position_embeddings=512), 1)
+    with torch.no_grad():
+        policy.embed_VH[6:] = 0
+        policy.embed_VH[:6] *= 4
+    return policy.requires_grad_(False)
+
+
+def requests() -> list[GenerateRequest]:
+    """Samples of three prompts, the third of 150 tokens, with two settings each."""
+    prompts = [[0, 1, 2, 3, 4, 5] * 4, [1, 2, 3] * 7, [(7 * place * place) % 6 for place in range(150)]]
+    return [
+        GenerateRequest(prompt_ids=ids, max_new_tokens=80, n=3, seed=seed, temperature=temperature)
+        for seed, ids in enumerate(prompts)
+        for temperature in (0.0, 1.0)
+    ]
+
+
+def samples(generator: Generator) -> Iterator[tuple[list[int], list[float]]]:
+    for found in generator.generate(requests()):
+        yield from ((sample.token_ids, list(sample.logprobs)) for sample in found)
+
+
+def test_no_bit_depends_on_what_runs_beside_a_sample(policy: Policy, tokenizer: Tokenizer) -> None:
+    alone = Generator(policy, tokenizer, max_running=1, speculate=0)
+    wanted = list(samples(alone))
+    assert len({tuple(ids) for ids, _ in wanted}) > 6, "samples of a seed differ"
+    seen = {"preemptions": 0, "accepted_tokens": 0, "rejected": 0, "shared_tokens": 0}
+    for options in (
+        {"speculate": 0},
+        {"speculate": 3},
+        {"speculate": 8, "max_running": 5},
+        {"speculate": 0, "kv_tokens": 448},
+        {"speculate": 2, "kv_tokens": 448},
+        {},
+    ):
+        generator = Generator(policy, tokenizer, **options)  # type: ignore[arg-type]
+        assert list(samples(generator)) == wanted, options
+        clock = generator.clock
+        seen["rejected"] += clock.drafted_tokens - clock.accepted_tokens
+        for name in seen.keys() - {"rejected"}:
+            seen[name] += getattr(clock, name)
+    assert all(seen.values()), seen
+
+
+def test_recorded_log_probs_are_those_of_a_whole_forward(policy: Policy, tokenizer: Tokenizer) -> None:
+    """Chunks add in another order than tokens one by one: the gap that a step's line shows, of logits up to 40."""
+    generator = Generator(policy, tokenizer)
+    for request, found in zip(requests(), generator.generate(requests()), strict=True):
+        prompt = list(request.prompt_ids or ())
+        for sample in found:
+            ids = torch.tensor([*prompt, *sample.token_ids])
+            logits_TV = policy.logits(ids)[len(prompt) - 1 : -1, : tokenizer.vocab_size]
+            scale = request.temperature or 1.0
+            expected = torch.log_softmax(logits_TV / scale, -1).gather(1, ids[len(prompt) :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=5e-3)
+
+
+def pool_with(ids: list[int], snapshots: int = 2) -> tuple[BlockPool, list[int]]:
+    """A pool of pages of 4 that holds `ids`, computed."""
+    pool = BlockPool(12, 4, snapshots)
+    blocks = pool.allocate(pool.blocks_for(len(ids))).tolist()
+    pool.insert(ids, blocks, pool.root, 0, ready=True)
+    return pool, blocks
+
+
+def test_a_beginning_is_of_use_up_to_a_snapshot() -> None:
+    ids = [*range(10)]
+    pool, blocks = pool_with(ids)
+    assert pool.match_state(ids, 10) == Prefix([], pool.root), "keys without states"
+    assert pool.keep_state(ids[:6]) == 0 and pool.keep_state(ids[:8]) == 1
+    within = pool.match_state([*ids[:7], 99], 8)
+    assert (within.blocks, within.tail, within.tail_tokens, within.snapshot) == (blocks[:1], blocks[1], 2, 0)
+    full = pool.match_state(ids, 9)
+    assert (full.blocks, full.tail, full.snapshot) == (blocks[:2], None, 1)
+    assert pool.match_state(ids, 7).snapshot == 0 and pool.match_state(ids, 5).snapshot is None
+    assert pool.match_state([9, *ids], 10).snapshot is None
+    assert pool.keep_state(ids[:6]) == 0, "a place has one"
+    # The one that was not used for the longest time goes: that of 8 tokens.
+    assert pool.keep_state(ids[:3]) == 1 and pool.match_state(ids, 10).snapshot == 0
+
+
+def test_snapshots_go_with_their_blocks() -> None:
+    ids = [*range(10)]
+    pool, blocks = pool_with(ids)
+    assert pool.keep_state(ids) == 0 and pool.keep_state([*ids, 10]) is None and pool.keep_state([]) is None
+    pool.free(blocks)
+    pool.allocate(11)
+    assert pool.match_state(ids, 10).snapshot is None
+    again = pool_with(ids, snapshots=0)[0]
+    assert again.keep_state(ids) is None
