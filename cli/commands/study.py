@@ -130,6 +130,9 @@ class Demo(
     questions: Annotated[
         str | None, "FILE", "with --model: questions with passages, in any format of data convert; default: invented"
     ] = None
+    family: Annotated[
+        Literal["qwen2", "qwen3_5"] | None, "of the model with random weights that learns to search; default: qwen2"
+    ] = None
     set: Overrides = []
 
     def __call__(self) -> None:
@@ -137,8 +140,11 @@ class Demo(
 
         if self.questions is not None and self.model is None:
             raise UserError("--questions is for the demo of a pretrained model; name its folder with --model")
+        if self.family is not None and self.model is not None:
+            raise UserError("--family is of a model with random weights; leave it out, or --model")
         out = Path(self.out)
-        plan = DemoPlan(seed=self.seed, set=tuple(self.set), model=self.model, questions=self.questions)
+        given = {"model": self.model, "questions": self.questions, "family": self.family}
+        plan = DemoPlan(seed=self.seed, set=tuple(self.set), **given)
 
         def say(text: str) -> None:
             console.console.print(text, style="bold", markup=False, soft_wrap=True)

@@ -34,6 +34,7 @@ from thresher.policy.config import read_config
 RECIPES = Path(str(files("thresher.recipes")))
 RECIPE = RECIPES / "world" / "recipe.toml"
 DEMO = RECIPES / "demo"
+DEMO_CONFIGS = {"qwen2": "config.json", "qwen3_5": "qwen3_5.json"}  # of like numbers of parameters
 READING = RECIPES / "smollm2" / "read.toml"
 BEGUN = "demo.json"  # what a demo's folder was begun with
 WARMUP_TRANSCRIPTS = 3200  # transcripts of each protocol in the base's warm-up
@@ -128,19 +129,23 @@ def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPlan:
     """What a demo was begun with. model: folder of a pretrained model, which learns to read; None: one with random
-    weights, which learns to search. questions: a file of them with passages in place of the world's articles."""
+    weights, of this family, which learns to search. questions: a file of them with passages in place of the world's articles."""
 
     seed: int = 0
     set: tuple[str, ...] = ()
     model: str | None = None
     questions: str | None = None
+    family: str | None = None  # of DEMO_CONFIGS; None: the first
     dtype: str | None = None  # in which the pretrained model computes; None: to be chosen by the processor
 
     @property
     def words(self) -> list[str]:
         """The words of its command."""
         named = [
-            word for name in ("model", "questions") if (value := getattr(self, name)) for word in (f"--{name}", value)
+            word
+            for name in ("model", "questions", "family")
+            if (value := getattr(self, name))
+            for word in (f"--{name}", value)
         ]
         return [*named, "--seed", str(self.seed), *sets_of(*self.set)]
 
@@ -164,7 +169,7 @@ def _searching_stages(out: Path, plan: DemoPlan) -> list[list[str]]:
     recipe = [str(DEMO / "recipe.toml"), *sets_of(*sets, *plan.set)]
     return [
         ["data", "invent", "--out", str(data), "--seed", str(seed)],
-        _init(DEMO / "config.json", data, seed, model),
+        _init(DEMO / DEMO_CONFIGS[plan.family or "qwen2"], data, seed, model),
         _index(data, out / "index"),
         ["sft", *recipe, "--set", f"model.path={model}", "--out", str(warm)],
         ["train", *recipe, "--set", f"model.path={warm}", "--out", str(out / "grpo")],
@@ -232,7 +237,8 @@ def begin(out: Path, plan: DemoPlan) -> tuple[DemoPlan, float]:
     if (out / "summary.json").exists():
         raise UserError(f"{out}: holds a demo that is finished; choose another folder with --out, or delete it")
     seed, sets = found.get("seed", 0), tuple(found.get("set", ()))
-    begun = DemoPlan(seed=seed, set=sets, **{name: found.get(name) for name in ("model", "questions", "dtype")})
+    names = ("model", "questions", "family", "dtype")
+    begun = DemoPlan(seed=seed, set=sets, **{name: found.get(name) for name in names})
     if replace(begun, dtype=None) != replace(plan, dtype=None):
         words = shlex.join(begun.words)
         raise UserError(f"{out}: holds a demo that was begun with {words}; give the same, or choose another --out")
