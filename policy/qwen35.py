@@ -81,8 +81,8 @@ class DeltaLayer(Qwen35Layer):
         self.in_rows = [shape.channels, self.values, heads, heads]
         self.in_weight = nn.Parameter(torch.empty(sum(self.in_rows), config.hidden_size))
         self.conv_weight = nn.Parameter(torch.empty(shape.channels, shape.conv_kernel_dim))
-        # Over the heads exp(a_log) from 1 to 16 and softplus(dt_bias) from .001 to .1, Mamba's ranges: half of a state is
-        # left after 700 tokens, or after less than one.
+        # Over the heads exp(a_log) from 1 to 16 and softplus(dt_bias) from .001 to .1, Mamba's ranges: half of a state
+        # is left after 700 tokens, or after less than one.
         self.dt_bias = nn.Parameter(torch.logspace(-3, -1, heads).expm1().log())
         self.a_log = nn.Parameter(torch.linspace(1, 16, heads).log())
         self.head_norm = nn.Parameter(torch.ones(shape.value_head_dim))

@@ -129,7 +129,8 @@ def world_paths(world: Path, system: str, base: str = "shared") -> list[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPlan:
     """What a demo was begun with. model: folder of a pretrained model, which learns to read; None: one with random
-    weights, of this family, which learns to search. questions: a file of them with passages in place of the world's articles."""
+    weights, of this family, which learns to search. questions: a file of them with passages in place of the world's
+    articles."""
 
     seed: int = 0
     set: tuple[str, ...] = ()
