@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import simcuda
 import torch
+import train_cases
 from train_cases import recipe_maker, recipe_tables, sampled, single_threaded, steps_of, write_inputs
 
 from thresher.cli.main import main
@@ -30,6 +31,7 @@ from thresher.engine.decoding.decoder_cuda import BucketStep
 from thresher.engine.decoding.generator import GenerateRequest, Generator
 from thresher.engine.training.train import train
 from thresher.engine.training.update import Updater
+from thresher.policy.config import DeltaShape
 from thresher.policy.model import load_policy
 from thresher.policy.streamed import StreamedPolicy
 from thresher.policy.tokenizer import load_tokenizer
@@ -90,7 +92,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tables(once: Any, tiny_tokenizer: Any, tiny_index_folder: Path, tiny_questions: Any) -> dict[str, Any]:
     """The recipe of train_cases.py for a model with heads of 16, the fewest that the kernels serve."""
-    import train_cases
 
     def make(folder: Path) -> None:
         narrow = train_cases.make_config
@@ -166,6 +167,25 @@ def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe]
     # Of two orders of float32 sums, through two updates.
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
     assert simcuda.counts()["launches"] > 1000
+
+
+def test_a_run_with_states_is_the_cpu_s(
+    make: Callable[..., Recipe],
+    tiny_tokenizer: Any,
+    tiny_questions: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of Qwen3.5's layers: prefills by chunks, decode steps in graphs with a ring of states, shared prefixes."""
+    types = {"layer_types": ("linear_attention", "full_attention"), "delta": DeltaShape(2, 4, 8, 16, 4)}
+    hybrid = {"model_type": "qwen3_5_text", "head_dim": 16, "partial_rotary_factor": 0.5, **types}
+    narrow = train_cases.make_config
+    monkeypatch.setattr(train_cases, "make_config", lambda **changes: narrow(**WIDE, **hybrid, **changes))
+    write_inputs(tmp_path, tiny_tokenizer, tiny_questions)
+    for name in ("cpu", "cuda"):
+        train(make(name, model={"path": str(tmp_path / "model")}), tmp_path / name)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
+    assert all(step["grad_norm"] > 0 for step in steps_of(tmp_path / "cuda"))
 
 
 @pytest.mark.skipif(not KERNELS, reason="references compute; make simcuda runs the kernels, interpreted")
@@ -523,6 +543,7 @@ UNRUN = {
     "kernels/attention/forest_triton.py": (1, KERNEL),
     "kernels/attention/paged_cuda.py": (1, KERNEL),
     "kernels/autotune_cache.py": (3, KERNEL),
+    "kernels/delta/rule.py": (1, "a constant"),
     "kernels/head_tiling.py": (2, KERNEL),
     "kernels/logprob.py": (1, "a constant"),
     "kernels/operands.py": (1, KERNEL),
