@@ -93,8 +93,11 @@ def delta_attention(inputs: DeltaInputs, spans: Spans) -> Tensor:
 def uncut(function: Callable[[Tensor], Tensor], x_TX: Tensor) -> Tensor:
     """Apply an elementwise function to [T, ..]. On a CPU without gradients a row's bits do not depend on T, if T is a
     multiple of VECTOR: torch cuts what is longer than UNCUT among its threads, anywhere."""
-    rows = UNCUT // x_TX[:1].numel() // VECTOR * VECTOR if len(x_TX) else 0
-    if not rows or len(x_TX) <= rows or x_TX.is_cuda or torch.is_grad_enabled():
+    width = max(x_TX[:1].numel(), 1)
+    rows = max(UNCUT // width, 1)
+    if width % VECTOR:
+        rows = max(rows // VECTOR, 1) * VECTOR
+    if len(x_TX) <= rows or x_TX.is_cuda or torch.is_grad_enabled():
         return function(x_TX)
     return torch.cat([function(part) for part in x_TX.split(rows)])
 
