@@ -120,6 +120,11 @@ def rotate_and_store(
 
         return fused_rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, slot_T)
     q_TND, k_TKD, v_TKD = rotated_heads(qkv_TMD, rope, kv_heads)
+    if qkv_TMD.is_cuda:
+        # A graph may hold this, so no mask may choose rows: those that go nowhere go to block 0, which is nobody's.
+        everywhere = block_T.clamp(min=0).long(), slice(None), slot_T.long()
+        k_PKSD[everywhere], v_PKSD[everywhere] = k_TKD, v_TKD
+        return q_TND.contiguous()
     stored = block_T >= 0
     places = block_T[stored].long(), slice(None), slot_T[stored].long()
     k_PKSD[places] = k_TKD[stored]

@@ -89,7 +89,7 @@ class ConfigRules:
     that are read only to refuse what the layer does not compute. integers: fields that must be there, and are written.
     written: fields that may be absent, and are written. check: raises UserError for sizes that contradict each other.
     hybrid: layers are of several types, some with the gated delta rule; RoPE turns a share of each head. Where
-    config.json lacks the types or the share, they are every `hybrid`-th layer full attention, and a `hybrid`-th.
+    config.json lacks them, every `hybrid`-th layer has full attention, and the share is 1 / hybrid.
     """
 
     constants: Mapping[str, object]
@@ -207,7 +207,7 @@ def known_keys() -> frozenset[str]:
     """Return the keys of config.json that mean something to a family."""
     ours = {field.name for field in dataclasses.fields(ModelConfig)}
     ours -= {"eos_token_ids", "extra", "generation_extra", "around", "delta"}
-    keys = ours | {"eos_token_id"} | _NOT_KEPT | _ACCEPTED.keys()
+    keys = ours | {"eos_token_id", "full_attention_interval", *_DELTA_KEYS} | _NOT_KEPT | _ACCEPTED.keys()
     for rules in map(rules_of, FAMILIES):
         keys |= rules.accepted.keys() | rules.constants.keys()
     return frozenset(keys)
@@ -239,9 +239,11 @@ def config_from_dict(d: dict[str, Any], where: str) -> ModelConfig:
     if find_family(model_type).in_text_config:
         inside = _checked(d, "text_config", where, "an object with the shape", lambda value: isinstance(value, dict))
         around = {key: value for key, value in d.items() if key not in {"text_config", *_NOT_KEPT, *_TOKENS}}
-        # The tokens and the tie may stand outside alone.
-        outer = {key: d[key] for key in (*_TOKENS, "tie_word_embeddings") if key in d and inside.get(key) is None}
-        d, where = inside | outer, f"{where}: text_config"
+        _refuse_unsupported({key: d[key] for key in _ACCEPTED if key in d}, rules, where)
+        # The tokens may stand outside alone; whether the head is tied is said there.
+        outer = {key: d[key] for key in _TOKENS if key in d and inside.get(key) is None}
+        tied = {key: d[key] for key in ("tie_word_embeddings",) if key in d}
+        d, where = inside | outer | tied, f"{where}: text_config"
     _refuse_unsupported(d, rules, where)
     values: dict[str, Any] = {key: _integer(d, key, where) for key in (*_INTEGERS, *rules.integers)}
     quotient = values["hidden_size"] // values["num_attention_heads"]
@@ -318,15 +320,20 @@ def _hybrid(d: dict[str, Any], interval: int, layers: int, where: str) -> dict[s
     kinds = d.get("layer_types")
     if kinds is None:
         key = "full_attention_interval"
-        interval = interval if d.get(key) is None else _integer(d, key, where)
-        kinds = [LINEAR if (number + 1) % interval else FULL for number in range(min(layers, LARGEST_LAYERS))]
+        every = interval if d.get(key) is None else _integer(d, key, where)
+        kinds = [LINEAR if (number + 1) % every else FULL for number in range(min(layers, LARGEST_LAYERS))]
     if not isinstance(kinds, list):
         raise _wrong(where, "layer_types", kinds, "a list, a type for each layer")
     for number, kind in enumerate(kinds):
         if kind not in (FULL, LINEAR):
             raise _wrong(where, f"layer_types[{number}]", kind, f"{FULL!r} or {LINEAR!r}")
     delta = DeltaShape(*(_integer(d, key, where) for key in _DELTA_KEYS))
-    share = (d.get("rope_parameters") or {}).get("partial_rotary_factor", d.get("partial_rotary_factor", 1 / interval))
+    inside, beside = (x.get("partial_rotary_factor") for x in (d.get("rope_parameters") or {}, d))
+    if None not in (inside, beside) and inside != beside:
+        raise UserError(
+            f"{where}: partial_rotary_factor is {beside} but rope_parameters says {inside}; remove the wrong one"
+        )
+    share = next((x for x in (inside, beside) if x is not None), 1 / interval)
     found = _number({"partial_rotary_factor": share}, "partial_rotary_factor", where)
     return {"layer_types": tuple(kinds), "delta": delta, "partial_rotary_factor": found}
 
@@ -357,6 +364,10 @@ def _rope(d: dict[str, Any], rules: ConfigRules, where: str) -> tuple[float, Rop
     if rules.hybrid and isinstance(parameters, dict):
         plain = {key: value for key, value in parameters.items() if key not in (*_IMAGE_AXES, "partial_rotary_factor")}
         d = {**d, "rope_parameters": plain}
+        if _rope_scaling(d, "rope_parameters", where) is not None:
+            raise UserError(
+                f"{where}: rope_parameters has a scaling, which this family is not computed with; remove it"
+            )
     scaling = _rope_scaling(d, "rope_parameters", where)
     theta = _number(parameters, "rope_theta", f"{where}: rope_parameters")
     if d.get("rope_theta") is not None and _number(d, "rope_theta", where) != theta:

@@ -133,7 +133,7 @@ class MixerLayer(Layer):
 
 
 class DecoderLayer(MixerLayer):
-    """One layer: attention and a gated MLP, each behind a norm and added to the stream."""
+    """Attention with grouped queries as the mixer."""
 
     has_bias: ClassVar[bool] = False  # on the projections to q, k and v
     has_head_norms: ClassVar[bool] = False  # of q and k, one weight [D] each for all their heads

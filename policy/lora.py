@@ -164,7 +164,7 @@ def add_lora(
     has = {target for layer in policy.decoder_layers() for target in linear_shapes(layer)}
     if not has & set(settings.targets):
         raise UserError(
-            f"lora: targets are {list(targets)}, of which the model has none; expected some of {', '.join(has)}"
+            f"lora: targets are {list(targets)}, of which the model has none; expected some of {', '.join(sorted(has))}"
         )
     generator = torch.Generator().manual_seed(seed)
     policy.requires_grad_(False)

@@ -199,6 +199,6 @@ def init_policy(
             if parameter.dim() == 2:
                 own_std = embedding_std if name == "embed_VH" else None
                 parameter.normal_(0.0, own_std or config.initializer_range, generator=generator)
-                if zero_outputs and name.endswith(("o_weight", "down_weight")):
+                if zero_outputs and name.endswith(("o_weight", "out_weight", "down_weight")):
                     parameter.zero_()
     return policy

@@ -39,7 +39,8 @@ _BYTES_OF_BUFFER = {"I64": 8}
 _HEADER_LIMIT = 100_000_000
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # A tied head has no tensor of its own, but some files carry a copy of what it is tied to.
-_COPY_OF = {"lm_head.weight": "model.embed_tokens.weight"}
+_COPY = "lm_head.weight"
+_COPIED = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 
 Built = TypeVar("Built", bound=torch.nn.Module)
 
@@ -300,15 +301,15 @@ def _check_names(
 
 
 def _check_copies(entries: Mapping[str, _Entry], opened: Mapping[Path, Any], optional: Set[str]) -> None:
-    for copy, original in _COPY_OF.items():
-        if copy not in optional or copy not in entries or original not in entries:
-            continue
-        values = [opened[entries[name].file].get_tensor(name) for name in (copy, original)]
-        if values[0].dtype != values[1].dtype or not torch.equal(*values):
-            raise UserError(
-                f"{entries[copy].file}: tensor {copy} differs from {original}, though the config ties them; "
-                "set tie_word_embeddings to false in config.json, or remove the tensor"
-            )
+    original = next((name for name in _COPIED if name in entries), None)
+    if _COPY not in optional or _COPY not in entries or original is None:
+        return
+    values = [opened[entries[name].file].get_tensor(name) for name in (_COPY, original)]
+    if values[0].dtype != values[1].dtype or not torch.equal(*values):
+        raise UserError(
+            f"{entries[_COPY].file}: tensor {_COPY} differs from {original}, though the config ties them; "
+            "set tie_word_embeddings to false in config.json, or remove the tensor"
+        )
 
 
 def _open(file: Path) -> Any:

@@ -178,7 +178,11 @@ class Recipe(Section):
         ]
 
     def _fixed(self) -> dict[str, Any]:
-        return {key: value for key, value in self.keys().items() if key not in MAY_CHANGE}
+        fixed = {key: value for key, value in self.keys().items() if key not in MAY_CHANGE}
+        if (targets := fixed.get("lora.targets")) is not None:
+            # The default had none of these before there were layers with them; adapters are held to their checkpoint.
+            fixed["lora.targets"] = [target for target in targets if not target.startswith("linear_")]
+        return fixed
 
 
 def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -131,7 +131,8 @@ class BlockPool:
         return found
 
     def match_state(self, ids: Sequence[int], most: int) -> Prefix:
-        """Return the longest beginning of `ids`, of at most `most` tokens, behind which there is a snapshot."""
+        """Return the longest beginning of `ids`, of at most `most` tokens, behind which there is a snapshot. Nobody
+        waits for what another computes, but for the samples of one prompt, at whose end a snapshot will be."""
         found, reach = Prefix([], self.root), 0
         stack: list[tuple[RadixNode, int, list[int]]] = [(self.root, 0, [])]
         while stack:

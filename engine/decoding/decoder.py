@@ -32,11 +32,12 @@ from thresher.engine.decoding.scheduler import TokenSequence, start_scheduler
 from thresher.engine.decoding.speculative import MOST, ON_CPU, Costs, Drafter, Speculate
 from thresher.kernels import sampling
 from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
+from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
 SLOTS_A_SNAPSHOT = 4  # a snapshot of states for so many slots: groups are of 4 samples and more
-STATE_DRAFTS = 3  # of a sequence with states, of which there is one a draft
+STATE_DRAFTS = 3  # at most, of a sequence with states: a draft more is a state more
 FORWARD_ROWS = 2048  # of one forward: decoding rows, and as many rows of prompts as fit beside them
 
 
@@ -46,8 +47,15 @@ def snapshots_of(max_running: int) -> int:
 
 
 def ring_of(drafts: bool, launches_ahead: bool) -> int:
-    """Return how many states a slot has: one for each token that a step may come to, and on a GPU that before it."""
-    return 1 + (STATE_DRAFTS if drafts else int(launches_ahead))
+    """Return how many states a slot has: of each token that a step may come to; on a GPU of that before it, too, for
+    the step before may be taken back, and a prompt is kept without its last token."""
+    return 1 + (STATE_DRAFTS if drafts else 0) + int(launches_ahead)
+
+
+def states_bytes(config: ModelConfig, item_size: int, max_running: int, ring: int) -> int:
+    """Return the bytes of the states of every slot, the spare one too, and of snapshots; 0 where there are none."""
+    slot, snapshot = (DeltaStates.bytes_needed(config, item_size, states) for states in (ring, 1))
+    return (max_running + 1) * slot + snapshots_of(max_running) * snapshot
 
 
 class NotFiniteDraw(UserError):

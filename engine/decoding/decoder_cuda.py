@@ -43,8 +43,8 @@ from thresher.engine.decoding.batch_state import (
     pack_drawn,
     to_pinned,
 )
-from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder
-from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
+from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder, states_bytes
+from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
@@ -192,9 +192,9 @@ class DeviceDecoder(Decoder):
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + reserved
         config, item = self.policy.config, self.policy.dtype.itemsize
-        sequences = self.max_running + 1 + self.snapshots
-        room = int(KV_SHARE * free) - sequences * DeltaStates.bytes_needed(config, item, self.ring)
-        return max(min(self.wanted_blocks, room // PagedKV.bytes_needed(config, 1, self.page_size, item)), 1)
+        states = states_bytes(config, item, self.max_running, self.ring)
+        a_block = max(PagedKV.bytes_needed(config, 1, self.page_size, item), 1)
+        return max(min(self.wanted_blocks, (int(KV_SHARE * free) - states) // a_block), 1)
 
     @property
     def idle(self) -> bool:

@@ -214,7 +214,8 @@ class Generator:
 
     def _affordable(self) -> int:
         memory = free_memory(self.policy.device)
-        return int(CPU_SHARE * memory) // PagedKV.bytes_needed(self.policy.config, 1, BLOCK, self.policy.dtype.itemsize)
+        a_block = PagedKV.bytes_needed(self.policy.config, 1, BLOCK, self.policy.dtype.itemsize)
+        return int(CPU_SHARE * memory) // max(a_block, 1)
 
     def _prompt(self, number: int, request: GenerateRequest) -> list[int]:
         where = f"request {number}"

@@ -55,18 +55,18 @@ class DeltaStates:
     ) -> None:
         assert config.delta is not None
         shape, layers = config.delta, config.delta_layers
-        sizes, wide = (
-            (shape.num_value_heads, shape.key_head_dim, shape.value_head_dim),
-            torch.promote_types(dtype, torch.float32),
-        )
+        sizes = shape.num_value_heads, shape.key_head_dim, shape.value_head_dim
+        wide = torch.promote_types(dtype, torch.float32)
         self.ring, self.width = ring, shape.conv_kernel_dim
         self.reach, self.held = self.width - 1, ring + self.width - 1
-        # On a CPU, zeros take no memory before they are written.
-        self.state_LBRVDE = torch.zeros(layers, slots, ring, *sizes, dtype=wide, device=device)
-        self.rows_LBMC = torch.zeros(layers, slots, self.held, shape.channels, dtype=dtype, device=device)
-        self.kept_state = torch.zeros(layers, snapshots, *sizes, dtype=wide, device=device)
-        self.kept_rows = torch.zeros(layers, snapshots, self.reach, shape.channels, dtype=dtype, device=device)
+        # Not filled, so that on a CPU it takes no memory before it is used: `begin` writes what is read first.
+        self.state_LBRVDE = torch.empty(layers, slots, ring, *sizes, dtype=wide, device=device)
+        self.rows_LBMC = torch.empty(layers, slots, self.held, shape.channels, dtype=dtype, device=device)
+        self.kept_state = torch.empty(layers, snapshots, *sizes, dtype=wide, device=device)
+        self.kept_rows = torch.empty(layers, snapshots, self.reach, shape.channels, dtype=dtype, device=device)
         self.tensors = [self.state_LBRVDE, self.rows_LBMC, self.kept_state, self.kept_rows]
+        for x in self.tensors[:2]:
+            x[:, -1] = 0  # of the spare slot, with which rows that pad a batch begin
 
     def layer(self, number: int) -> Rings:
         return Rings(self.state_LBRVDE[number], self.rows_LBMC[number])

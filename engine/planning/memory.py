@@ -44,9 +44,9 @@ import torch
 from thresher.common.files import need_room, show_bytes
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, RolloutSection
-from thresher.engine.decoding.decoder import FORWARD_ROWS, ring_of, snapshots_of
+from thresher.engine.decoding.decoder import FORWARD_ROWS, ring_of, states_bytes
 from thresher.engine.decoding.decoder_cuda import KV_SHARE
-from thresher.engine.decoding.kv_cache import DeltaStates, PagedKV
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.packing import group_tokens, worth_sharing
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
@@ -101,11 +101,8 @@ def kv_bytes(config: ModelConfig, item: int = BF16) -> int:
 
 def state_bytes_of(config: ModelConfig, s: "PlanSetting") -> int:
     """Return the bytes of the states of layers that have some: of every running sequence, and of kept beginnings."""
-    if not config.delta_layers:
-        return 0
-    running = s.rollout.max_num_seqs
     ring = ring_of(bool(s.rollout.num_draft_tokens), s.cuda)
-    return (running + 1 + snapshots_of(running)) * DeltaStates.bytes_needed(config, s.item, ring)
+    return states_bytes(config, s.item, s.rollout.max_num_seqs, ring)
 
 
 class LayerKind(NamedTuple):

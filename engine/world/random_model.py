@@ -79,6 +79,7 @@ def add_layers(model: str | Path, count: int, out: str | Path, *, seed: int = 0)
     old = load_policy(model)
     config = old.config.replace(num_hidden_layers=old.config.num_hidden_layers + count)
     policy = init_policy(config, seed, zero_outputs=True)
+    policy.kept = old.kept
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if (trained := dict(old.named_parameters()).get(name)) is not None:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.kernels.delta.rule import ChunkPlan, gated_delta_forest, plan_chunks
+from thresher.kernels.delta.rule import ChunkPlan, add_rows, gated_delta_forest, plan_chunks
 from thresher.kernels.layers import UNCUT, rms_norm
 
 UNIT_EPS = 1e-6  # added to the square of a query's or key's length
@@ -43,10 +43,10 @@ class DeltaInputs(NamedTuple):
     key_heads: int
     key_dim: int
 
-    def heads(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution's output."""
         keys, heads = self.key_heads * self.key_dim, self.beta_TV.shape[1]
-        q, k, v = mixed_TC.split([keys, keys, mixed_TC.shape[1] - 2 * keys], 1)
+        q, k, v = convolved_TC.split([keys, keys, convolved_TC.shape[1] - 2 * keys], 1)
         q_TKD, k_TKD = (x.unflatten(1, (self.key_heads, self.key_dim)) for x in (q, k))
         return unit(q_TKD), unit(k_TKD), v.unflatten(1, (heads, -1))
 
@@ -86,8 +86,8 @@ class Spans:
 
 def delta_attention(inputs: DeltaInputs, spans: Spans) -> Tensor:
     """Convolution and gated delta rule over segments -> [T, V, E] in float32, differentiable."""
-    mixed_TC: Tensor = _CausalConv.apply(inputs.mixed_TC, inputs.conv_CW, spans)
-    return gated_delta_forest(*inputs.heads(mixed_TC), inputs.decay_TV, inputs.beta_TV, spans.plan)
+    convolved_TC: Tensor = _CausalConv.apply(inputs.mixed_TC, inputs.conv_CW, spans)
+    return gated_delta_forest(*inputs.heads(convolved_TC), inputs.decay_TV, inputs.beta_TV, spans.plan)
 
 
 def uncut(function: Callable[[Tensor], Tensor], x_TX: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class _CausalConv(torch.autograd.Function):
         for back in range(1, width):
             dx_TC[: -back - 1].addcmul_(dy_TC[back:], weight_WC[-1 - back])
             d_weight_WC[-1 - back] += (dy_TC[back:] * wide_TC[:-back]).sum(0)
-        dx_TC.index_add_(0, window_RW.flatten(), (edge_RC[:, None] * weight_WC).flatten(0, 1))
+        add_rows(dx_TC, window_RW.flatten(), (edge_RC[:, None] * weight_WC).flatten(0, 1))
         return dx_TC[:-1].to(x_TC.dtype), d_weight_WC.T.to(weight_CW.dtype), None
 
 

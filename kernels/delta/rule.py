@@ -190,6 +190,7 @@ def plan_chunks(
     while now:
         begins += [(start, bounds[n + 1]) for n, start, _ in now]
         ends = [place for place, (n, start, _) in enumerate(now) if start + chunk >= bounds[n + 1]]
+        ends = ends if parents is None else []  # of a forest nobody asks for the states at its ends
         ended += [now[place][0] for place in ends]
         source = [found for _, _, found in now]
         told = None if steps and source == list(range(len(now))) else sent(torch.tensor(source), device)
@@ -464,8 +465,16 @@ def _given_back(carried: tuple[Tensor, _Step] | None, shape: Sequence[int], like
         if step.source is None:
             given[: step.chunks] = slope
         else:
-            given.index_add_(0, step.source, slope)
+            add_rows(given, step.source, slope)
     return given
+
+
+def add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Add rows to those of an index that may have some twice, in one order."""
+    if into.is_cuda:
+        into.index_put_((index,), rows, accumulate=True)  # which sorts; index_add_ adds in any order there
+    else:
+        into.index_add_(0, index, rows)
 
 
 def _bounds(

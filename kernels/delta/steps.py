@@ -45,7 +45,7 @@ class DeltaRuns:
     whether there are such. window_WT: the rows that each row sees, among those and, behind them, the step's rows.
     from_X, into_X: of the step's rows those to keep, and where. order_X: rows by their place in their run, `counts` of
     each place. inner: at a place, the runs whose state behind that row is kept, too, and where. given_N: where
-    the runs are, in the order in which they were given.
+    the n-th of the given runs is among those.
     """
 
     read_N: Tensor
@@ -193,7 +193,8 @@ def _products(left_X2D: Tensor, right_XDE: Tensor) -> Tensor:
 def _convolved(inputs: DeltaInputs, rows_BMC: Tensor, runs: DeltaRuns) -> Tensor:
     """Return silu of the convolution, [T, C] in float32, and update the ring of rows."""
     ring_XC = rows_BMC.flatten(0, 1)
-    source_XC = torch.cat([ring_XC.index_select(0, runs.begin_X) * runs.seen_X1, inputs.mixed_TC])
+    begin_XC = ring_XC.index_select(0, runs.begin_X).masked_fill_(~runs.seen_X1, 0)  # whatever lies there
+    source_XC = torch.cat([begin_XC, inputs.mixed_TC])
     ring_XC.index_copy_(0, runs.into_X, inputs.mixed_TC.index_select(0, runs.from_X))
     wide = torch.promote_types(source_XC.dtype, torch.float32)
     weight_WC = inputs.conv_CW.to(wide).T

@@ -2,14 +2,18 @@
 the same; and where the tree of blocks says that a beginning's states lie."""
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from decoding_cases import agree, alone, blocks, play, random_world
 from model_cases import make_config
 
 from thresher.engine.decoding.blocks import BlockPool, Prefix
+from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.engine.decoding.generator import GenerateRequest, Generator
+from thresher.kernels.attention import paged_cuda
 from thresher.policy.config import DeltaShape
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
@@ -69,6 +73,21 @@ def test_no_bit_depends_on_what_runs_beside_a_sample(policy: Policy, tokenizer: 
         for name in seen.keys() - {"rejected"}:
             seen[name] += getattr(clock, name)
     assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_steps_that_are_launched_ahead_agree(
+    speculate: int, policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's decoder: drafts behind the last token of a prompt whose state others take, and tokens taken back."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)  # the interpreter would take minutes
+    prompts, plans = random_world(Random(3), 6, 10)
+    wanted = alone(policy, tokenizer, prompts, plans)
+    sizes = {"num_blocks": blocks(prompts, plans, 4), "page_size": 16, "max_running": 6, "speculate": speculate}
+    decoder = DeviceDecoder(policy, tokenizer, **sizes)
+    agree(play(decoder, prompts, plans), wanted)
+    assert decoder.clock.shared_tokens > 0 and (decoder.clock.drafted_tokens > 0) == (speculate > 0)
 
 
 def test_recorded_log_probs_are_those_of_a_whole_forward(policy: Policy, tokenizer: Tokenizer) -> None:
