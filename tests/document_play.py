@@ -137,6 +137,14 @@ REDUCED = {
     ),
     "bench step": Row(("--steps", "1", "--shape", "demo", "--peer", "none", "--out", "step.jsonl"), once=True),
     "bench train": Row(("--peer", "none"), once=True),
+    "bench delta": Row(
+        (
+            *("--sequences", "2", "--length", "70", "--key-heads", "2", "--value-heads", "2", "--dim", "8"),
+            "--rounds",
+            "1",
+        ),
+        once=True,
+    ),
     "bench rollout": Row(("--shape", "demo", "--rounds", "1", "--peer", "none"), once=True),
     "bench loss": Row(
         (
