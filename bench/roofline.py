@@ -17,7 +17,7 @@ from thresher.common.errors import UserError
 from thresher.engine.planning import time as floors
 from thresher.engine.planning.memory import trained_weights
 from thresher.engine.planning.time import CHIPS, GB, Chip, DecodeShape, UpdateShape
-from thresher.policy.config import FULL, LINEAR, DeltaShape, ModelConfig, read_config
+from thresher.policy.config import ModelConfig, read_config
 
 SHARED, OWN, GROUP = 1200, 300, 8  # positions in common, positions of a sequence's own, sequences of a group
 
@@ -29,14 +29,6 @@ SIZES = {
     "1.5B": (28, 1536, 12, 2, 8960, 151_936, True),
     "3B": (36, 2048, 16, 2, 11_008, 151_936, True),
     "7B": (28, 3584, 28, 4, 18_944, 152_064, False),
-}
-# Of the Qwen3.5 models the same, with the heads of values of the gated delta rule; the other sizes are one for all.
-HYBRID_SIZES = {
-    "Qwen3.5-0.8B": (24, 1024, 8, 2, 3584, 16, True),
-    "Qwen3.5-2B": (24, 2048, 8, 2, 6144, 16, True),
-    "Qwen3.5-4B": (32, 2560, 16, 4, 9216, 32, True),
-    "Qwen3.5-9B": (32, 4096, 16, 4, 12_288, 32, False),
-    "Qwen3.5-27B": (64, 5120, 24, 4, 17_408, 48, False),
 }
 MODELS = {
     name: ModelConfig(
@@ -54,27 +46,6 @@ MODELS = {
         eos_token_ids=(),
     )
     for name, (layers, hidden, heads, kv_heads, intermediate, vocab, tied) in SIZES.items()
-}
-MODELS |= {
-    name: ModelConfig(
-        model_type="qwen3_5_text",
-        vocab_size=248_320,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=256,
-        layer_types=(LINEAR, LINEAR, LINEAR, FULL) * (layers // 4),
-        delta=DeltaShape(16, values, 128, 128, 4),
-        partial_rotary_factor=0.25,
-        rms_norm_eps=1e-6,
-        rope_theta=1e7,
-        max_position_embeddings=262_144,
-        tie_word_embeddings=tied,
-        eos_token_ids=(),
-    )
-    for name, (layers, hidden, heads, kv_heads, intermediate, values, tied) in HYBRID_SIZES.items()
 }
 
 

@@ -18,7 +18,6 @@ BENCH = Group("bench", "measure, beside peers", 120, "thresher bench step", "WHA
 StepShape = Literal["demo", "rag", "search", "smollm2", "0.5B", "1.5B", "7B-lora"]
 RolloutShape = Literal["demo", "rag", "search", "branches"]
 Model = Literal["0.5B", "1.5B", "3B", "7B"]
-DecodeModel = Literal["0.5B", "1.5B", "3B", "7B", "Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B"]
 Chip = Literal["A100-40", "A100-80", "A800", "H100", "H200"]
 
 Rows = Annotated[str | None, "JSON lines to append to"]
@@ -116,7 +115,7 @@ class Decode(
     place=17,
     example="thresher bench decode --model 0.5B --batch 8",
 ):
-    model: Annotated[Sequence[DecodeModel], "sizes of Qwen2.5, or a Qwen3.5"] = ("0.5B", "1.5B", "7B")
+    model: Annotated[Sequence[Model], "sizes of Qwen2.5"] = ("0.5B", "1.5B", "7B")
     batch: Annotated[Count, "N", "sequences; default: 256"] = 256
     own: Annotated[Count, "N", "positions of each; default: 300"] = 300
     shared: Annotated[Count, "N", "positions that a group shares; default: 1,200"] = 1200
