@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_cases import agree, alone, blocks, play, random_world
+from decoding_cases import Plan, TurnPlan, agree, alone, blocks, play, random_world
 from model_cases import make_config
 
 from thresher.engine.decoding.blocks import BlockPool, Prefix
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.engine.decoding.generator import GenerateRequest, Generator
+from thresher.engine.decoding.scheduler import SamplingParams
 from thresher.kernels.attention import paged_cuda
 from thresher.policy.config import DeltaShape
 from thresher.policy.model import Policy, init_policy
@@ -88,6 +89,22 @@ def test_steps_that_are_launched_ahead_agree(
     decoder = DeviceDecoder(policy, tokenizer, **sizes)
     agree(play(decoder, prompts, plans), wanted)
     assert decoder.clock.shared_tokens > 0 and (decoder.clock.drafted_tokens > 0) == (speculate > 0)
+
+
+def test_a_prompt_is_kept_before_its_drafts(
+    policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's first step of a prompt feeds its last token and three drafts; three others then take what was before."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
+    prompts, turn = [[0, 1, 2, 3, 4, 5] * 5], TurnPlan(room=20)
+    draws = [SamplingParams(float(seed > 1)) for seed in range(1, 5)]
+    plans = [Plan(prompt=0, seed=seed, turns=(turn,), draw=draw) for seed, draw in enumerate(draws)]
+    wanted = alone(policy, tokenizer, prompts, plans)
+    sizes = {"num_blocks": blocks(prompts, plans, 8), "page_size": 16, "max_running": 4, "speculate": 3}
+    decoder = DeviceDecoder(policy, tokenizer, **sizes)
+    agree(play(decoder, prompts, plans), wanted)
+    assert decoder.clock.shared_tokens == 3 * (len(prompts[0]) - 1) and decoder.clock.drafted_tokens > 0
 
 
 def test_recorded_log_probs_are_those_of_a_whole_forward(policy: Policy, tokenizer: Tokenizer) -> None:
