@@ -110,8 +110,8 @@ def rotate_and_store(
 
     rope: the table [2, T, 1, D/2] of `rope_table`. k_PKSD, v_PKSD: [P, K, S, D] in qkv's dtype, written in place; their
     inner three axes dense, blocks as far apart as one likes. block_T, slot_T: int32; row t goes to
-    k_PKSD[block_T[t], :, slot_T[t]] and the same of v; block_T < 0: nowhere, but its query is returned. No two rows may
-    go to one place.
+    k_PKSD[block_T[t], :, slot_T[t]] and the same of v; block_T < 0: nowhere, or to block 0, which nobody reads, but its
+    query is returned. No two other rows may go to one place.
     """
     if torch.is_grad_enabled() and qkv_TMD.requires_grad:
         raise ValueError("qkv_TMD requires a gradient, which what is cached has not; expected torch.no_grad()")

@@ -45,7 +45,7 @@ class StateLayout(Layout, Protocol):
 
 
 class Layer(nn.Module, ABC):
-    """One layer of a family: attention and an MLP, each added to the residual stream."""
+    """One layer of a family, which adds to the residual stream."""
 
     rules: ClassVar[ConfigRules]  # what the family asks of config.json
     norm_offset: ClassVar[float] = 0.0  # what is added to the weight of a norm over H or D

@@ -66,9 +66,8 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
         self._nodes: dict[int, RadixNode] = {}  # block -> its node
         self._free_snapshots = list(range(snapshots - 1, -1, -1))
-        self._kept: OrderedDict[int, tuple[RadixNode, int]] = (
-            OrderedDict()
-        )  # snapshot -> its place; the next to go first
+        # Snapshot -> its node and how many of that node's tokens are before it; the next to go first.
+        self._snapshots: OrderedDict[int, tuple[RadixNode, int]] = OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -150,7 +149,7 @@ class BlockPool:
                 if same == self.page_size:
                     stack.append((child, at + same, [*blocks, child.block]))
         if found.snapshot is not None:
-            self._kept.move_to_end(found.snapshot)
+            self._snapshots.move_to_end(found.snapshot)
         return found
 
     def keep_state(self, ids: Sequence[int]) -> int | None:
@@ -165,18 +164,18 @@ class BlockPool:
                 return None
             node, at = child, at + len(want)
         offset = (len(ids) - 1) % self.page_size + 1
-        if node is self.root or not (self._free_snapshots or self._kept or node.snapshots):
+        if node is self.root or not (self._free_snapshots or self._snapshots):
             return None
         if offset in node.snapshots:
             return node.snapshots[offset]
         if not self._free_snapshots:
-            self._drop_snapshot(next(iter(self._kept)))
+            self._drop_snapshot(next(iter(self._snapshots)))
         number = node.snapshots[offset] = self._free_snapshots.pop()
-        self._kept[number] = node, offset
+        self._snapshots[number] = node, offset
         return number
 
     def _drop_snapshot(self, number: int) -> None:
-        node, offset = self._kept.pop(number)
+        node, offset = self._snapshots.pop(number)
         del node.snapshots[offset]
         self._free_snapshots.append(number)
 

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-# What backward may hold of the heads that it computes at a time: on a CPU little, to stay in its caches.
+# What backward may hold of the heads that it computes at a time. On a CPU more heads at a time are no faster.
 WORKSPACE_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 
@@ -367,10 +367,10 @@ class _Heads(NamedTuple):
 
 
 def _few_heads(k: Tensor, v: Tensor, plan: ChunkPlan) -> list[_Heads]:
-    """Cut the heads so that what backward holds of some is at most WORKSPACE_BYTES."""
+    """Cut the heads so that what backward holds of some is at most WORKSPACE_BYTES, or one key head's."""
     (K, D), (V, E) = k.shape[1:], v.shape[1:]
-    chunks, chunk = plan.row_XC.shape
-    held = chunks * (2 * D * E + chunk * (9 * chunk + 8 * D + 7 * E)) * v.element_size() * (V // K)
+    (chunks, chunk), item = plan.row_XC.shape, max(v.element_size(), 4)
+    held = chunks * (2 * D * E + chunk * (9 * chunk + 8 * D + 7 * E)) * item * (V // K)
     each = min(max(int(WORKSPACE_BYTES[v.device.type] // max(held, 1)), 1), K)
     each = -(-K // -(-K // each))  # as many at a time, in as many turns
     bounds = [*range(0, K, each), K]

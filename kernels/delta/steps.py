@@ -11,8 +11,9 @@ A slot of the cache has a ring of R states: that behind n tokens lies at n mod R
 what it read at first, and rows of drafts that did not come true are forgotten by going on from the last that did. The
 rows before the convolution lie in a ring of M = R + W - 1.
 
-Axes: T rows of the step, N runs of rows, one a sequence, B slots of the cache, X a list over several runs, C channels,
-W tokens that the convolution sees, K query and key heads, V value heads, D dimension of a key, E of a value.
+Axes: T rows of the step, N runs of rows, one a sequence, Q rows of a run, J the W - 1 rows before it, X a list over
+several runs, B slots of the cache, R states and M rows of a slot's rings, C channels, W tokens that the convolution
+sees, K query and key heads, V value heads, D dimension of a key, E of a value.
 """
 
 from dataclasses import dataclass
@@ -74,8 +75,8 @@ def delta_runs(
     within_X = np.arange(len(run_X)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
     position_X, row_X = start_N[run_X] + within_X, row_N[run_X] + within_X
 
-    before_NR = start_N[:, None] - reach + np.arange(reach)
-    begin_NR = slot_N[:, None] * held + before_NR % held
+    before_NJ = start_N[:, None] - reach + np.arange(reach)
+    begin_NJ = slot_N[:, None] * held + before_NJ % held
     window_WT = np.zeros((width, rows), np.int64)
     for back in range(width):
         offset_X = within_X - back
@@ -83,11 +84,11 @@ def delta_runs(
         window_WT[width - 1 - back, row_X] = np.where(offset_X < 0, from_ring_X, runs * reach + row_X - back)
     last_X = within_X >= count_N[run_X] - held
     inner = {}
-    for place in range(max(int(count_N.max(initial=0)) - 1, 0)) if ring > 1 else ():
-        some = np.flatnonzero((count_N - 1 > place) & (count_N - ring <= place))
-        if len(some):
+    for place in np.unique(count_N - 1 - np.arange(1, ring)[:, None]):  # the last R rows of each run, but for its last
+        if place >= 0:
+            some = np.flatnonzero((count_N - 1 > place) & (count_N - ring <= place))
             into = slot_N[some] * ring + (start_N[some] + place + 1) % ring
-            inner[place] = sent(torch.from_numpy(some), device), sent(torch.from_numpy(into), device)
+            inner[int(place)] = sent(torch.from_numpy(some), device), sent(torch.from_numpy(into), device)
     read_N, write_N = (slot_N * ring + at_N % ring for at_N in (start_N, start_N + count_N))
     into_X = (slot_N[run_X] * held + position_X % held)[last_X]
     order_X = row_X[np.lexsort((run_X, within_X))]
@@ -98,8 +99,8 @@ def delta_runs(
     return DeltaRuns(
         put(read_N),
         put(write_N),
-        put(begin_NR.reshape(-1)),
-        put(before_NR.reshape(-1, 1) >= 0),
+        put(begin_NJ.reshape(-1)),
+        put(before_NJ.reshape(-1, 1) >= 0),
         put(window_WT),
         put(row_X[last_X]),
         put(into_X),
@@ -111,35 +112,35 @@ def delta_runs(
 
 
 def next_rows(
-    slot_B1: Tensor, start_B1: Tensor, count_B1: Tensor, spare: int, sizes: tuple[int, int], most: int
+    slot_N1: Tensor, start_N1: Tensor, count_N1: Tensor, spare: int, sizes: tuple[int, int], most: int
 ) -> DeltaRuns:
-    """As `delta_runs`, of device tensors [B, 1]: up to `most` rows of each sequence, at least one, row by row of a
+    """As `delta_runs`, of device tensors [N, 1]: up to `most` rows of each sequence, at least one, row by row of a
     sequence; rows beyond its count are of none. spare: the slot that these write to."""
     ring, width = sizes
-    device, runs, reach, held = slot_B1.device, len(slot_B1), width - 1, ring + width - 1
-    place_Q, reach_R = torch.arange(most, device=device), torch.arange(reach, device=device)
-    run_B1 = torch.arange(runs, device=device)[:, None]
-    before_BR = start_B1 - reach + reach_R
-    there_BQ = place_Q < count_B1
-    state_BQ = torch.where(there_BQ, slot_B1 * ring + (start_B1 + place_Q + 1) % ring, spare * ring)
-    into_BQ = torch.where(there_BQ, slot_B1 * held + (start_B1 + place_Q) % held, spare * held)
-    row_BQ = run_B1 * most + place_Q
+    device, runs, reach, held = slot_N1.device, len(slot_N1), width - 1, ring + width - 1
+    place_Q, reach_J = torch.arange(most, device=device), torch.arange(reach, device=device)
+    run_N1 = torch.arange(runs, device=device)[:, None]
+    before_NJ = start_N1 - reach + reach_J
+    there_NQ = place_Q < count_N1
+    state_NQ = torch.where(there_NQ, slot_N1 * ring + (start_N1 + place_Q + 1) % ring, spare * ring)
+    into_NQ = torch.where(there_NQ, slot_N1 * held + (start_N1 + place_Q) % held, spare * held)
+    row_NQ = run_N1 * most + place_Q
     window_WT = [
-        torch.where(place_Q < back, run_B1 * reach + reach + place_Q - back, runs * reach + row_BQ - back).flatten()
+        torch.where(place_Q < back, run_N1 * reach + reach + place_Q - back, runs * reach + row_NQ - back).flatten()
         for back in reversed(range(width))
     ]
     return DeltaRuns(
-        (slot_B1 * ring + start_B1 % ring)[:, 0],
-        state_BQ[:, -1],
-        (slot_B1 * held + before_BR % held).flatten(),
-        before_BR.reshape(-1, 1) >= 0,
+        (slot_N1 * ring + start_N1 % ring)[:, 0],
+        state_NQ[:, -1],
+        (slot_N1 * held + before_NJ % held).flatten(),
+        before_NJ.reshape(-1, 1) >= 0,
         torch.stack(window_WT),
-        row_BQ.flatten(),
-        into_BQ.flatten(),
-        row_BQ.T.flatten(),
+        row_NQ.flatten(),
+        into_NQ.flatten(),
+        row_NQ.T.flatten(),
         [runs] * most,
-        {place: (run_B1[:, 0], state_BQ[:, place]) for place in range(most - 1)},
-        given_N=run_B1[:, 0],
+        {place: (run_N1[:, 0], state_NQ[:, place]) for place in range(most - 1)},
+        given_N=run_N1[:, 0],
     )
 
 
