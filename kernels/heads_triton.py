@@ -1,7 +1,8 @@
 """layers.py's `norm_heads` in Triton, forward and backward: the norm of every query head and every key head of a row.
 
     n = r s,  r = 1 / sqrt(mean_D(s^2) + eps)                 (Zhang and Sennrich 2019, equation 4), s: one head
-    y = w n,  w: the queries' or the keys'                    in float32 up to n, which is rounded to the dtype
+    y = w n,  w: the queries' or the keys'                    in float32 up to n, which is rounded to the dtype, but
+                                                              where w is float32 and the dtype is not
     y = s                                                     of a value head
     ds = r (g - n mean_D(g n)),  g = w dy;  of a value head dy
     dw = sum dy n, over rows and the heads that w belongs to
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.norm_triton import SUM_COLUMNS, SUM_ROWS, _sum_parts_kernel
+from thresher.kernels.norm_triton import SUM_COLUMNS, SUM_ROWS, _sum_parts_kernel, weight_dtype
 from thresher.kernels.operands import check_dense, check_dtype, on_device
 from thresher.kernels.registry import Specialisation
 
@@ -37,8 +38,8 @@ FEWEST_ROWS = 4  # that a program of the backward walks, where there are so many
 @triton.jit
 def _norm_heads_kernel(
     qkv_ptr,  # [T, N + 2K, D] bf16 or fp32, dense
-    q_weight_ptr,  # [D] the same
-    k_weight_ptr,  # [D] the same
+    q_weight_ptr,  # [D] the same, or fp32
+    k_weight_ptr,  # [D] as q_weight
     y_ptr,  # [T, N + 2K, D] the same, written
     eps,
     N: tl.constexpr,
@@ -57,7 +58,9 @@ def _norm_heads_kernel(
     # A weight for each head of the tile: as wide a load as the tile's, from the cache.
     weight = tl.load(tl.where(head < N, q_weight_ptr, k_weight_ptr) + column, mask=inside, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)[:, None]
-    normed = (s * r).to(y_ptr.dtype.element_ty).to(tl.float32)
+    normed = s * r
+    if q_weight_ptr.dtype.element_ty == y_ptr.dtype.element_ty:
+        normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
     y = tl.where(head < N + K, weight * normed, s)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -65,8 +68,8 @@ def _norm_heads_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _norm_heads_backward_kernel(
     qkv_ptr,  # [T, N + 2K, D] bf16 or fp32, dense
-    q_weight_ptr,  # [D] the same
-    k_weight_ptr,  # [D] the same
+    q_weight_ptr,  # [D] the same, or fp32
+    k_weight_ptr,  # [D] as q_weight
     grad_y_ptr,  # [T, N + 2K, D] the same
     grad_ptr,  # [T, N + 2K, D] the same, written
     parts_ptr,  # [programs, 2, D] fp32, written where HAS_PARTS: of the queries' weight, of the keys'
@@ -133,7 +136,7 @@ class _HeadShape:
 
 def fused_norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads: int, eps: float) -> Tensor:
     """layers.py's `norm_heads`, which has the arguments; differentiable once; on a GPU (or interpreted, on a CPU), all
-    bfloat16 or all float32. Raises ValueError for other dtypes and shapes."""
+    bfloat16 or all float32, or the weights alone float32. Raises ValueError for other dtypes and shapes."""
     check_dtype("qkv_TMD", qkv_TMD)
     if qkv_TMD.dim() != 3 or kv_heads < 1 or 2 * kv_heads >= qkv_TMD.shape[1]:
         raise ValueError(
@@ -141,7 +144,7 @@ def fused_norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv
             "and K of at least 1"
         )
     for name, weight_D in (("q_weight_D", q_weight_D), ("k_weight_D", k_weight_D)):
-        check_dense(name, weight_D, qkv_TMD.shape[2:], qkv_TMD.dtype, qkv_TMD.device)
+        check_dense(name, weight_D, qkv_TMD.shape[2:], weight_dtype(q_weight_D, qkv_TMD), qkv_TMD.device)
     found: Tensor = _NormHeads.apply(qkv_TMD.contiguous(), q_weight_D, k_weight_D, kv_heads, eps)
     return found
 
@@ -172,7 +175,7 @@ class _NormHeads(torch.autograd.Function):
         parts = grad_TMD
         if of_weights:
             parts = torch.empty((programs, 2 * heads.D), dtype=torch.float32, device=qkv_TMD.device)
-        grad_2D = qkv_TMD.new_empty(2 * heads.D) if of_weights else None
+        grad_2D = q_weight_D.new_empty(2 * heads.D) if of_weights else None
         with on_device(qkv_TMD):
             if programs:
                 _norm_heads_backward_kernel[(programs,)](
@@ -198,7 +201,7 @@ class _NormHeads(torch.autograd.Function):
 
 def specialisations() -> tuple[Specialisation, ...]:
     """The heads of Qwen3 0.6B and 1.7B, 4B and 8B, 14B, 32B in bfloat16, the first in float32 and with frozen weights,
-    too."""
+    too; and Qwen3.5 0.8B's, with weights in float32."""
     shapes = [_HeadShape(16, 8, 128), _HeadShape(32, 8, 128), _HeadShape(40, 8, 128), _HeadShape(64, 8, 128)]
     listed = [_forward_specialisation("*bf16", heads) for heads in shapes]
     listed += [_backward_specialisation("*bf16", heads, True) for heads in shapes]
@@ -206,30 +209,35 @@ def specialisations() -> tuple[Specialisation, ...]:
         _backward_specialisation("*bf16", shapes[0], False),
         _forward_specialisation("*fp32", shapes[0]),
         _backward_specialisation("*fp32", shapes[0], True),
+        _forward_specialisation("*bf16", _HeadShape(8, 2, 256), "*fp32"),
+        _backward_specialisation("*bf16", _HeadShape(8, 2, 256), True, "*fp32"),
     ]
     return tuple(listed)
 
 
-def _forward_specialisation(pointer: str, heads: _HeadShape) -> Specialisation:
+def _forward_specialisation(pointer: str, heads: _HeadShape, weight: str = "") -> Specialisation:
     pointers = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "y_ptr")
     return Specialisation(
-        name=f"heads' norm {pointer[1:]} heads {heads.N}/{heads.K} D {heads.D}",
+        name=f"heads' norm {pointer[1:]} heads {heads.N}/{heads.K} D {heads.D}" + (weight and ", w fp32"),
         kernel=_norm_heads_kernel,
-        signature=dict.fromkeys(pointers, pointer) | {"eps": "fp32"},
+        signature=dict.fromkeys(pointers, pointer) | dict.fromkeys(pointers[1:3], weight or pointer) | {"eps": "fp32"},
         constants=heads.constants(),
         aligned=pointers,
         num_warps=heads.warps(),
     )
 
 
-def _backward_specialisation(pointer: str, heads: _HeadShape, has_parts: bool) -> Specialisation:
+def _backward_specialisation(pointer: str, heads: _HeadShape, has_parts: bool, weight: str = "") -> Specialisation:
     pointers = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "grad_y_ptr", "grad_ptr")
     parts = "*fp32" if has_parts else pointer
     return Specialisation(
         name=f"heads' norm's gradient {pointer[1:]} heads {heads.N}/{heads.K} D {heads.D}"
-        + ("" if has_parts else ", no dw"),
+        + ("" if has_parts else ", no dw")
+        + (weight and ", w fp32"),
         kernel=_norm_heads_backward_kernel,
-        signature=dict.fromkeys(pointers, pointer) | {"parts_ptr": parts, "count": "i32", "eps": "fp32"},
+        signature=dict.fromkeys(pointers, pointer)
+        | dict.fromkeys(pointers[1:3], weight or pointer)
+        | {"parts_ptr": parts, "count": "i32", "eps": "fp32"},
         constants=heads.constants() | {"HAS_PARTS": has_parts},
         aligned=(*pointers, "parts_ptr"),
         num_warps=heads.warps(),

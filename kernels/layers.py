@@ -12,8 +12,8 @@ The mean of the norm is taken in float32 whatever the dtype of x, and the weight
 Qwen2 does. Angles are made in float32; cos and sin are cast to x's dtype.
 
 `add_norm`, `norm_heads`, `silu_gate`, `rotated_heads` and `rotate_and_store` are one kernel each where `uses_triton` is
-true, a norm's weight has the dtype of what it multiplies, and all of a head is turned (norm_triton.py, heads_triton.py,
-gate_triton.py, rope_triton.py). The functions here are their reference, and the only implementation on a CPU.
+true (norm_triton.py, heads_triton.py, gate_triton.py, rope_triton.py). The functions here are their reference, and the
+only implementation on a CPU.
 
 Axes: T tokens, H hidden, N heads (of queries, or of queries or keys), K key/value heads, M = N + 2K, D head dimension,
 I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
@@ -85,15 +85,10 @@ def rotate(x_TND: Tensor, table: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def turns_all(x_TND: Tensor, table: Tensor) -> bool:
-    """Return whether `rotate` turns every dimension of a head, as the kernels do."""
-    return 2 * table.shape[-1] == x_TND.shape[-1]
-
-
 def rotated_heads(qkv_TMD: Tensor, table: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of a fused projection [T, N + 2K, D] the rotated queries [T, N, D] and keys [T, K, D], and the values [T, K, D].
     Queries and keys lie side by side, so one rotation turns both."""
-    if uses_triton(qkv_TMD) and turns_all(qkv_TMD, table):
+    if uses_triton(qkv_TMD):
         from thresher.kernels.rope_triton import fused_rotated_heads
 
         return fused_rotated_heads(qkv_TMD, table, kv_heads)
@@ -115,7 +110,7 @@ def rotate_and_store(
     """
     if torch.is_grad_enabled() and qkv_TMD.requires_grad:
         raise ValueError("qkv_TMD requires a gradient, which what is cached has not; expected torch.no_grad()")
-    if uses_triton(qkv_TMD) and turns_all(qkv_TMD, rope):
+    if uses_triton(qkv_TMD):
         from thresher.kernels.rope_triton import fused_rotate_and_store
 
         return fused_rotate_and_store(qkv_TMD, rope, kv_heads, k_PKSD, v_PKSD, block_T, slot_T)
@@ -134,7 +129,7 @@ def rotate_and_store(
 
 def add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + more, its `rms_norm`), both [T, H]; None adds nothing."""
-    if uses_triton(x_TH) and weight_H.dtype == x_TH.dtype:
+    if uses_triton(x_TH):
         from thresher.kernels.norm_triton import fused_add_norm
 
         return fused_add_norm(x_TH, more_TH, weight_H, eps)
@@ -145,7 +140,7 @@ def add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float)
 def norm_heads(qkv_TMD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, kv_heads: int, eps: float) -> Tensor:
     """A fused projection [T, N + 2K, D] with the `rms_norm` of each query head by `q_weight_D` and of each key head by
     `k_weight_D`, the values as they are; a new tensor, dense."""
-    if uses_triton(qkv_TMD) and q_weight_D.dtype == qkv_TMD.dtype:
+    if uses_triton(qkv_TMD):
         from thresher.kernels.heads_triton import fused_norm_heads
 
         return fused_norm_heads(qkv_TMD, q_weight_D, k_weight_D, kv_heads, eps)

@@ -2,7 +2,8 @@
 
     s = x + more                          rounded to the dtype
     n = r s,  r = 1 / sqrt(mean_H(s^2) + eps)                 (Zhang and Sennrich 2019, equation 4)
-    y = w n                               in float32 from s to n, which is rounded to the dtype before w, as in Qwen2
+    y = w n                               in float32 from s to n, which is rounded to the dtype before w, as in Qwen2,
+                                          but where w is float32 and the dtype is not, as in Qwen3.5
     ds' = ds + r (g - n mean_H(g n)),  g = w dy               the gradient of x and of more alike
     dw = sum_T dy n
 
@@ -37,7 +38,7 @@ SUM_ROWS, SUM_COLUMNS = 128, 32
 def _add_norm_kernel(
     x_ptr,  # [T, H] bf16 or fp32, dense
     more_ptr,  # [T, H] the same, read where HAS_MORE
-    weight_ptr,  # [H] the same
+    weight_ptr,  # [H] the same, or fp32
     sum_ptr,  # [T, H] the same, written where HAS_MORE
     y_ptr,  # [T, H] the same, written
     eps,
@@ -54,14 +55,16 @@ def _add_norm_kernel(
         rounded = (s + tl.load(more_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, rounded, mask=inside)
         s = rounded.to(tl.float32)
-    normed = (s * tl.rsqrt(tl.sum(s * s, 0) / H + eps)).to(y_ptr.dtype.element_ty).to(tl.float32)
+    normed = s * tl.rsqrt(tl.sum(s * s, 0) / H + eps)
+    if weight_ptr.dtype.element_ty == y_ptr.dtype.element_ty:
+        normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
     tl.store(y_ptr + at, (weight * normed).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _add_norm_backward_kernel(
     sum_ptr,  # [T, H] bf16 or fp32, dense
-    weight_ptr,  # [H] the same
+    weight_ptr,  # [H] the same, or fp32
     grad_y_ptr,  # [T, H] the same
     grad_sum_ptr,  # [T, H] the same, read where HAS_SUM
     grad_ptr,  # [T, H] the same, written: the gradient of x and of more
@@ -117,7 +120,8 @@ def _sum_parts_kernel(
 def fused_add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + more, its RMSNorm times `weight_H`), both [T, H], differentiable once; None adds nothing.
 
-    All bfloat16 or all float32, on one GPU (or interpreted, on a CPU); H up to 8,192. Raises ValueError for others.
+    All bfloat16 or all float32, or the weight alone float32, on one GPU (or interpreted, on a CPU); H up to 8,192.
+    Raises ValueError for others.
     """
     check_dtype("x_TH", x_TH)
     if x_TH.dim() != 2 or not 0 < x_TH.shape[1] <= MAX_WIDTH:
@@ -125,7 +129,7 @@ def fused_add_norm(x_TH: Tensor, more_TH: Tensor | None, weight_H: Tensor, eps: 
     more_TH = None if more_TH is None else more_TH.contiguous()
     if more_TH is not None:
         check_dense("more_TH", more_TH, x_TH.shape, x_TH.dtype, x_TH.device)
-    check_dense("weight_H", weight_H, x_TH.shape[1:], x_TH.dtype, x_TH.device)
+    check_dense("weight_H", weight_H, x_TH.shape[1:], weight_dtype(weight_H, x_TH), x_TH.device)
     sum_TH, y_TH = _AddNorm.apply(x_TH.contiguous(), more_TH, weight_H, eps)
     return sum_TH, y_TH
 
@@ -208,6 +212,11 @@ def _backward(
     return grad_TH, grad_H
 
 
+def weight_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
+    """Return the dtype that the kernels expect of a weight: x's, or float32."""
+    return torch.float32 if weight.dtype == torch.float32 else x.dtype
+
+
 def tile(columns: int) -> tuple[int, int]:
     """(columns of a row's tile, warps) for rows of `columns`: a power of two, and what holds PER_THREAD of it each."""
     width = triton.next_power_of_2(columns)
@@ -221,7 +230,7 @@ def backward_programs(count: int, columns: int) -> int:
 
 def specialisations() -> tuple[Specialisation, ...]:
     """The widths of Qwen2.5 0.5B, 1.5B, 3B, 7B and 72B in bfloat16, and what is left out where it may be; one width in
-    float32. The sum's 256 are heads_triton.py's two weights."""
+    float32; and Qwen3.5 0.8B's with a weight in float32. The sum's 256 are heads_triton.py's two weights."""
     widths = (896, 1536, 2048, 3584, 8192)
     listed = [_forward_specialisation("*bf16", width, True) for width in widths]
     listed += [_backward_specialisation("*bf16", width, True, True) for width in widths]
@@ -232,33 +241,39 @@ def specialisations() -> tuple[Specialisation, ...]:
         _backward_specialisation("*bf16", 3584, True, False),
         _forward_specialisation("*fp32", 3584, True),
         _backward_specialisation("*fp32", 3584, True, True),
+        _forward_specialisation("*bf16", 1024, True, "*fp32"),
+        _backward_specialisation("*bf16", 1024, True, True, "*fp32"),
     ]
     return tuple(listed)
 
 
-def _forward_specialisation(pointer: str, columns: int, has_more: bool) -> Specialisation:
+def _forward_specialisation(pointer: str, columns: int, has_more: bool, weight: str = "") -> Specialisation:
     width, warps = tile(columns)
     pointers = ("x_ptr", "more_ptr", "weight_ptr", "sum_ptr", "y_ptr")
     return Specialisation(
-        name=f"norm {pointer[1:]} H {columns:,}" + ("" if has_more else ", no sum"),
+        name=f"norm {pointer[1:]} H {columns:,}" + ("" if has_more else ", no sum") + (weight and ", w fp32"),
         kernel=_add_norm_kernel,
-        signature=dict.fromkeys(pointers, pointer) | {"eps": "fp32"},
+        signature=dict.fromkeys(pointers, pointer) | {"weight_ptr": weight or pointer, "eps": "fp32"},
         constants={"H": columns, "WIDTH": width, "HAS_MORE": has_more},
         aligned=pointers,
         num_warps=warps,
     )
 
 
-def _backward_specialisation(pointer: str, columns: int, has_sum: bool, has_parts: bool) -> Specialisation:
+def _backward_specialisation(
+    pointer: str, columns: int, has_sum: bool, has_parts: bool, weight: str = ""
+) -> Specialisation:
     width, warps = tile(columns)
     pointers = ("sum_ptr", "weight_ptr", "grad_y_ptr", "grad_sum_ptr", "grad_ptr")
     parts = "*fp32" if has_parts else pointer
     return Specialisation(
         name=f"norm's gradient {pointer[1:]} H {columns:,}"
         + ("" if has_sum else ", no sum")
-        + ("" if has_parts else ", no dw"),
+        + ("" if has_parts else ", no dw")
+        + (weight and ", w fp32"),
         kernel=_add_norm_backward_kernel,
-        signature=dict.fromkeys(pointers, pointer) | {"parts_ptr": parts, "count": "i32", "eps": "fp32"},
+        signature=dict.fromkeys(pointers, pointer)
+        | {"weight_ptr": weight or pointer, "parts_ptr": parts, "count": "i32", "eps": "fp32"},
         constants={"H": columns, "WIDTH": width, "HAS_SUM": has_sum, "HAS_PARTS": has_parts},
         aligned=(*pointers, "parts_ptr"),
         num_warps=warps,

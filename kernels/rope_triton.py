@@ -1,7 +1,9 @@
 """layers.py's `rotate_and_store` and `rotated_heads` in Triton: what a fused projection becomes before attention reads
 it, in one launch; and the gradient of the second, in another.
 
-    y = (a cos - b sin, b cos + a sin)    a, b = halves of a query or key   (Su et al. 2021, equation 34; half-split)
+    y = (a cos - b sin, b cos + a sin)    a, b = halves of a query or key   (Su et al. 2021, equation 34; half-split),
+                                          or of its first dimensions, as many as the table has angles for two of; the
+                                          others stay
     da = dy[0] cos + dy[1] sin,  db = dy[1] cos - dy[0] sin
     rotate_and_store: q -> a dense tensor,  k, v of row t -> the cache at (block_T[t], every head, slot_T[t])
     rotated_heads: q, k, v -> a dense tensor each
@@ -35,10 +37,24 @@ def _rounded(x, like):
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
+@triton.jit
+def _pairs(half, D: tl.constexpr, ANGLES: tl.constexpr):
+    """Where the two elements of a pair lie in a head: those that turn with each other, then the others."""
+    if ANGLES == D // 2:
+        first, second = half, half + D // 2
+    else:
+        wide: tl.constexpr = 8 if ANGLES % 8 == 0 and D % 16 == 0 else 1
+        turned = half < ANGLES
+        first = tl.max_contiguous(half + tl.where(turned, 0, ANGLES), [1, wide])
+        second = tl.max_contiguous(half + tl.where(turned, ANGLES, D // 2), [1, wide])
+        first, second = tl.multiple_of(first, [1, wide]), tl.multiple_of(second, [1, wide])
+    return first, second
+
+
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["block_ptr", "slot_ptr"])
 def _rotate_and_store_kernel(
     qkv_ptr,  # [T, N + 2K, D] bf16 or fp32, dense
-    rope_ptr,  # [2, T, 1, D/2] the same: cos, sin
+    rope_ptr,  # [2, T, 1, ANGLES] the same: cos, sin
     block_ptr,  # [T] int32; below 0: nothing is stored
     slot_ptr,  # [T] int32
     q_ptr,  # [T, N, D] as qkv, written
@@ -51,6 +67,7 @@ def _rotate_and_store_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
+    ANGLES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -61,31 +78,32 @@ def _rotate_and_store_kernel(
     block = tl.load(block_ptr + row).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     inside = (head < N + 2 * K) & (half < D // 2)
-    at = qkv_ptr + row * ((N + 2 * K) * D) + head * D + half
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(rope_ptr + row * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
-    sin = tl.load(rope_ptr + (count + row) * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
-    turned = head < N + K
+    first, second = _pairs(half, D, ANGLES)
+    at = qkv_ptr + row * ((N + 2 * K) * D) + head * D
+    a = tl.load(at + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + second, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(rope_ptr + row * ANGLES + half, mask=half < ANGLES, other=0.0).to(tl.float32)
+    sin = tl.load(rope_ptr + (count + row) * ANGLES + half, mask=half < ANGLES, other=0.0).to(tl.float32)
+    turned = (head < N + K) & (half < ANGLES)
     left = tl.where(turned, _rounded(a * cos, q_ptr) - _rounded(b * sin, q_ptr), a).to(q_ptr.dtype.element_ty)
     right = tl.where(turned, _rounded(b * cos, q_ptr) + _rounded(a * sin, q_ptr), b).to(q_ptr.dtype.element_ty)
 
-    q_at = q_ptr + row * (N * D) + head * D + half
-    tl.store(q_at, left, mask=inside & (head < N))
-    tl.store(q_at + D // 2, right, mask=inside & (head < N))
+    q_at = q_ptr + row * (N * D) + head * D
+    tl.store(q_at + first, left, mask=inside & (head < N))
+    tl.store(q_at + second, right, mask=inside & (head < N))
     stored = inside & (block >= 0)
-    k_at = k_ptr + block * k_stride_p + slot * D + (head - N) * (S * D) + half
-    tl.store(k_at, left, mask=stored & (head >= N) & turned)
-    tl.store(k_at + D // 2, right, mask=stored & (head >= N) & turned)
-    v_at = v_ptr + block * v_stride_p + slot * D + (head - (N + K)) * (S * D) + half
-    tl.store(v_at, left, mask=stored & (head >= N + K))
-    tl.store(v_at + D // 2, right, mask=stored & (head >= N + K))
+    k_at = k_ptr + block * k_stride_p + slot * D + (head - N) * (S * D)
+    tl.store(k_at + first, left, mask=stored & (head >= N) & (head < N + K))
+    tl.store(k_at + second, right, mask=stored & (head >= N) & (head < N + K))
+    v_at = v_ptr + block * v_stride_p + slot * D + (head - (N + K)) * (S * D)
+    tl.store(v_at + first, left, mask=stored & (head >= N + K))
+    tl.store(v_at + second, right, mask=stored & (head >= N + K))
 
 
 @triton.jit(do_not_specialize=["count"])
 def _rotated_heads_kernel(
     qkv_ptr,  # [T, N + 2K, D] bf16 or fp32, dense; with BACK written: the gradient of the projection
-    rope_ptr,  # [2, T, 1, D/2] the same: cos, sin
+    rope_ptr,  # [2, T, 1, ANGLES] the same: cos, sin
     q_ptr,  # [T, N, D] as qkv, dense, written; with BACK read: the gradient of the rotated queries
     k_ptr,  # [T, K, D] the same
     v_ptr,  # [T, K, D] the same
@@ -94,6 +112,7 @@ def _rotated_heads_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     BACK: tl.constexpr,
+    ANGLES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -101,41 +120,44 @@ def _rotated_heads_kernel(
     head = (tl.program_id(0) % tl.cdiv(N + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
     half = tl.arange(0, HALF)[None, :]
     inside = (head < N + 2 * K) & (half < D // 2)
-    turned = head < N + K
-    is_q, is_k, is_v = inside & (head < N), inside & (head >= N) & turned, inside & (head >= N + K)
-    joined_at = qkv_ptr + row * ((N + 2 * K) * D) + head * D + half
-    q_at = q_ptr + row * (N * D) + head * D + half
-    k_at = k_ptr + row * (K * D) + (head - N) * D + half
-    v_at = v_ptr + row * (K * D) + (head - (N + K)) * D + half
-    cos = tl.load(rope_ptr + row * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
-    sin = tl.load(rope_ptr + (count + row) * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
+    first, second = _pairs(half, D, ANGLES)
+    is_q, is_k = inside & (head < N), inside & (head >= N) & (head < N + K)
+    is_v = inside & (head >= N + K)
+    turned = (head < N + K) & (half < ANGLES)
+    joined_at = qkv_ptr + row * ((N + 2 * K) * D) + head * D
+    q_at = q_ptr + row * (N * D) + head * D
+    k_at = k_ptr + row * (K * D) + (head - N) * D
+    v_at = v_ptr + row * (K * D) + (head - (N + K)) * D
+    cos = tl.load(rope_ptr + row * ANGLES + half, mask=half < ANGLES, other=0.0).to(tl.float32)
+    sin = tl.load(rope_ptr + (count + row) * ANGLES + half, mask=half < ANGLES, other=0.0).to(tl.float32)
     if BACK:  # of three loads one has the value, and the others 0
-        a = tl.load(q_at, mask=is_q, other=0.0) + tl.load(k_at, mask=is_k, other=0.0)
-        b = tl.load(q_at + D // 2, mask=is_q, other=0.0) + tl.load(k_at + D // 2, mask=is_k, other=0.0)
-        a = (a + tl.load(v_at, mask=is_v, other=0.0)).to(tl.float32)
-        b = (b + tl.load(v_at + D // 2, mask=is_v, other=0.0)).to(tl.float32)
+        a = tl.load(q_at + first, mask=is_q, other=0.0) + tl.load(k_at + first, mask=is_k, other=0.0)
+        b = tl.load(q_at + second, mask=is_q, other=0.0) + tl.load(k_at + second, mask=is_k, other=0.0)
+        a = (a + tl.load(v_at + first, mask=is_v, other=0.0)).to(tl.float32)
+        b = (b + tl.load(v_at + second, mask=is_v, other=0.0)).to(tl.float32)
         sin = -sin
     else:
-        a = tl.load(joined_at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(joined_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(joined_at + first, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(joined_at + second, mask=inside, other=0.0).to(tl.float32)
     left = tl.where(turned, _rounded(a * cos, q_ptr) - _rounded(b * sin, q_ptr), a).to(q_ptr.dtype.element_ty)
     right = tl.where(turned, _rounded(b * cos, q_ptr) + _rounded(a * sin, q_ptr), b).to(q_ptr.dtype.element_ty)
     if BACK:
-        tl.store(joined_at, left, mask=inside)
-        tl.store(joined_at + D // 2, right, mask=inside)
+        tl.store(joined_at + first, left, mask=inside)
+        tl.store(joined_at + second, right, mask=inside)
     else:
-        tl.store(q_at, left, mask=is_q)
-        tl.store(q_at + D // 2, right, mask=is_q)
-        tl.store(k_at, left, mask=is_k)
-        tl.store(k_at + D // 2, right, mask=is_k)
-        tl.store(v_at, left, mask=is_v)
-        tl.store(v_at + D // 2, right, mask=is_v)
+        tl.store(q_at + first, left, mask=is_q)
+        tl.store(q_at + second, right, mask=is_q)
+        tl.store(k_at + first, left, mask=is_k)
+        tl.store(k_at + second, right, mask=is_k)
+        tl.store(v_at + first, left, mask=is_v)
+        tl.store(v_at + second, right, mask=is_v)
 
 
-def _constants(heads: int, kv_heads: int, dim: int, **more: int) -> dict[str, int]:
-    """Return the constants of a launch: query heads, key/value heads, head dimension, the tile, and `more`."""
+def _constants(heads: int, kv_heads: int, dim: int, angles: int, **more: int) -> dict[str, int]:
+    """Return the constants of a launch: query heads, key/value heads, head dimension, angles, the tile, and `more`."""
     tile = min(HEADS, triton.next_power_of_2(heads + 2 * kv_heads))
-    return {"N": heads, "K": kv_heads, "D": dim, **more, "HEADS": tile, "HALF": triton.next_power_of_2(dim // 2)}
+    shape = {"N": heads, "K": kv_heads, "D": dim, "ANGLES": angles}
+    return {**shape, **more, "HEADS": tile, "HALF": triton.next_power_of_2(dim // 2)}
 
 
 def _warps(constants: dict[str, int]) -> int:
@@ -155,7 +177,7 @@ def fused_rotate_and_store(
     slots = k_PKSD.shape[2] if k_PKSD.dim() == 4 else 0
     for name, cache in (("k_PKSD", k_PKSD), ("v_PKSD", v_PKSD)):
         check_dense(f"a block of {name}", cache[:1], (min(1, len(cache)), kv_heads, slots, D), dtype, device)
-    constants = _constants(M - 2 * kv_heads, kv_heads, D, S=slots)
+    constants = _constants(M - 2 * kv_heads, kv_heads, D, rope.shape[3], S=slots)
     q_TND = torch.empty((T, constants["N"], D), dtype=qkv_TMD.dtype, device=qkv_TMD.device)
     places, strides = (block_T, slot_T), (k_PKSD.stride(0), v_PKSD.stride(0))
     if T:
@@ -179,7 +201,8 @@ def _check_projection(qkv_TMD: Tensor, rope: Tensor, kv_heads: int) -> tuple[int
             "and K of at least 1 and D even"
         )
     check_dense("qkv_TMD", qkv_TMD, (T, M, D), qkv_TMD.dtype, qkv_TMD.device)
-    check_dense("rope", rope, (2, T, 1, D // 2), qkv_TMD.dtype, qkv_TMD.device)
+    angles = min(rope.shape[-1], D // 2)  # of a share of the head, or of all of it
+    check_dense("rope", rope, (2, T, 1, angles), qkv_TMD.dtype, qkv_TMD.device)
     return T, M, D
 
 
@@ -217,7 +240,7 @@ def _launch_rotated_heads(
     qkv_TMD: Tensor, rope: Tensor, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, back: bool
 ) -> None:
     T, M, D = qkv_TMD.shape
-    constants = _constants(q_TND.shape[1], k_TKD.shape[1], D, BACK=back)
+    constants = _constants(q_TND.shape[1], k_TKD.shape[1], D, rope.shape[3], BACK=back)
     if T:
         with on_device(qkv_TMD):
             _rotated_heads_kernel[(T * triton.cdiv(M, constants["HEADS"]),)](
@@ -226,16 +249,19 @@ def _launch_rotated_heads(
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """The heads of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, with blocks of 16 slots, the first in float32, too; and
-    the heads of 1.5B for training."""
+    """The heads of Qwen2.5 0.5B, 1.5B, 3B and 7B in bfloat16, with blocks of 16 slots, the first in float32, too;
+    the heads of 1.5B for training; and Qwen3.5 0.8B's, of which a quarter turns."""
     shapes = [
-        ("*bf16", _constants(14, 2, 64, S=16)),
-        ("*bf16", _constants(12, 2, 128, S=16)),
-        ("*bf16", _constants(16, 2, 128, S=16)),
-        ("*bf16", _constants(28, 4, 128, S=16)),
-        ("*fp32", _constants(14, 2, 64, S=16)),
-        ("*bf16", _constants(12, 2, 128, BACK=False)),
-        ("*bf16", _constants(12, 2, 128, BACK=True)),
+        ("*bf16", _constants(14, 2, 64, 32, S=16)),
+        ("*bf16", _constants(12, 2, 128, 64, S=16)),
+        ("*bf16", _constants(16, 2, 128, 64, S=16)),
+        ("*bf16", _constants(28, 4, 128, 64, S=16)),
+        ("*fp32", _constants(14, 2, 64, 32, S=16)),
+        ("*bf16", _constants(12, 2, 128, 64, BACK=False)),
+        ("*bf16", _constants(12, 2, 128, 64, BACK=True)),
+        ("*bf16", _constants(8, 2, 256, 32, S=16)),
+        ("*bf16", _constants(8, 2, 256, 32, BACK=False)),
+        ("*bf16", _constants(8, 2, 256, 32, BACK=True)),
     ]
     floats, places = ("qkv_ptr", "rope_ptr", "q_ptr", "k_ptr", "v_ptr"), ("block_ptr", "slot_ptr")
     strides = ("k_stride_p", "v_stride_p")
@@ -243,9 +269,10 @@ def specialisations() -> tuple[Specialisation, ...]:
     def one(pointer: str, heads: dict[str, int]) -> Specialisation:
         stores = "S" in heads
         kind = "" if stores else " for training, its gradient" if heads["BACK"] else " for training"
+        share = "" if 2 * heads["ANGLES"] == heads["D"] else f" of which {2 * heads['ANGLES']} turn"
         more = dict.fromkeys(places, "*i32") | dict.fromkeys(strides, "i32") if stores else {}
         return Specialisation(
-            name=f"rope {pointer[1:]} heads {heads['N']}/{heads['K']} D {heads['D']}{kind}",
+            name=f"rope {pointer[1:]} heads {heads['N']}/{heads['K']} D {heads['D']}{share}{kind}",
             kernel=_rotate_and_store_kernel if stores else _rotated_heads_kernel,
             signature=dict.fromkeys(floats, pointer) | more | {"count": "i32"},
             constants=heads,

@@ -169,30 +169,38 @@ def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe]
     assert simcuda.counts()["launches"] > 1000
 
 
-def test_a_run_with_states_is_the_cpu_s(
+@pytest.fixture
+def hybrid(
     make: Callable[..., Recipe],
     tiny_tokenizer: Any,
     tiny_questions: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of Qwen3.5's layers: prefills by chunks, decode steps in graphs with a ring of states, shared prefixes."""
+) -> Callable[..., Recipe]:
+    """Return `make` for a model of Qwen3.5's layers."""
     types = {"layer_types": ("linear_attention", "full_attention"), "delta": DeltaShape(2, 4, 8, 16, 4)}
-    hybrid = {"model_type": "qwen3_5_text", "head_dim": 16, "partial_rotary_factor": 0.5, **types}
+    shape = {"model_type": "qwen3_5_text", "head_dim": 16, "partial_rotary_factor": 0.5, **types}
     narrow = train_cases.make_config
-    monkeypatch.setattr(train_cases, "make_config", lambda **changes: narrow(**WIDE, **hybrid, **changes))
+    monkeypatch.setattr(train_cases, "make_config", lambda **changes: narrow(**WIDE, **shape, **changes))
     write_inputs(tmp_path, tiny_tokenizer, tiny_questions)
+    return lambda device, **changes: make(device, model={"path": str(tmp_path / "model")}, **changes)
+
+
+def test_a_run_with_states_is_the_cpu_s(hybrid: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Of Qwen3.5's layers: prefills by chunks, decode steps in graphs with a ring of states, shared prefixes."""
     for name in ("cpu", "cuda"):
-        train(make(name, model={"path": str(tmp_path / "model")}), tmp_path / name)
+        train(hybrid(name), tmp_path / name)
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
     assert all(step["grad_norm"] > 0 for step in steps_of(tmp_path / "cuda"))
 
 
 @pytest.mark.skipif(not KERNELS, reason="references compute; make simcuda runs the kernels, interpreted")
-def test_with_kernels_a_run_is_the_cpu_s(make: Callable[..., Recipe], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["make", "hybrid"])
+def test_with_kernels_a_run_is_the_cpu_s(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    made = request.getfixturevalue(family)
     sizes = {"group_size": 2, "questions_per_step": 1, "max_turn_tokens": 6, "max_policy_tokens": 12}
     for name in ("cpu", "cuda"):
-        train(make(name, rollout=sizes, run={"steps": 1, "eval_questions": 1}), tmp_path / name)
+        train(made(name, rollout=sizes, run={"steps": 1, "eval_questions": 1}), tmp_path / name)
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
     assert simcuda.counts()["kernels"] > 100
 

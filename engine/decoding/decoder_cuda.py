@@ -59,7 +59,7 @@ from thresher.kernels.attention.paged_cuda import (
     prefix_pays,
 )
 from thresher.kernels.delta.layer import DeltaInputs
-from thresher.kernels.delta.steps import delta_steps, next_rows
+from thresher.kernels.delta.steps import NextRows, delta_next
 from thresher.kernels.layers import rotate_and_store
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -601,7 +601,8 @@ class BucketStep(StaticStep):
         slot_T, position_T = slot_B1.expand(-1, len(row_Q)).reshape(-1), position_BQ.view(-1)
         if self.cache.states is not None:
             sizes = self.cache.states.ring, self.cache.states.width
-            self.delta_runs = next_rows(slot_B1, start_B1, count_B1, batch.spare, sizes, len(row_Q))
+            columns = (x[:, 0] for x in (slot_B1, start_B1, count_B1))
+            self.delta_rows = NextRows(*columns, batch.spare, sizes, len(row_Q))
         hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self)
         head_VH = self.policy.head_VH[: self.columns]
         seeds_T, rules = batch.seeds_B[slot_T], self.rules.take(slot_T)
@@ -618,7 +619,7 @@ class BucketStep(StaticStep):
 
     def delta(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
         assert self.cache.states is not None
-        return delta_steps(inputs, self.cache.states.layer(layer), self.delta_runs)
+        return delta_next(inputs, self.cache.states.layer(layer), self.delta_rows)
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]

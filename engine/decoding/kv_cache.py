@@ -26,7 +26,7 @@ from thresher.kernels.attention.paged_cuda import PrefillRows, prefill_attention
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.delta.layer import DeltaInputs
-from thresher.kernels.delta.rule import plan_chunks
+from thresher.kernels.delta.rule import ChunkPlan
 from thresher.kernels.delta.steps import DeltaRuns, Rings, delta_prefill, delta_runs, delta_steps
 from thresher.kernels.layers import rotate_and_store, rotated_heads
 from thresher.kernels.operands import ROW_MULTIPLE
@@ -248,7 +248,7 @@ class DeviceStep:
         if cache.states is not None:
             packed = QueryRuns(runs.table_N, runs.start_N, runs.count_N, about[0])
             self.delta_runs = cache.states.runs(packed, len(self.slot_T), device)
-            self.delta_plan = plan_chunks([0, *np.cumsum(runs.count_N).tolist()], None, device)
+            self.delta_plan = ChunkPlan([0, *np.cumsum(runs.count_N).tolist()], None, device)
 
     def delta(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
         assert self.cache.states is not None

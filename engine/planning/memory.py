@@ -303,13 +303,13 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
     total = 2 * norm_bytes(config, setting) + input_of(hidden, "gate", "up")
     if kind.name == LINEAR:
         assert config.delta is not None
-        channels, heads, key_heads = config.delta.channels, config.delta.num_value_heads, config.delta.num_key_heads
+        channels, heads = config.delta.channels, config.delta.num_value_heads
         values = heads * config.delta.value_head_dim
         total += input_of(hidden, "linear_qkv", "linear_z", "linear_b", "linear_a") + input_of(values, "linear_out")
-        # The projections; the convolution's output; q and k of length 1, and by what they were divided; of the gated
-        # norm o, o by its length, times the weight, z and silu(z); the gates. With adapters it is less.
-        total += e * (channels + values + 2 * heads)
-        total += FP32 * (channels + (channels - values) + 2 * key_heads + 5 * values + 5 * heads)
+        # The projections; q, k and v; of the gated norm o, o by its length, times the weight, z and silu(z); the gates.
+        # With adapters it is less.
+        total += e * (2 * channels + values + 2 * heads)
+        total += FP32 * (5 * values + 5 * heads)
     else:
         # q, k and v as attention has them, o, log-sum-exp
         total += input_of(hidden, "q", "k", "v") + e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
@@ -318,9 +318,12 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
         else:
             total += input_of(q, "o")  # o once more, without padding
         if config.layer_types:
-            # What the norms of heads take, divided by its length, and that length; a gate, and what it multiplies.
-            total += (e * (q + 2 * kv) if e == FP32 else FP32 * (q + kv)) + FP32 * (q + kv)
-            total += FP32 * (config.num_attention_heads + config.num_key_value_heads) + 2 * e * q
+            # What the norms of heads take, in torch that divided by its length, and that length; a gate, and what it
+            # multiplies.
+            total += e * (q + 2 * kv) if setting.cuda or e == FP32 else FP32 * (q + kv)
+            if not setting.cuda:
+                total += FP32 * (q + kv + config.num_attention_heads + config.num_key_value_heads)
+            total += 2 * e * q
     total += (2 if setting.cuda else 3) * e * inner + input_of(inner, "down")
     if setting.adapters is not None:
         rank, targets = setting.adapters
@@ -331,7 +334,7 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
 def norm_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     """Return what autograd keeps of one norm, in bytes a token."""
     hidden = config.hidden_size
-    if setting.cuda and not config.layer_types:
+    if setting.cuda:
         return setting.item * hidden
     gained = FP32 if config.layer_types else setting.item  # with an offset the weight is float32
     return FP32 * hidden + FP32 + (gained * hidden if setting.adapters is None else 0)

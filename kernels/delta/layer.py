@@ -7,7 +7,8 @@ Qwen3.5 has it), for whole sequences, and for segments of which each goes on whe
     o = gated delta rule            (rule.py)
     y = w * o / rms(o) * silu(z)    of each head
 
-All of it is computed in float32 whatever the model's dtype, or in float64. The W - 1 tokens before a segment's first
+All of it is computed in float32 whatever the model's dtype, or in float64; q, k and v are rounded to that dtype before
+the rule, as in transformers. The W - 1 tokens before a segment's first
 are its parent's last. Rows of a rollout: steps.py.
 
 Without gradients a row's bits do not depend on the other rows (CPU): elementwise functions go through `uncut`.
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.kernels.delta.rule import ChunkPlan, add_rows, gated_delta_forest, plan_chunks
+from thresher.kernels.delta.rule import ChunkPlan, add_rows, gated_delta_forest
 from thresher.kernels.layers import UNCUT, rms_norm
 
 UNIT_EPS = 1e-6  # added to the square of a query's or key's length
@@ -44,11 +45,12 @@ class DeltaInputs(NamedTuple):
     key_dim: int
 
     def heads(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution's output."""
+        """Return the q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution's output, in the model's dtype."""
         keys, heads = self.key_heads * self.key_dim, self.beta_TV.shape[1]
         q, k, v = convolved_TC.split([keys, keys, convolved_TC.shape[1] - 2 * keys], 1)
-        q_TKD, k_TKD = (x.unflatten(1, (self.key_heads, self.key_dim)) for x in (q, k))
-        return unit(q_TKD), unit(k_TKD), v.unflatten(1, (heads, -1))
+        q_TKD, k_TKD = (unit(x.unflatten(1, (self.key_heads, self.key_dim))) for x in (q, k))
+        q_TKD, k_TKD, v_TVE = (x.to(self.mixed_TC.dtype) for x in (q_TKD, k_TKD, v.unflatten(1, (heads, -1))))
+        return q_TKD, k_TKD, v_TVE
 
 
 class Spans:
@@ -61,8 +63,7 @@ class Spans:
 
     @cached_property
     def plan(self) -> ChunkPlan:
-        with torch.inference_mode(False):  # it outlives the forward that asks first
-            return plan_chunks(self.bounds, self.parents, self.device)
+        return ChunkPlan(self.bounds, self.parents, self.device)
 
     def windows(self, width: int) -> tuple[Tensor, Tensor]:
         """Return the rows [R] whose window leaves their segment, and the rows that each sees [R, W], T for none."""
@@ -85,9 +86,9 @@ class Spans:
 
 
 def delta_attention(inputs: DeltaInputs, spans: Spans) -> Tensor:
-    """Convolution and gated delta rule over segments -> [T, V, E] in float32, differentiable."""
-    convolved_TC: Tensor = _CausalConv.apply(inputs.mixed_TC, inputs.conv_CW, spans)
-    return gated_delta_forest(*inputs.heads(convolved_TC), inputs.decay_TV, inputs.beta_TV, spans.plan)
+    """Convolution and gated delta rule over segments -> [T, V, E] in the model's dtype, differentiable."""
+    q_TKD, k_TKD, v_TVE = _ConvolvedHeads.apply(inputs.mixed_TC, inputs.conv_CW, inputs, spans)
+    return gated_delta_forest(q_TKD, k_TKD, v_TVE, inputs.decay_TV, inputs.beta_TV, spans.plan)
 
 
 def uncut(function: Callable[[Tensor], Tensor], x_TX: Tensor) -> Tensor:
@@ -112,6 +113,7 @@ def gates(a_TV: Tensor, b_TV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tup
 
 def gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Return the norm of each head times silu(z), [T, V, E] in z's dtype."""
+    o_TVE = o_TVE.to(torch.promote_types(o_TVE.dtype, torch.float32))
     normed_TVE = rms_norm(o_TVE, weight_E.to(o_TVE.dtype), eps)
     return (normed_TVE * uncut(F.silu, z_TVE.to(o_TVE.dtype).contiguous())).to(z_TVE.dtype)
 
@@ -121,24 +123,34 @@ def unit(x_TKD: Tensor) -> Tensor:
     return x_TKD * (x_TKD.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
 
 
-class _CausalConv(torch.autograd.Function):
-    """silu of the convolution. Rows whose window lies in their segment are shifts of the whole; the few others are
-    computed by themselves."""
+class _ConvolvedHeads(torch.autograd.Function):
+    """q, k and v of the convolution, whose output is computed a second time in backward. Rows whose window lies in
+    their segment are shifts of the whole; the few others are computed by themselves."""
 
     @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, spans: Spans) -> Tensor:
+    def forward(
+        ctx: Any, x_TC: Tensor, weight_CW: Tensor, inputs: DeltaInputs, spans: Spans
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x_TC, weight_CW)
         ctx.spans = spans
-        return F.silu(_convolved(x_TC, weight_CW, spans)[0])
+        q_TKD, k_TKD, v_TVE = inputs.heads(F.silu(_convolved(x_TC, weight_CW, spans)[0]))
+        return q_TKD, k_TKD, v_TVE.contiguous()  # a view would keep all of the convolution's output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight_CW = ctx.saved_tensors
         y_TC, wide_TC, weight_WC = _convolved(x_TC, weight_CW, ctx.spans)
         width = len(weight_WC)
-        rows_R, window_RW = ctx.spans.windows(width)
         share_TC = torch.sigmoid(y_TC)
-        dy_TC = grads[0] * share_TC * (1 + y_TC * (1 - share_TC))
+        dy_TC = share_TC * (1 + y_TC * (1 - share_TC))
+        slopes, first = [], 0
+        for grad_TKD in grads[:2]:
+            columns = slice(first, first + grad_TKD[0].numel())
+            x_TKD = (y_TC[:, columns] * share_TC[:, columns]).view_as(grad_TKD)
+            slopes.append(_unit_backward(x_TKD, grad_TKD.to(x_TKD.dtype)).flatten(1))
+            first = columns.stop
+        dy_TC *= torch.cat([*slopes, grads[2].flatten(1).to(dy_TC.dtype)], 1)
+        rows_R, window_RW = ctx.spans.windows(width)
         edge_RC = dy_TC[rows_R]
         dy_TC[rows_R] = 0
         dx_TC = F.pad(dy_TC * weight_WC[-1], (0, 0, 0, 1))  # and a row for what no token is
@@ -148,7 +160,14 @@ class _CausalConv(torch.autograd.Function):
             dx_TC[: -back - 1].addcmul_(dy_TC[back:], weight_WC[-1 - back])
             d_weight_WC[-1 - back] += (dy_TC[back:] * wide_TC[:-back]).sum(0)
         add_rows(dx_TC, window_RW.flatten(), (edge_RC[:, None] * weight_WC).flatten(0, 1))
-        return dx_TC[:-1].to(x_TC.dtype), d_weight_WC.T.to(weight_CW.dtype), None
+        return dx_TC[:-1].to(x_TC.dtype), d_weight_WC.T.to(weight_CW.dtype), None, None
+
+
+def _unit_backward(x_TKD: Tensor, grad_TKD: Tensor) -> Tensor:
+    """Return the gradient of `unit`'s input."""
+    factor_TK1 = (x_TKD.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
+    along_TK1 = (x_TKD * grad_TKD).sum(-1, keepdim=True)
+    return factor_TK1 * (grad_TKD - x_TKD * (factor_TK1.square() * along_TK1))
 
 
 def _convolved(x_TC: Tensor, weight_CW: Tensor, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:

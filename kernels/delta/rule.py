@@ -39,11 +39,18 @@ D dimension of a key, E of a value; X chunks, C tokens of a chunk (docs/notation
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from thresher.kernels.layers import uses_triton
+
+if TYPE_CHECKING:
+    from thresher.kernels.delta.rule_triton import SegmentLists
 
 CHUNK = 64
 # What backward may hold of the heads that it computes at a time. On a CPU more heads at a time are no faster.
@@ -69,7 +76,7 @@ def gated_delta(
     ValueError for shapes that do not go together.
     """
     bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
-    plan = plan_chunks(bounds, None, v_TVE.device, chunk)
+    plan = ChunkPlan(bounds, None, v_TVE.device, chunk)
     (V, E), D = v_TVE.shape[1:], k_TKD.shape[2]
     dtype = torch.promote_types(v_TVE.dtype, torch.float32)
     if initial_state_BVDE is None:
@@ -87,9 +94,8 @@ def gated_delta_planned(
     plan: "ChunkPlan",
 ) -> tuple[Tensor, Tensor]:
     """As `gated_delta`, for a plan without parents. initial: float32, or wider where v is."""
-    out_TVE, ended_BVDE = _GatedDelta.apply(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_BVDE, plan)
-    # An empty sequence ends as it began.
-    return out_TVE, torch.cat([ended_BVDE, initial_BVDE[plan.empty_B]])[plan.final_B]
+    out_TVE, final_BVDE = _GatedDelta.apply(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_BVDE, plan)
+    return out_TVE, final_BVDE
 
 
 def gated_delta_forest(
@@ -137,13 +143,44 @@ class _Step(NamedTuple):
     ends: Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Chunks of packed sequences: the first of all that begin, then those that follow on them, and so on.
+    """Packed sequences, and how they are cut into chunks. parents: the sequence at whose end each begins, -1: at none;
+    None: all at none. A sequence with a parent must not be empty, nor its parent. chunk: torch's; the Triton kernels
+    have their own."""
+
+    def __init__(
+        self, bounds: Sequence[int], parents: Sequence[int] | None, device: torch.device, chunk: int = CHUNK
+    ) -> None:
+        self.bounds, self.parents, self.device, self.chunk = bounds, parents, device, chunk
+        self._lists: dict[int, SegmentLists] = {}
+
+    @cached_property
+    def tables(self) -> "ChunkTables":
+        with torch.inference_mode(False):  # they outlive the forward that asks first
+            return _tables(self.bounds, self.parents, self.device, self.chunk)
+
+    def lists(self, chunk: int) -> "SegmentLists":
+        """Return what the Triton kernels go by."""
+        from thresher.kernels.delta.rule_triton import make_lists
+
+        if chunk not in self._lists:
+            with torch.inference_mode(False):
+                self._lists[chunk] = make_lists(self.bounds, self.parents, chunk, self.device)
+        return self._lists[chunk]
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, to a GPU without waiting; on a CPU the tensor itself."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTables:
+    """The chunks of a plan for torch: the first of all that begin, then those that follow on them, and so on.
 
     row_XC: the tokens of each chunk, 0 where it has fewer. short_X: the chunks that have fewer, missing_XC: which those
-    lack. chunk_T, place_T: each token's chunk and its place there. final_B: where the state after each sequence is
-    among those that the steps ended, the empty sequences' behind them. empty_B: the empty ones.
+    lack. chunk_T, place_T: each token's chunk and its place there. ended_B: the sequences in the order in which they
+    end. final_B: where the state after each sequence is among those, the empty sequences' behind them. empty_B: these.
     """
 
     row_XC: Tensor
@@ -152,13 +189,13 @@ class ChunkPlan:
     chunk_T: Tensor
     place_T: Tensor
     steps: list[_Step]
+    ended_B: Tensor
     final_B: Tensor
     empty_B: Tensor
 
-    def chunked(self, x: Tensor, heads: slice, dtype: torch.dtype) -> Tensor:
-        """Return some heads of [T, heads, ..] as [X, heads, C, ..], zeros behind a sequence's last token."""
-        some_V = torch.arange(heads.start, heads.stop, device=x.device)
-        place_XVC = self.row_XC[:, None] * x.shape[1] + some_V[:, None]
+    def chunked(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [T, heads, ..] as [X, heads, C, ..], zeros behind a sequence's last token."""
+        place_XVC = self.row_XC[:, None] * x.shape[1] + torch.arange(x.shape[1], device=x.device)[:, None]
         taken = x.flatten(0, 1).index_select(0, place_XVC.flatten()).view(*place_XVC.shape, *x.shape[2:]).to(dtype)
         if len(self.short_X):
             missing = self.missing_XC[self.short_X][:, None].unflatten(-1, (-1, *[1] * (taken.dim() - 3)))
@@ -173,11 +210,7 @@ class ChunkPlan:
         return x.flatten(0, 2).index_select(0, place_TV.flatten()).view(*place_TV.shape, *x.shape[3:])
 
 
-def plan_chunks(
-    bounds: Sequence[int], parents: Sequence[int] | None, device: torch.device, chunk: int = CHUNK
-) -> ChunkPlan:
-    """Plan for packed sequences. parents: the sequence at whose end each begins, -1: at none; None: all at none. A
-    sequence with a parent must not be empty, nor its parent."""
+def _tables(bounds: Sequence[int], parents: Sequence[int] | None, device: torch.device, chunk: int) -> ChunkTables:
     lengths = [stop - start for start, stop in pairwise(bounds)]
     children: dict[int, list[int]] = {}
     for n, parent in enumerate(parents or [-1] * len(lengths)):
@@ -203,22 +236,18 @@ def plan_chunks(
     place_T[row_XC[there_XC]] = torch.arange(row_XC.numel()).view_as(row_XC)[there_XC]
     short_X = torch.nonzero(~there_XC[:, -1])[:, 0]
     empty = [n for n, length in enumerate(lengths) if not length]
-    final_B, empty_B = (torch.tensor(x, dtype=torch.int64) for x in (ended + empty, empty))
-    return ChunkPlan(
+    ended_B, order_B, empty_B = (torch.tensor(x, dtype=torch.int64) for x in (ended, ended + empty, empty))
+    return ChunkTables(
         row_XC=sent(torch.where(there_XC, row_XC, 0), device),
         short_X=sent(short_X, device),
         missing_XC=sent(~there_XC, device),
         chunk_T=sent(place_T // chunk, device),
         place_T=sent(place_T % chunk, device),
         steps=steps,
-        final_B=sent(final_B.argsort(), device),
+        ended_B=sent(ended_B, device),
+        final_B=sent(order_B.argsort(), device),
         empty_B=sent(empty_B, device),
     )
-
-
-def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, to a GPU without waiting; on a CPU the tensor itself."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def _following(
@@ -263,12 +292,12 @@ def _by_key_head(x_XVCN: Tensor, heads: int) -> Tensor:
     return x_XVCN if x_XVCN.shape[1] == heads else x_XVCN.unflatten(1, (heads, -1)).sum(2)
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, few: "_Heads", plan: ChunkPlan) -> _Chunks:
+def _prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, tables: ChunkTables) -> _Chunks:
     dtype, D = torch.promote_types(v.dtype, torch.float32), k.shape[2]
-    q_XKCD, k_XKCD = (plan.chunked(x, few.keys, dtype) for x in (q, k))
+    q_XKCD, k_XKCD = (tables.chunked(x, dtype) for x in (q, k))
     q_XKCD *= D**-0.5
-    v_XVCE, beta_XVC1 = plan.chunked(v, few.values, dtype), plan.chunked(beta, few.values, dtype)[..., None]
-    sum_XVC = plan.chunked(decay, few.values, torch.float64).cumsum(2)
+    v_XVCE, beta_XVC1 = tables.chunked(v, dtype), tables.chunked(beta, dtype)[..., None]
+    sum_XVC = tables.chunked(decay, torch.float64).cumsum(2)
     heads = v_XVCE.shape[1]
     later_CC = torch.ones(2 * [sum_XVC.shape[2]], dtype=torch.bool, device=v.device).triu(1)
     gaps_XVCC = (sum_XVC[..., :, None] - sum_XVC[..., None, :]).to(dtype).masked_fill_(later_CC, -torch.inf).exp_()
@@ -297,9 +326,9 @@ class _Scanned(NamedTuple):
     x_XVCE: Tensor
 
 
-def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, plan: ChunkPlan, backward: bool) -> _Scanned:
+def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, tables: ChunkTables, backward: bool) -> _Scanned:
     E, D = chunks.v_XVCE.shape[-1], chunks.k_XKCD.shape[-1]
-    counts = [step.chunks for step in plan.steps]
+    counts = [step.chunks for step in tables.steps]
     u_XVCE, w_XVCD = chunks.solved_XVCF.split((E, D), -1)
     whole_XV11 = chunks.since_XVC1[:, :, -1:]
     split = (u_XVCE, w_XVCD, chunks.queries_XVCD, chunks.keys_XVCD, chunks.within_XVCC, whole_XV11)
@@ -307,7 +336,7 @@ def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, plan: ChunkPlan, backwar
     state = u_XVCE.new_zeros(counts[0] if counts else 0, V, D, E) if initial_BVDE is None else initial_BVDE
     before, corrections, out, ended = [], [], [], []
     for number, (step, u, w, q, k, within, whole) in enumerate(
-        zip(plan.steps, *(x.split(counts) for x in split), strict=True)
+        zip(tables.steps, *(x.split(counts) for x in split), strict=True)
     ):
         if number or initial_BVDE is not None:
             state = state[: step.chunks] if step.source is None else state.index_select(0, step.source)
@@ -329,8 +358,8 @@ def _scan(chunks: _Chunks, initial_BVDE: Tensor | None, plan: ChunkPlan, backwar
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Forward returns o and the states after the sequences in the order in which they end, the empty ones left out.
-    Heads do not know each other, so that a few are computed at a time."""
+    """Forward returns o and the states after the sequences, of a plan with parents none. Heads do not know each other,
+    so that a few are computed at a time."""
 
     @staticmethod
     def forward(
@@ -338,46 +367,82 @@ class _GatedDelta(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, decay, beta, initial)
         ctx.plan = plan
-        out, ended = [], []
-        for few in _few_heads(k, v, plan):
-            scanned = _scan(_prepare(q, k, v, decay, beta, few, plan), few.states(initial), plan, backward=False)
-            out.append(plan.packed(scanned.out_XVCE).to(v.dtype))
-            ended.append(scanned.ended_BVDE)
-        return torch.cat(out, 1), torch.cat(ended, 1)
+        forward, _, way = _way(q, k, v, plan)
+        found = [forward(*few, way) for few in _few_heads(q, k, v, decay, beta, initial, plan)]
+        out, final = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        return out, final if plan.parents is None else final[:0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay, beta, initial = ctx.saved_tensors
-        d_out, d_ended = grads
-        found = [
-            _slopes(q, k, v, decay, beta, initial, d_out, d_ended, few, ctx.plan) for few in _few_heads(k, v, ctx.plan)
-        ]
-        *slopes, d_initial = (None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        return *slopes, d_initial, None
+        d_out, d_final = grads
+        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        _, backward, way = _way(*saved[:3], ctx.plan)
+        found, first = [], 0
+        for few in _few_heads(*saved, ctx.plan):
+            heads = slice(first, first + few.v_TVE.shape[1])
+            found.append(backward(*few, d_out[:, heads], d_final[:, heads], way))
+            first = heads.stop
+        slopes = (None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        return *slopes, None
 
 
-class _Heads(NamedTuple):
+def _way(q: Tensor, k: Tensor, v: Tensor, plan: ChunkPlan) -> tuple[Any, Any, Any]:
+    """Return forward and backward of a few heads, torch's or Triton's, and what they go by."""
+    if (kernels := _kernels(q, k, v)) is None:
+        return _forward, _backward, plan.tables
+    return kernels.forward, kernels.backward, plan.lists(kernels.tiling_of(v.dtype).chunk)
+
+
+def _kernels(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
+    """Return the file of kernels, where they compute this."""
+    if not uses_triton(v):
+        return None
+    from thresher.kernels.delta import rule_triton
+
+    return rule_triton if rule_triton.is_served(q, k, v) else None
+
+
+class _Few(NamedTuple):
     """Some key heads, and the value heads that are theirs."""
 
-    keys: slice
-    values: slice
+    q_TKD: Tensor
+    k_TKD: Tensor
+    v_TVE: Tensor
+    decay_TV: Tensor
+    beta_TV: Tensor
+    initial_BVDE: Tensor | None
 
-    def states(self, states_BVDE: Tensor | None) -> Tensor | None:
-        return None if states_BVDE is None else states_BVDE[:, self.values]
 
-
-def _few_heads(k: Tensor, v: Tensor, plan: ChunkPlan) -> list[_Heads]:
+def _few_heads(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, initial: Tensor | None, plan: ChunkPlan
+) -> Iterator[_Few]:
     """Cut the heads so that what backward holds of some is at most WORKSPACE_BYTES, or one key head's."""
     (K, D), (V, E) = k.shape[1:], v.shape[1:]
-    (chunks, chunk), item = plan.row_XC.shape, max(v.element_size(), 4)
-    held = chunks * (2 * D * E + chunk * (9 * chunk + 8 * D + 7 * E)) * item * (V // K)
+    if kernels := _kernels(q, k, v):
+        held = kernels.workspace(k, v, len(v)) * (V // K)
+    else:
+        chunks, chunk = plan.tables.row_XC.shape
+        held = chunks * (2 * D * E + chunk * (9 * chunk + 8 * D + 7 * E)) * max(v.element_size(), 4) * (V // K)
     each = min(max(int(WORKSPACE_BYTES[v.device.type] // max(held, 1)), 1), K)
     each = -(-K // -(-K // each))  # as many at a time, in as many turns
-    bounds = [*range(0, K, each), K]
-    return [_Heads(slice(a, b), slice(a * V // K, b * V // K)) for a, b in pairwise(bounds)]
+    for first, stop in pairwise([*range(0, K, each), K]):
+        keys, values = slice(first, stop), slice(first * V // K, stop * V // K)
+        gates = decay[:, values], beta[:, values], None if initial is None else initial[:, values]
+        yield _Few(q[:, keys], k[:, keys], v[:, values], *gates)
 
 
-def _slopes(
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, initial: Tensor | None, tables: ChunkTables
+) -> tuple[Tensor, Tensor]:
+    """Return o and the states after the sequences, of a forest none."""
+    scanned = _scan(_prepare(q, k, v, decay, beta, tables), initial, tables, backward=False)
+    ended = scanned.ended_BVDE
+    if initial is not None:  # an empty sequence ends as it began
+        ended = torch.cat([ended, initial[tables.empty_B]])[tables.final_B]
+    return tables.packed(scanned.out_XVCE).to(v.dtype), ended
+
+
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -385,16 +450,18 @@ def _slopes(
     beta: Tensor,
     initial: Tensor | None,
     d_out: Tensor,
-    d_ended: Tensor,
-    few: _Heads,
-    plan: ChunkPlan,
+    d_final: Tensor,
+    tables: ChunkTables,
 ) -> tuple[Tensor | None, ...]:
-    """Return some heads' gradients of the first six, from those of o and of the states that `_GatedDelta` returns."""
-    c, initial = _prepare(q, k, v, decay, beta, few, plan), few.states(initial)
-    *_, state_XVDE, x_XVCE = _scan(c, initial, plan, backward=True)
+    """Return the gradients of the first six, from those of what `_forward` returns."""
+    c = _prepare(q, k, v, decay, beta, tables)
+    *_, state_XVDE, x_XVCE = _scan(c, initial, tables, backward=True)
     (V, E), (K, D) = c.v_XVCE.shape[1::2], c.k_XKCD.shape[1::2]
-    do_XVCE = plan.chunked(d_out, few.values, x_XVCE.dtype)
-    dx_XVCE, after_XVDE, d_initial = _scan_back(c, do_XVCE, d_ended[:, few.values], initial, plan)
+    do_XVCE = tables.chunked(d_out, x_XVCE.dtype)
+    d_ended = d_final if initial is None else d_final.index_select(0, tables.ended_B)
+    dx_XVCE, after_XVDE, d_initial = _scan_back(c, do_XVCE, d_ended, initial, tables)
+    if d_initial is not None:
+        d_initial.index_add_(0, tables.empty_B, d_final.index_select(0, tables.empty_B).to(d_initial.dtype))
 
     # The products of the scan, whose gradients need its states.
     d_within = do_XVCE @ x_XVCE.mT
@@ -426,20 +493,20 @@ def _slopes(
     dk = (d_kk + d_kk.mT) @ c.k_XKCD + d_qk.mT @ c.q_XKCD
     dk += _by_key_head(d_read * c.beta_XVC1 + d_keys * c.left_XVC1, K)
     slopes = (dq * D**-0.5, dk, dv * c.beta_XVC1, d_decay, d_beta)
-    found = (plan.packed(s).to(x.dtype) for s, x in zip(slopes, (q, k, v, decay, beta), strict=True))
+    found = (tables.packed(s).to(x.dtype) for s, x in zip(slopes, (q, k, v, decay, beta), strict=True))
     return *found, d_initial
 
 
 def _scan_back(
-    c: _Chunks, do_XVCE: Tensor, ended_BVDE: Tensor, initial: Tensor | None, plan: ChunkPlan
+    c: _Chunks, do_XVCE: Tensor, ended_BVDE: Tensor, initial: Tensor | None, tables: ChunkTables
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of the corrections, of the state after each chunk, and of the initial states."""
-    counts = [step.chunks for step in plan.steps]
+    counts = [step.chunks for step in tables.steps]
     D = c.k_XKCD.shape[-1]
     w_XVCD, whole_XV11 = c.solved_XVCF[..., -D:], c.since_XVC1[:, :, -1:]
     split = (c.within_XVCC.mT @ do_XVCE, c.queries_XVCD.mT @ do_XVCE, w_XVCD, c.keys_XVCD, whole_XV11)
-    steps = list(zip(plan.steps, *(x.split(counts) for x in split), strict=True))
-    ends = ended_BVDE.split([len(step.ends) for step in plan.steps])
+    steps = list(zip(tables.steps, *(x.split(counts) for x in split), strict=True))
+    ends = ended_BVDE.split([len(step.ends) for step in tables.steps])
     corrections: list[Tensor] = []
     after: list[Tensor] = []
     carried: tuple[Tensor, _Step] | None = None  # the gradient of the states before the following step

@@ -17,6 +17,7 @@ sees, K query and key heads, V value heads, D dimension of a key, E of a value.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from thresher.kernels.delta.layer import DeltaInputs, uncut
 from thresher.kernels.delta.rule import ChunkPlan, gated_delta_planned, sent
+from thresher.kernels.layers import uses_triton
 
 Ints = npt.NDArray[np.int64]
 
@@ -144,9 +146,37 @@ def next_rows(
     )
 
 
+@dataclass(frozen=True)
+class NextRows:
+    """Up to `most` rows of each sequence, at most R, that lie row by row of a sequence; device tensors [N], int64.
+    Rows beyond a sequence's count are of none. spare: the slot of nobody. sizes: R and W."""
+
+    slot_N: Tensor
+    start_N: Tensor
+    count_N: Tensor
+    spare: int
+    sizes: tuple[int, int]
+    most: int
+
+    @cached_property
+    def runs(self) -> DeltaRuns:
+        columns = (x[:, None] for x in (self.slot_N, self.start_N, self.count_N))
+        return next_rows(*columns, self.spare, self.sizes, self.most)
+
+
+def delta_next(inputs: DeltaInputs, rings: Rings, rows: NextRows) -> Tensor:
+    """As `delta_steps`, of the rows of a GPU's decode step."""
+    if not uses_triton(inputs.mixed_TC):
+        return delta_steps(inputs, rings, rows.runs)
+    from thresher.kernels.delta.steps_triton import fused_next
+
+    return fused_next(inputs, *rings, rows.slot_N, rows.start_N, rows.count_N, rows.most)
+
+
 def delta_steps(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns) -> Tensor:
     """Return o [T, V, E] in float32, zeros for rows of no run, and update the rings in place."""
-    q_TKD, k_TKD, v_TVE = inputs.heads(_convolved(inputs, rings.rows_BMC, runs))
+    wide = rings.state_BRVDE.dtype
+    q_TKD, k_TKD, v_TVE = (x.to(wide) for x in inputs.heads(_convolved(inputs, rings.rows_BMC, runs)))
     heads, (K, D) = v_TVE.shape[1], k_TKD.shape[1:]
     q_TVD, k_TVD = (x.repeat_interleave(heads // K, 1) if heads > K else x for x in (q_TKD, k_TKD))
     keep_TV11 = uncut(torch.exp, inputs.decay_TV)[..., None, None]

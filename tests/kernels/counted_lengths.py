@@ -26,6 +26,9 @@ from thresher.kernels import (
 from thresher.kernels import head_triton as backend
 from thresher.kernels.attention import cascade_triton, forest_triton, paged_cuda, prefill_triton
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
+from thresher.kernels.delta import rule_triton as delta_rule
+from thresher.kernels.delta import steps_triton
+from thresher.kernels.delta.layer import DeltaInputs
 from thresher.kernels.registry import specialisations_of, triton_modules
 
 LENGTHS = (1, 2, 16, 63, 64, 1000)
@@ -109,7 +112,19 @@ def forest(n: int) -> None:
     out.backward(out.detach())
 
 
-LAUNCHES: tuple[Callable[[int], None], ...] = (loss, layers, draws, attention, forest)
+def delta(n: int) -> None:
+    """Of a segment and one that goes on where it ended, read out of wider rows."""
+    q, k, v = torch.ones(n + 3, 3, 2, 32, dtype=torch.bfloat16).unbind(1)
+    gates = torch.zeros(2, n + 3, 2)
+    lists = delta_rule.make_lists([0, n, n + 3], [-1, 0], 64, torch.device("cpu"))
+    delta_rule.backward(q, k, v, *gates, None, v, gates, lists)
+    delta_rule.forward(q, k, v, *gates, None, lists)
+    place_N, mixed = torch.zeros(n, dtype=torch.int64), torch.ones(n, 192, dtype=torch.bfloat16)
+    inputs = DeltaInputs(mixed, torch.ones(192, 4, dtype=torch.bfloat16), torch.ones(n, 2), torch.ones(n, 2), 2, 32)
+    steps_triton.fused_next(inputs, torch.ones(3, 2, 2, 32, 32), mixed[:1].view(1, 1, 192), *3 * [place_N], 1)
+
+
+LAUNCHES: tuple[Callable[[int], None], ...] = (loss, layers, draws, attention, forest, delta)
 
 
 def main() -> None:

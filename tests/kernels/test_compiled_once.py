@@ -15,4 +15,5 @@ def test_all_lengths_share_one_binary(tmp_path: Path) -> None:
     assert found.pop("_coefficients_kernel") == 2  # with an entropy bonus and without
     assert found.pop("_sum_parts_kernel") == 2  # the widths of its two users
     assert found.pop("_rotated_heads_kernel") == 2  # forward and backward
+    assert found.pop("_delta_scan_kernel") == 2  # from zeros and from states
     assert found == dict.fromkeys(found, 1) and len(found) > 12

@@ -6,39 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from delta_cases import D, E, K, V, drawn, gradients
 from torch import Tensor
 
 from thresher.kernels import gated_delta
 from thresher.kernels.delta import reference_gated_delta
 
-K, V, D, E = 2, 4, 8, 6
 LENGTHS = (0, 1, 5, 16, 17, 3, 40)
-
-
-def drawn(
-    lengths: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float64, forgets: float = 1.0, width: int = D
-) -> tuple[list[Tensor], list[int], Tensor]:
-    """Return (q, k, v, decay, beta), bounds and states, as a layer makes them: keys of length 1, beta in (0, 1)."""
-    noise, total = torch.Generator().manual_seed(seed), sum(lengths)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=noise, dtype=torch.float64)
-
-    q, k = (torch.nn.functional.normalize(normal(total, K, width), dim=-1) for _ in range(2))
-    v, decay, beta = normal(total, V, E), -forgets * normal(total, V).exp(), normal(total, V).sigmoid()
-    state = normal(len(lengths), V, width, E)
-    bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    return [x.to(dtype) for x in (q, k, v, decay, beta)], bounds, state.to(dtype)
-
-
-def gradients(function: Any, tensors: list[Tensor], bounds: list[int], state: Tensor, **options: Any) -> list[Tensor]:
-    """Return results and gradients of a function of both of them."""
-    leaves = [x.clone().requires_grad_(True) for x in (*tensors, state)]
-    out, final = function(*leaves[:5], bounds, leaves[5], **options)
-    noise = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=noise, dtype=torch.float64).to(x.dtype) for x in (out, final)]
-    ((out * weights[0]).sum() + (final * weights[1]).sum()).backward()
-    return [out.detach(), final.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16, 64])

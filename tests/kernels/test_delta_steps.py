@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thresher.kernels.delta.layer import DeltaInputs, Spans, delta_attention
-from thresher.kernels.delta.rule import plan_chunks, reference_gated_delta
+from thresher.kernels.delta.rule import ChunkPlan, reference_gated_delta
 from thresher.kernels.delta.steps import DeltaRuns, Rings, delta_prefill, delta_runs, delta_steps, next_rows
 
 K, V, D, E, WIDTH, RING = 2, 4, 8, 6, 4, 3
@@ -77,7 +77,7 @@ def test_in_one_piece_it_is_the_recurrence_and_so_is_the_chunked_form() -> None:
     again = rings(6, torch.float64)
     slot_N, start_N, count_N = (np.array(x) for x in zip(*starts, strict=True))
     laid = delta_runs(slot_N, start_N, count_N, np.cumsum(count_N) - count_N, len(wanted), (RING, WIDTH), CPU)
-    plan = plan_chunks([0, *np.cumsum(lengths).tolist()], None, CPU)
+    plan = ChunkPlan([0, *np.cumsum(lengths).tolist()], None, CPU)
     assert float((delta_prefill(inputs, again, laid, plan) - wanted).abs().max()) <= 1e-12
     for slot, _, count in starts:
         assert torch.allclose(again.state_BRVDE[slot, count % RING], held.state_BRVDE[slot, count % RING], atol=1e-12)

@@ -48,9 +48,11 @@ def _few_programs() -> Iterator[None]:
         yield
 
 
-def arguments(T: int, N: int, K: int, D: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, ...]:
+def arguments(
+    T: int, N: int, K: int, D: int, dtype: torch.dtype, scale: float = 1.0, of_weight: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """qkv, the weights of queries and keys, and the gradient of the output."""
-    weights = ((1 + 0.5 * drawn(D, seed=seed, dtype=torch.float32)).to(dtype) for seed in (3, 4))
+    weights = ((1 + 0.5 * drawn(D, seed=seed, dtype=torch.float32)).to(of_weight or dtype) for seed in (3, 4))
     return (
         drawn(T, N + 2 * K, D, seed=1, dtype=dtype, scale=scale),
         *weights,
@@ -73,9 +75,11 @@ def exact(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: f
     return torch.cat([weight_MD * heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt(), qkv[:, N + K :]], 1)
 
 
-def check(T: int, N: int, K: int, D: int, dtype: torch.dtype, found: list[Tensor]) -> None:
+def check(
+    T: int, N: int, K: int, D: int, dtype: torch.dtype, found: list[Tensor], weights: torch.dtype | None = None
+) -> None:
     """y and gradients of `arguments(..)`: each element within a budget from what it is made of in float64."""
-    qkv, wq, wk, dy = (x.double().cpu() for x in arguments(T, N, K, D, dtype))
+    qkv, wq, wk, dy = (x.double().cpu() for x in arguments(T, N, K, D, dtype, of_weight=weights))
     truth = gradients(exact, (qkv, wq, wk, dy), K)
     u = torch.finfo(dtype).eps / 2
     r = (qkv.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -91,7 +95,7 @@ def check(T: int, N: int, K: int, D: int, dtype: torch.dtype, found: list[Tensor
         of_weight[:, N : N + K].sum((0, 1)) + u * truth[3].abs(),
     ]
     for name, ours, true, budget in zip(("y", "dqkv", "dwq", "dwk"), found, truth, budgets, strict=True):
-        assert ours.dtype == dtype and ours.shape == true.shape
+        assert ours.dtype == (weights or dtype if name in ("dwq", "dwk") else dtype) and ours.shape == true.shape
         error = (ours.double().cpu() - true).abs()
         assert (error <= budget + 1e-40).all(), name  # bound: roundings, counted
 
@@ -101,8 +105,13 @@ def small_launches() -> dict[str, Callable[[], None]]:
         with few_programs():
             check(T, N, K, D, dtype, gradients(fused_norm_heads, arguments(T, N, K, D, dtype), K))
 
+    def weights_in_float32() -> None:
+        given = arguments(5, 14, 2, 24, torch.bfloat16, of_weight=torch.float32)
+        check(5, 14, 2, 24, torch.bfloat16, gradients(fused_norm_heads, given, 2), torch.float32)
+
     return {
         "one row": lambda: ragged(1, 1, 1, 4, torch.float32),
+        "weights in float32": weights_in_float32,
         "bfloat16, two programs a row": lambda: ragged(5, 14, 2, 24, torch.bfloat16),
         "several rows a program": lambda: ragged(19, 5, 1, 10, torch.float32),
     }

@@ -50,10 +50,12 @@ def _few_programs() -> Iterator[None]:
         yield
 
 
-def arguments(T: int, H: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, ...]:
+def arguments(
+    T: int, H: int, dtype: torch.dtype, scale: float = 1.0, of_weight: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """x, more and w, and the gradients of both outputs."""
     x_TH, more_TH = drawn(T, H, seed=1, dtype=dtype, scale=scale), drawn(T, H, seed=2, dtype=dtype, scale=scale)
-    weight_H = (1 + 0.5 * drawn(H, seed=3, dtype=torch.float32)).to(dtype)
+    weight_H = (1 + 0.5 * drawn(H, seed=3, dtype=torch.float32)).to(of_weight or dtype)
     return x_TH, more_TH, weight_H, drawn(T, H, seed=4, dtype=dtype), drawn(T, H, seed=5, dtype=dtype)
 
 
@@ -84,15 +86,17 @@ def budgets(s: Tensor, w: Tensor, ds: Tensor, dy: Tensor, dtype: torch.dtype) ->
     }
 
 
-def check(T: int, H: int, dtype: torch.dtype, found: list[Tensor] | None = None) -> None:
+def check(
+    T: int, H: int, dtype: torch.dtype, found: list[Tensor] | None = None, of_weight: torch.dtype | None = None
+) -> None:
     """Outputs and gradients, or those that were found, of `arguments(T, H, dtype)`: each element within its budget."""
-    x, more, w, ds, dy = arguments(T, H, dtype)
+    x, more, w, ds, dy = arguments(T, H, dtype, of_weight=of_weight)
     truth = gradients(add_norm, [t.double().cpu() for t in (x, more, w)], (ds.double().cpu(), dy.double().cpu()))
     budget = budgets(truth[0], w.double().cpu(), ds.double().cpu(), dy.double().cpu(), dtype)
     found = found or gradients(fused_add_norm, [x, more, w], (ds, dy))
     assert torch.equal(found[2], found[3])
     for name, ours, true in zip(("sum", "y", "dx", "dw"), (*found[:3], found[4]), (*truth[:3], truth[4]), strict=True):
-        assert ours is not None and ours.dtype == dtype
+        assert ours is not None and ours.dtype == (of_weight or dtype if name == "dw" else dtype)
         error = (ours.double().cpu() - true).abs()
         assert (error <= 1.01 * budget[name] + 1e-40).all(), name  # bound: roundings, counted
 
@@ -105,6 +109,7 @@ def small_launches() -> dict[str, Callable[[], None]]:
     return {
         "one row": lambda: ragged(1, 8, torch.float32),
         "bfloat16": lambda: ragged(5, 33, torch.bfloat16),
+        "a weight in float32": lambda: check(5, 33, torch.bfloat16, of_weight=torch.float32),
         "several rows a program": lambda: ragged(50, 12, torch.float32),
     }
 
@@ -158,6 +163,16 @@ def test_rows_of_any_size(scale: float) -> None:
     found = gradients(fused_add_norm, [x, more, w], (dy, dy))
     for ours, true in zip(found, truth, strict=True):
         torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5 * max(1.0, true.abs().max().item()))
+
+
+def test_a_weight_in_float32_takes_what_was_not_rounded() -> None:
+    """As torch does it: bits of layers.py's `rms_norm`, but for a mean that is added in another order."""
+    check(9, 100, torch.bfloat16, of_weight=torch.float32)
+    x, more, w, _, _ = arguments(9, 100, torch.bfloat16, of_weight=torch.float32)
+    ours, theirs = fused_add_norm(x, more, w, EPS)[1].cpu(), add_norm(x.cpu(), more.cpu(), w.cpu(), EPS)[1]
+    assert (ours != theirs).double().mean() < 0.01
+    rounded = add_norm(x.cpu(), more.cpu(), w.cpu().bfloat16(), EPS)[1]
+    assert (rounded != theirs).double().mean() > 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

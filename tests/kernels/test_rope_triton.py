@@ -84,7 +84,7 @@ def small_launches() -> dict[str, Callable[[], None]]:
         check(given, fused_rotate_and_store(**given))
 
     def train() -> None:
-        table = rope_table(torch.arange(5), 6, 1e4, torch.bfloat16)
+        table = rope_table(torch.arange(5), 4, 1e4, torch.bfloat16)  # four of six turn
         outputs = fused_rotated_heads(drawn(5, 34, 6, seed=0, dtype=torch.bfloat16).requires_grad_(), table, 7)
         torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
@@ -143,6 +143,26 @@ def test_heads_for_training_have_the_bits_of_torch_and_so_has_their_gradient(
     expected = [*outputs, *torch.autograd.grad(outputs, on_cpu, [grad.cpu() for grad in grads])]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.is_contiguous() and torch.equal(ours.cpu(), theirs) and theirs.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "turned"), [(64, 16), (10, 4), (24, 18)])
+def test_a_share_of_a_head_is_turned_as_torch_does(dim: int, turned: int, dtype: torch.dtype) -> None:
+    """In the cache, for training, and in the gradient: the same bits, in float32 where no product is fused, too."""
+    given = arguments(7, (3, 1, dim, 3), dtype, True)
+    given["rope"] = between_nans(rope_table(torch.arange(7) * 300, turned, 1e4, dtype))
+    theirs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in copied(given).items()}
+    found, expected = [fused_rotate_and_store(**given)], [rotate_and_store(**theirs)]
+    for name in ("k_PKSD", "v_PKSD"):
+        found.append(given[name].nan_to_num(7.0))
+        expected.append(theirs[name].nan_to_num(7.0))
+    grads = [drawn(7, heads, dim, seed=heads, dtype=dtype) for heads in (3, 1, 1)]
+    for function, given_here, into in ((fused_rotated_heads, given, found), (rotated_heads, theirs, expected)):
+        leaf = given_here["qkv_TMD"].detach().requires_grad_()
+        outputs = function(leaf, given_here["rope"], 1)
+        into += [*outputs, *torch.autograd.grad(outputs, leaf, [x.to(leaf.device) for x in grads])]
+    for ours, wanted in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu(), wanted) and wanted.isfinite().all()
 
 
 def test_a_row_of_nans_stays_in_its_place() -> None:

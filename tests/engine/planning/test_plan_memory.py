@@ -108,7 +108,7 @@ def test_the_formula_is_what_torch_saves(dtype: torch.dtype, targets: tuple[str,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 def test_layers_of_several_types(dtype: torch.dtype, shared: bool) -> None:
-    """All weights trained: to what does not grow with the tokens, which is not counted. Adapters: at most an eighth too
+    """All weights trained: to what does not grow with the tokens, which is not counted. Adapters: at most a seventh too
     much, for what stands before the first of them keeps nothing."""
     config = make_config(
         model_type="qwen3_5_text",
@@ -126,7 +126,7 @@ def test_layers_of_several_types(dtype: torch.dtype, shared: bool) -> None:
     expected = activation_bytes(config, setting_of(dtype, None, shared=shared), checkpointed=False)
     assert 0.99 * found < expected < 1.01 * found
     adapted = saved_bytes(config, dtype, TARGETS, shared)
-    assert adapted < activation_bytes(config, setting_of(dtype, TARGETS, shared=shared), False) < 1.13 * adapted
+    assert adapted < activation_bytes(config, setting_of(dtype, TARGETS, shared=shared), False) < 1.15 * adapted
 
 
 def test_a_layer_on_a_gpu_by_hand() -> None:

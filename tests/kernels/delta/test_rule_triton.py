@@ -1,0 +1,183 @@
+"""The gated delta rule's kernels against the recurrence in float64: results, gradients, forests, states that are given;
+what is written; bits.
+
+On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from delta_cases import E, K, V, drawn, gradients
+from interpreter import DEVICE, GuardedMemory, bfloat16_to_nearest
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from thresher.kernels import gated_delta
+from thresher.kernels.delta import reference_gated_delta, rule, rule_triton
+from thresher.kernels.delta.rule import ChunkPlan, gated_delta_forest
+
+pytestmark = [
+    pytest.mark.usefixtures("rounds_to_nearest"),
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy, on rows behind a segment
+]
+
+# Of a whole tensor's norm. Between the inputs and a result lie some eight products whose operands are rounded to
+# bfloat16, by 2^-9 at most; in float32 a decay's gradient is a difference of sums of as many terms as a chunk has.
+LIMITS = {torch.float32: 32 * 2**-24, torch.bfloat16: 8 * 2**-9}
+
+
+@contextmanager
+def kernels_used() -> Iterator[None]:
+    with patch.object(rule, "uses_triton", lambda x: x.dtype != torch.float64), bfloat16_to_nearest():
+        yield
+
+
+def check(lengths: tuple[int, ...], dtype: torch.dtype, forgets: float = 1.0, width: int = 8, seed: int = 0) -> None:
+    """Hold results and gradients to the recurrence's, of what the kernels are given."""
+    tensors, bounds, state = drawn(lengths, seed, dtype, forgets, width, DEVICE)
+    truth = gradients(reference_gated_delta, [x.double() for x in tensors], bounds, state.double())
+    with kernels_used():
+        found = gradients(gated_delta, tensors, bounds, state)
+    for ours, true in zip(found, truth, strict=True):
+        assert ours.dtype in (dtype, torch.float32)
+        assert float((ours.double() - true).norm()) <= LIMITS[dtype] * float(true.norm())
+
+
+def small_launches() -> dict[str, Callable[[], None]]:
+    return {
+        "a chunk and another's beginning": lambda: check((70, 0, 3), torch.float32),
+        "keys wider than a tile's least": lambda: check((20,), torch.float32, width=24),
+        "bfloat16": lambda: check((5, 3), torch.bfloat16, forgets=0.1),
+        "three chunks and a branch": lambda: check_forest((130, 2), (-1, 0)),
+        "a forest": lambda: check_forest((3, 1, 2), (-1, 0, 0)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "forgets"),
+    [
+        ((0, 1, 65), 1.0),
+        pytest.param((64, 63), 0.1, marks=pytest.mark.slow),
+        pytest.param((140, 2), 0.01, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_results_and_gradients(lengths: tuple[int, ...], forgets: float, dtype: torch.dtype) -> None:
+    check(lengths, dtype, forgets)
+
+
+def test_keys_that_are_all_alike() -> None:
+    """What makes the system of a chunk as far from the identity as it can be: A is 1 everywhere below the diagonal."""
+    tensors, bounds, state = drawn((100,), dtype=torch.float32, device=DEVICE)
+    tensors[1] = torch.nn.functional.normalize(torch.ones_like(tensors[1]), dim=-1)
+    tensors[3], tensors[4] = torch.zeros_like(tensors[3]), torch.ones_like(tensors[4])
+    truth = gradients(reference_gated_delta, [x.double() for x in tensors], bounds, state.double())
+    with kernels_used():
+        found = gradients(gated_delta, tensors, bounds, state)
+    for ours, true in zip(found, truth, strict=True):
+        # A chunk's solve cancels what its tokens add up to: a factor of 16, the tokens of a block.
+        assert float((ours.double() - true).norm()) <= 16 * LIMITS[torch.float32] * max(float(true.norm()), 1.0)
+
+
+def test_nothing_overflows_where_all_is_forgotten() -> None:
+    tensors, bounds, state = drawn((70,), dtype=torch.float32, device=DEVICE)
+    tensors[3] = torch.full_like(tensors[3], -1e4)
+    with kernels_used():
+        assert all(bool(x.isfinite().all()) for x in gradients(gated_delta, tensors, bounds, state))
+
+
+def check_forest(
+    lengths: tuple[int, ...], parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch | None = None
+) -> None:
+    """Hold a forest to its root-to-leaf sequences, each computed by itself: o of each segment, and gradients."""
+    tensors, bounds, _ = drawn(lengths, dtype=torch.float32, device=DEVICE)
+    weight = torch.randn(sum(lengths), V, E, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    wide = [x.double().requires_grad_(True) for x in tensors]
+    parts = []
+    for n in range(len(lengths)):
+        line = [n]
+        while parents[line[0]] >= 0:
+            line.insert(0, parents[line[0]])
+        rows = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in line]).to(DEVICE)
+        out, _ = reference_gated_delta(*(x[rows] for x in wide), [0, len(rows)])
+        parts.append(out[len(rows) - lengths[n] :])
+    truth = torch.cat(parts)
+    (truth * weight).sum().backward()
+    leaves = [x.clone().requires_grad_(True) for x in tensors]
+    memory = None if monkeypatch is None else GuardedMemory(monkeypatch)
+    with kernels_used():
+        out = gated_delta_forest(*leaves, ChunkPlan(bounds, parents, torch.device(DEVICE)))
+        (out * weight).sum().backward()
+    if memory is not None:
+        memory.check()
+    for ours, true in zip([out, *(x.grad for x in leaves)], [truth, *(x.grad for x in wide)], strict=True):
+        assert ours is not None and true is not None
+        difference = (ours.detach().double() - true.detach()).norm()
+        assert float(difference) <= LIMITS[torch.float32] * float(true.detach().norm())
+
+
+def test_a_forest_is_its_sequences_and_writes_all_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trees; a branch of a branch; a segment longer than a chunk among them."""
+    check_forest((5, 66, 3, 4, 1), (-1, 0, 1, 0, -1), monkeypatch)
+
+
+def test_heads_and_sequences_have_their_own_bits() -> None:
+    tensors, bounds, state = drawn((20, 9), dtype=torch.bfloat16, device=DEVICE)
+    with kernels_used():
+        together = gradients(gated_delta, tensors, bounds, state)
+        spoilt = [x.clone() for x in tensors]
+        spoilt[2][:20] = torch.nan
+        found = gradients(gated_delta, spoilt, bounds, state)
+        per_head = rule_triton.workspace(*tensors[1:3], 29) * (V // K)
+        with patch.dict(rule.WORKSPACE_BYTES, {DEVICE: per_head}):  # one key head at a time
+            parted = gradients(gated_delta, tensors, bounds, state)
+    for whole, other, part in zip(together, found, parted, strict=True):
+        own = slice(1, 2) if len(whole) == 2 else slice(20, None)
+        assert torch.equal(whole[own], other[own])
+        assert torch.equal(whole, part)
+
+
+def test_lists_of_a_forest() -> None:
+    """Segments by depth, the longest first; a parent's state is left in a place of its own; children in their order."""
+    lists = rule_triton.make_lists([0, 5, 75, 78, 98, 99], [-1, 0, 0, 1, -1], 64, torch.device("cpu"))
+    assert lists.depths == [2, 2, 1] and lists.left == 2
+    assert lists.sequence_S.tolist() == [0, 4, 1, 2, 3]
+    assert lists.chunk_X2.tolist() == [[0, 5], [98, 99], [5, 69], [69, 75], [75, 78], [78, 98]]
+    assert lists.segment_S4.tolist() == [[0, 1, -1, 0], [1, 2, -1, -1], [2, 4, 0, 1], [4, 5, 0, -1], [5, 6, 1, -1]]
+    found = [lists.child_S[a:b].tolist() for a, b in lists.children_S2.tolist()]
+    assert found == [[2, 3], [], [4], [], []]
+
+
+def test_what_is_not_served_goes_to_torch() -> None:
+    tensors, _, _ = drawn((3,), dtype=torch.float32, width=200)
+    q, k, v = tensors[:3]
+    assert not rule_triton.is_served(q, k, v)
+    assert not rule_triton.is_served(q[..., :8].bfloat16(), k[..., :8], v)
+    assert rule_triton.is_served(q[..., :8], k[..., :8], v)
+
+
+def test_no_tokens() -> None:
+    tensors, _, state = drawn((0, 0), dtype=torch.float32, device=DEVICE)
+    with kernels_used():
+        out, final, *slopes = gradients(gated_delta, tensors, [0, 0, 0], state)
+    assert out.shape == (0, V, E) and torch.equal(final, state)
+    assert [len(x) for x in slopes] == [0, 0, 0, 0, 0, 2]
+
+
+def test_strides_are_read() -> None:
+    """v is a view of wider rows, as the layer hands it over; gates are."""
+    tensors, bounds, state = drawn((20,), dtype=torch.float32, device=DEVICE)
+
+    def wider(x: Tensor) -> Tensor:
+        return torch.cat([torch.full_like(x, np.nan), x], 1)[:, x.shape[1] :]
+
+    with kernels_used():
+        plain = gated_delta(*tensors, bounds, state)
+        found = gated_delta(*map(wider, tensors), bounds, state)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
