@@ -601,8 +601,8 @@ class BucketStep(StaticStep):
         slot_T, position_T = slot_B1.expand(-1, len(row_Q)).reshape(-1), position_BQ.view(-1)
         if self.cache.states is not None:
             sizes = self.cache.states.ring, self.cache.states.width
-            columns = (x[:, 0] for x in (slot_B1, start_B1, count_B1))
-            self.delta_rows = NextRows(*columns, batch.spare, sizes, len(row_Q))
+            slot_B, start_B, count_B = (x[:, 0] for x in (slot_B1, start_B1, count_B1))
+            self.delta_rows = NextRows(slot_B, start_B, count_B, batch.spare, sizes, len(row_Q))
         hidden_TH = self.policy.hidden(ids_BQ.view(-1), position_T, self)
         head_VH = self.policy.head_VH[: self.columns]
         seeds_T, rules = batch.seeds_B[slot_T], self.rules.take(slot_T)

@@ -31,7 +31,8 @@ in the recurrence too. Sums c are float64, since a difference of two float32 sum
 Sequences are packed, each with a state before and after it, and gradients pass through both. A sequence may begin where
 another ended, by `parents` or by the states: so a beginning that several share is computed once.
 
-Deliberately absent, so far: a Triton kernel.
+On a GPU Triton kernels compute this for keys and values of up to 128 (rule_triton.py). What is here is their reference,
+and the only implementation on a CPU.
 
 Axes: T tokens of all sequences, B sequences, K query and key heads, V value heads (V / K to a key head, side by side),
 D dimension of a key, E of a value; X chunks, C tokens of a chunk (docs/notation.md).
@@ -375,10 +376,10 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_out, d_final = grads
-        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        _, backward, way = _way(*saved[:3], ctx.plan)
+        q, k, v, decay, beta, initial = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        _, backward, way = _way(q, k, v, ctx.plan)
         found, first = [], 0
-        for few in _few_heads(*saved, ctx.plan):
+        for few in _few_heads(q, k, v, decay, beta, initial, ctx.plan):
             heads = slice(first, first + few.v_TVE.shape[1])
             found.append(backward(*few, d_out[:, heads], d_final[:, heads], way))
             first = heads.stop

@@ -114,12 +114,15 @@ def make_lists(bounds: Sequence[int], parents: Sequence[int] | None, chunk: int,
     joined = torch.from_numpy(np.concatenate([x.reshape(-1) for x in given]).astype(np.int32))
     if device.type == "cuda":
         joined = joined.pin_memory().to(device, non_blocking=True)
-    parts = [x.view(like.shape) for x, like in zip(joined.split([x.size for x in given]), given, strict=True)]
+    parts = joined.split([x.size for x in given])
+    chunk_X2, segment_S4, children_S2, child_S, sequence_S = (
+        x.view(like.shape) for x, like in zip(parts, given, strict=True)
+    )
     left = len(lengths) if parents is None else int(has_children.sum())
     depths = np.bincount(depth[order]).tolist() if len(order) else []
     empty = np.flatnonzero(lengths == 0)
     empty_B = torch.from_numpy(empty).to(device) if len(empty) else None
-    return SegmentLists(*parts[:4], depths, left, parts[4].long(), empty_B)
+    return SegmentLists(chunk_X2, segment_S4, children_S2, child_S, depths, left, sequence_S.long(), empty_B)
 
 
 # --- Kernels. Pointers are of the first of the heads that a launch computes; rows of a tensor are `stride` apart.

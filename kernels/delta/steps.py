@@ -160,8 +160,8 @@ class NextRows:
 
     @cached_property
     def runs(self) -> DeltaRuns:
-        columns = (x[:, None] for x in (self.slot_N, self.start_N, self.count_N))
-        return next_rows(*columns, self.spare, self.sizes, self.most)
+        slot_N1, start_N1, count_N1 = (x[:, None] for x in (self.slot_N, self.start_N, self.count_N))
+        return next_rows(slot_N1, start_N1, count_N1, self.spare, self.sizes, self.most)
 
 
 def delta_next(inputs: DeltaInputs, rings: Rings, rows: NextRows) -> Tensor:
