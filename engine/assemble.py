@@ -11,6 +11,7 @@ from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
+from thresher.engine.decoding.decoder import ring_of, states_bytes
 from thresher.engine.decoding.decoder_cuda import free_memory
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import EpisodeConfig, System, read_template
@@ -74,6 +75,13 @@ class RunContext(PromptContext):
                 f"{limits.max_num_seqs} and rollout.max_context = {limits.max_context}, takes "
                 f"{needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them, or set "
                 "rollout.kv_tokens"
+            )
+        ring = ring_of(bool(limits.num_draft_tokens), self.policy.device.type == "cuda")
+        states = states_bytes(self.policy.config, self.policy.dtype.itemsize, limits.max_num_seqs, ring)
+        if states + needed > available:
+            raise UserError(
+                f"the states of rollout.max_num_seqs = {limits.max_num_seqs} sequences take {states / 2**30:.1f} GiB "
+                f"beside a KV cache of {needed / 2**30:.1f}, and there are {available / 2**30:.1f}; lower it"
             )
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
         return Rollout(

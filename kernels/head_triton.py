@@ -509,7 +509,7 @@ def _time(lm_head_VH: Tensor, rows: int, tiling: Tiling) -> float:
 
 def specialisations() -> tuple[Specialisation, ...]:
     """Return the specialisations that the launchers above ask for: the trainer's vocabulary, Qwen2.5's head as it is
-    stored, an odd width."""
+    stored, Qwen3.5's, an odd width."""
     heads = [
         _head_specialisation(dtype, tiling, columns, width, capabilities)
         for dtype, tiling, columns, width, capabilities in (
@@ -517,6 +517,8 @@ def specialisations() -> tuple[Specialisation, ...]:
             (torch.bfloat16, HOPPER, 151_665, 1536, (90,)),
             (torch.bfloat16, BFLOAT16, 151_936, 896, (80,)),
             (torch.bfloat16, HOPPER, 151_936, 896, (90,)),
+            (torch.bfloat16, BFLOAT16, 248_320, 1024, (80,)),
+            (torch.bfloat16, HOPPER, 248_320, 1024, (90,)),
             (torch.bfloat16, BFLOAT16, 151_665, 900, (80, 90)),
             (torch.float32, FLOAT32, 151_665, 896, (80, 90)),
             (torch.float32, FLOAT32, 151_665, 900, (80, 90)),

@@ -31,6 +31,7 @@ from thresher.kernels.registry import Specialisation
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 REDUCE_ROWS, REDUCE_TILES, REDUCE_WARPS = 8, 256, 8
 VOCABULARY = 151_665  # columns that Qwen2.5's tokenizer knows
+QWEN35_VOCABULARY = 248_320
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,7 +421,7 @@ def _tile_constants(columns: int, tiling: DrawTiling, width: int) -> dict[str, i
 def specialisations() -> tuple[Specialisation, ...]:
     """Return the specialisations that the launcher asks for, with the columns of Qwen2.5's tokenizer: one binary for
     all widths that are multiples of the tile's, and of the largest tile one for those that are multiples of 32 or 16
-    only."""
+    only; of that tile one for Qwen3.5's columns, too."""
     bfloat16 = torch.bfloat16
     cases: list[tuple[torch.dtype, DrawTiling, int, tuple[int, ...]]] = [
         (bfloat16, tiling, width, (capability,))
@@ -431,20 +432,26 @@ def specialisations() -> tuple[Specialisation, ...]:
     ]
     cases += [(torch.float32, tiling, tiling.width, (80, 90)) for tiling in FLOAT32]
     reduces = (_reduce_specialisation(columns) for columns in (AMPERE[0].columns, FLOAT32[0].columns))
-    return (*(_draw_specialisation(*case) for case in cases), *reduces)
+    longest = (
+        _draw_specialisation(dtype, tiling, width, capabilities, QWEN35_VOCABULARY)
+        for dtype, tiling, width, capabilities in cases
+        if dtype == bfloat16 and tiling.rows == 128 and width == tiling.width
+    )
+    return (*(_draw_specialisation(*case) for case in cases), *longest, *reduces)
 
 
 def _draw_specialisation(
-    dtype: torch.dtype, tiling: DrawTiling, width: int, capabilities: tuple[int, ...]
+    dtype: torch.dtype, tiling: DrawTiling, width: int, capabilities: tuple[int, ...], vocabulary: int = VOCABULARY
 ) -> Specialisation:
     pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     types = {"hidden": pointer, "head": pointer, "seeds": "*i64", "positions": "*i64", "temperature": "*fp32"}
     return Specialisation(
-        name=f"draw {pointer[1:]} {tiling.rows} rows by {width}",
+        name=f"draw {pointer[1:]} {tiling.rows} rows by {width}"
+        + ("" if vocabulary == VOCABULARY else f", V {vocabulary:,}"),
         kernel=_draw_kernel,
         signature={f"{name}_ptr": kind for name, kind in {**types, "parts": "*fp32", "columns": "*i32"}.items()}
         | dict.fromkeys(("count", "temperature_stride", "head_stride_v", "H"), "i32"),
-        constants={**_tile_constants(VOCABULARY, tiling, width), "INTERPRETED": False},
+        constants={**_tile_constants(vocabulary, tiling, width), "INTERPRETED": False},
         aligned=("hidden_ptr", "head_ptr", "parts_ptr", "columns_ptr", "head_stride_v", "H"),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

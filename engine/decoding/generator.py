@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from thresher.common.errors import LARGEST_INT, UserError, as_whole, is_unicode, shown
 from thresher.engine.config.sampling import BOUNDS, MOST_SAMPLES, checked
-from thresher.engine.decoding.decoder import DecodeClock, Decoder
+from thresher.engine.decoding.decoder import DecodeClock, Decoder, ring_of, states_bytes
 from thresher.engine.decoding.decoder_cuda import free_memory, make_decoder
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
@@ -190,6 +190,7 @@ class Generator:
 
     def _decoder_for(self, lengths: Sequence[int]) -> Decoder:
         """Return a decoder for sequences of these lengths: the last call's, if its cache is large enough."""
+        running = self._running(len(lengths))
         if self.kv_tokens is not None:
             blocks = self.kv_tokens // BLOCK
             if self.policy.device.type == "cpu" and blocks > (held := int(self._affordable() / CPU_SHARE)):
@@ -199,18 +200,35 @@ class Generator:
         else:
             blocks = sum(-(-length // BLOCK) for length in sorted(lengths)[-self.max_running :])
             blocks = max(min(blocks, self._affordable()), 1)
-        if self._decoder is None or self._decoder.num_blocks < 1 + blocks:
+        if self._decoder is None or self._decoder.num_blocks < 1 + blocks or self._decoder.max_running < running:
             self._decoder = make_decoder(
                 self.policy,
                 self.tokenizer,
                 self.attention,
                 num_blocks=1 + max(blocks, 1),
                 page_size=BLOCK,
-                max_running=self.max_running,
+                max_running=running,
                 share_prefix=self.share_prefix,
                 speculate=self.speculate,
             )
         return self._decoder
+
+    def _running(self, samples: int) -> int:
+        """Return how many slots a decoder gets. Where a slot has states, as many as `samples` need, in powers of two.
+        UserError if these do not fit."""
+        config, cuda = self.policy.config, self.policy.device.type == "cuda"
+        if not config.delta_layers:
+            return self.max_running
+        running = min(1 << max(samples - 1, 1).bit_length(), self.max_running)
+        if self._decoder is not None and self._decoder.max_running >= running:
+            return running
+        needed = states_bytes(config, self.policy.dtype.itemsize, running, ring_of(bool(self.speculate), cuda))
+        if needed > (available := free_memory(self.policy.device)):
+            raise UserError(
+                f"the states of {running} samples at once take {needed / 2**30:.1f} GiB, and there are "
+                f"{available / 2**30:.1f}; lower max_running"
+            )
+        return running
 
     def _affordable(self) -> int:
         memory = free_memory(self.policy.device)
@@ -233,6 +251,14 @@ class Generator:
         else:
             expected = 'a list of messages such as {"role": "user", "content": "text"}'
             messages = _checked_list(where, "prompt_messages", request.prompt_messages, expected, _message)
+            for message in messages:
+                parts = message.get("content")
+                for part in parts if isinstance(parts, list) else ():
+                    if not isinstance(part, Mapping) or part.get("type") != "text":
+                        raise UserError(
+                            f"{where}: a message's content has the part {shown(part)}; expected text, for images are "
+                            "not read"
+                        )
             if not messages:
                 raise UserError(f"{where}: prompt_messages is empty; give at least one message")
             ids = self.tokenizer.encode_template(self.tokenizer.render_chat(messages))

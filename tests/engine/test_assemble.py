@@ -9,10 +9,13 @@ import pytest
 from model_cases import make_config
 
 from thresher.common.errors import UserError
+from thresher.engine import assemble
 from thresher.engine.assemble import PADDING, check_fit, fit_doubts, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
+from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.world.random_model import write_model
+from thresher.policy.config import DeltaShape
 from thresher.policy.model import init_policy
 from thresher.policy.tokenizer import Tokenizer
 
@@ -78,6 +81,22 @@ def test_loading_a_run_says_so_in_one_line(
     load_run_context(from_dict(Recipe, tables, "test"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == said and all("head has 2,000 rows" in line for line in lines)
+
+
+def test_states_that_do_not_fit_are_refused(
+    tiny_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    types: dict[str, Any] = {"layer_types": ("linear_attention", "full_attention"), "delta": DeltaShape(2, 4, 8, 8, 4)}
+    shape = {"model_type": "qwen3_5_text", "partial_rotary_factor": 0.5, "max_position_embeddings": 2048, **types}
+    write_model(init_policy(policy_of(tiny_tokenizer, **shape).config, 0), tiny_tokenizer, tmp_path / "model")
+    rollout = {"max_context": 999, "max_num_seqs": 4, "kv_tokens": 1008}
+    tables = {"model": {"path": str(tmp_path / "model")}, "system": {"name": "eval_rar"}, "rollout": rollout}
+    context = load_run_context(from_dict(Recipe, tables, "test"))
+    context.rollout(None)
+    keys = PagedKV.bytes_needed(context.policy.config, 1 + 1008 // 16, 16, 4)
+    monkeypatch.setattr(assemble, "free_memory", lambda device: keys + 1000)
+    with pytest.raises(UserError, match=r"^the states of rollout.max_num_seqs = 4 sequences take .*; lower it$"):
+        context.rollout(None)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,12 @@ REQUESTS = [
         "prompt_messages ",
         prompt_ids=None,
     ),
+    *each(
+        "prompt_messages",
+        ([{"role": "user", "content": [part]}] for part in ({"type": "image", "image": "x.png"}, "text", None)),
+        "a message's content has the part .*; expected text, for images are not read",
+        prompt_ids=None,
+    ),
 ]
 
 

@@ -10,6 +10,8 @@ import torch
 from decoding_cases import Plan, TurnPlan, agree, alone, blocks, play, random_world
 from model_cases import make_config
 
+from thresher.common.errors import UserError
+from thresher.engine.decoding import generator as generator_file
 from thresher.engine.decoding.blocks import BlockPool, Prefix
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.engine.decoding.generator import GenerateRequest, Generator
@@ -118,6 +120,22 @@ def test_recorded_log_probs_are_those_of_a_whole_forward(policy: Policy, tokeniz
             scale = request.temperature or 1.0
             expected = torch.log_softmax(logits_TV / scale, -1).gather(1, ids[len(prompt) :, None])[:, 0]
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=5e-3)
+
+
+def test_states_are_made_for_as_many_samples_as_are_asked_for(
+    policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And more once more are; what does not fit is refused by its size."""
+    generator = Generator(policy, tokenizer, max_running=200)
+    held = []
+    for n in (1, 5, 3, 300):
+        generator.generate([GenerateRequest(prompt_ids=[1, 2, 3], max_new_tokens=1, n=n)])
+        assert generator._decoder is not None
+        held.append(generator._decoder.max_running)
+    assert held == [2, 8, 8, 200]
+    monkeypatch.setattr(generator_file, "free_memory", lambda device: 4096)
+    with pytest.raises(UserError, match=r"the states of 2 samples at once take .* GiB, .*; lower max_running"):
+        Generator(policy, tokenizer).generate([GenerateRequest(prompt_ids=[1], max_new_tokens=1)])
 
 
 def pool_with(ids: list[int], snapshots: int = 2) -> tuple[BlockPool, list[int]]:
