@@ -14,6 +14,7 @@ from thresher.engine.assemble import PADDING, check_fit, fit_doubts, load_run_co
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
 from thresher.engine.decoding.kv_cache import PagedKV
+from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.world.random_model import write_model
 from thresher.policy.config import DeltaShape
 from thresher.policy.model import init_policy
@@ -89,11 +90,12 @@ def test_states_that_do_not_fit_are_refused(
     types: dict[str, Any] = {"layer_types": ("linear_attention", "full_attention"), "delta": DeltaShape(2, 4, 8, 8, 4)}
     shape = {"model_type": "qwen3_5_text", "partial_rotary_factor": 0.5, "max_position_embeddings": 2048, **types}
     write_model(init_policy(policy_of(tiny_tokenizer, **shape).config, 0), tiny_tokenizer, tmp_path / "model")
-    rollout = {"max_context": 999, "max_num_seqs": 4, "kv_tokens": 1008}
+    rollout = {"max_context": 999, "max_num_seqs": 4, "kv_tokens": 1024}
     tables = {"model": {"path": str(tmp_path / "model")}, "system": {"name": "eval_rar"}, "rollout": rollout}
     context = load_run_context(from_dict(Recipe, tables, "test"))
     context.rollout(None)
-    keys = PagedKV.bytes_needed(context.policy.config, 1 + 1008 // 16, 16, 4)
+    blocks, size = Rollout.blocks_for(context.limits), context.limits.kv_block_size
+    keys = PagedKV.bytes_needed(context.policy.config, blocks, size, 4)
     monkeypatch.setattr(assemble, "free_memory", lambda device: keys + 1000)
     with pytest.raises(UserError, match=r"^the states of rollout.max_num_seqs = 4 sequences take .*; lower it$"):
         context.rollout(None)
