@@ -1,4 +1,4 @@
-"""`thresher bench decode`: decode steps of models of Qwen2.5's sizes with random weights, by the decoder of rollouts.
+"""`thresher bench decode`: decode steps of Qwen2.5's and Qwen3.5's sizes with random weights, by the rollout's decoder.
 
 A batch of sequences has a cached context, each its own, or in groups of 8 that share 1,200 positions of 1,500; then
 every step samples a token for each. Keys and values of the contexts are random numbers: a step takes no less time for
@@ -28,7 +28,7 @@ from thresher.bench.harness import (
     spread,
     wait,
 )
-from thresher.bench.roofline import GROUP, MODELS, OWN, SHARED, check_batch
+from thresher.bench.roofline import GROUP, OWN, SHARED, check_batch, config_of
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
@@ -49,8 +49,9 @@ PROFILED = 8  # steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBench:
-    """models: names of MODELS. own, shared: positions of a context; shapes of both kinds are measured. budget: seconds,
-    after which no shape begins. profile: a file for the kernels of PROFILED more steps of each shape."""
+    """models: names of bench/roofline.py. own, shared: positions of a context; shapes of both kinds are measured.
+    budget: seconds, after which no shape begins. profile: a file for the kernels of PROFILED more steps of each
+    shape."""
 
     models: Sequence[str] = ("0.5B", "1.5B", "7B")
     batch: int = 256
@@ -91,7 +92,7 @@ def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[
                 if time.monotonic() > deadline:
                     raise UserError("the budget was used up")
                 _free(device)
-                policy = policy or random_policy(MODELS[name], device, dtype)
+                policy = policy or random_policy(config_of(name), device, dtype)
                 figures = measure(policy, shape, bench.steps, bench.profile)
             except (UserError, torch.OutOfMemoryError) as error:
                 why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)

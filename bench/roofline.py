@@ -17,7 +17,7 @@ from thresher.common.errors import UserError
 from thresher.engine.planning import time as floors
 from thresher.engine.planning.memory import trained_weights
 from thresher.engine.planning.time import CHIPS, GB, Chip, DecodeShape, UpdateShape
-from thresher.policy.config import ModelConfig, read_config
+from thresher.policy.config import FULL, LINEAR, DeltaShape, ModelConfig, read_config
 
 SHARED, OWN, GROUP = 1200, 300, 8  # positions in common, positions of a sequence's own, sequences of a group
 
@@ -47,6 +47,42 @@ MODELS = {
     )
     for name, (layers, hidden, heads, kv_heads, intermediate, vocab, tied) in SIZES.items()
 }
+
+# Of Qwen3.5's dense models likewise, and the value heads of the layers with the gated delta rule; three of these to one
+# of attention, with heads of 256.
+QWEN35_SIZES = {
+    "Qwen3.5-0.8B": (24, 1024, 8, 2, 3584, 16, True),
+    "Qwen3.5-2B": (24, 2048, 8, 2, 6144, 16, True),
+    "Qwen3.5-4B": (32, 2560, 16, 4, 9216, 32, True),
+    "Qwen3.5-9B": (32, 4096, 16, 4, 12_288, 32, False),
+    "Qwen3.5-27B": (64, 5120, 24, 4, 17_408, 48, False),
+}
+QWEN35 = {
+    name: ModelConfig(
+        model_type="qwen3_5_text",
+        vocab_size=248_320,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=256,
+        rms_norm_eps=1e-6,
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        layer_types=(*3 * (LINEAR,), FULL) * (layers // 4),
+        delta=DeltaShape(16, value_heads, 128, 128, 4),
+        max_position_embeddings=262_144,
+        tie_word_embeddings=tied,
+        eos_token_ids=(),
+    )
+    for name, (layers, hidden, heads, kv_heads, intermediate, value_heads, tied) in QWEN35_SIZES.items()
+}
+
+
+def config_of(name: str) -> ModelConfig:
+    """Return a size's config. KeyError for a name that is none."""
+    return (MODELS | QWEN35)[name]
 
 
 def check_batch(batch: int) -> None:
@@ -88,10 +124,11 @@ def run_roofline(
 
 
 def _config(name: str) -> ModelConfig:
-    if name in MODELS:
-        return MODELS[name]
+    if name in MODELS | QWEN35:
+        return config_of(name)
     if not Path(name).is_dir():
-        raise UserError(f"--model {name}: expected one of {', '.join(MODELS)}, or a model folder with config.json")
+        known = ", ".join(MODELS | QWEN35)
+        raise UserError(f"--model {name}: expected one of {known}, or a model folder with config.json")
     return read_config(name)
 
 

@@ -18,6 +18,7 @@ BENCH = Group("bench", "measure, beside peers", 120, "thresher bench step", "WHA
 StepShape = Literal["demo", "rag", "search", "smollm2", "0.5B", "1.5B", "7B-lora"]
 RolloutShape = Literal["demo", "rag", "search", "branches"]
 Model = Literal["0.5B", "1.5B", "3B", "7B"]
+Size = Literal[Model, "Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B"]
 Chip = Literal["A100-40", "A100-80", "A800", "H100", "H200"]
 
 Rows = Annotated[str | None, "JSON lines to append to"]
@@ -115,7 +116,7 @@ class Decode(
     place=17,
     example="thresher bench decode --model 0.5B --batch 8",
 ):
-    model: Annotated[Sequence[Model], "sizes of Qwen2.5"] = ("0.5B", "1.5B", "7B")
+    model: Annotated[Sequence[Size], "sizes of Qwen2.5 and Qwen3.5"] = ("0.5B", "1.5B", "7B")
     batch: Annotated[Count, "N", "sequences; default: 256"] = 256
     own: Annotated[Count, "N", "positions of each; default: 300"] = 300
     shared: Annotated[Count, "N", "positions that a group shares; default: 1,200"] = 1200
@@ -276,7 +277,7 @@ class Roofline(
     example="thresher bench roofline --chip H100 --model 7B",
 ):
     chip: Annotated[Sequence[Chip], "default: all of them"] = get_args(Chip)
-    model: Annotated[Sequence[str], "sizes of Qwen2.5, or model folders; default: all four"] = get_args(Model)
+    model: Annotated[Sequence[str], "sizes, or model folders; default: all of Qwen2.5"] = get_args(Model)
     batch: Annotated[Count, "sequences; default: 256"] = 256
     out: Rows = None
 

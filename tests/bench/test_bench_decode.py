@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_cases import make_config
 
-from thresher.bench import decode
+from thresher.bench import decode, roofline
 from thresher.bench.decode import DecodeBench, random_policy, run_decode_bench
 from thresher.common.errors import UserError
 from thresher.engine.decoding import decoder_cuda
@@ -18,12 +18,13 @@ from thresher.engine.decoding.decoder_cuda import BucketStep
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.kernels.attention import paged_cuda
+from thresher.policy.config import DeltaShape
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
-    monkeypatch.setattr(decode, "MODELS", {"tiny": config.replace(vocab_size=600, eos_token_ids=())})
+    monkeypatch.setattr(roofline, "MODELS", {"tiny": config.replace(vocab_size=600, eos_token_ids=())})
 
 
 def test_every_step_has_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +66,7 @@ def test_steps_are_those_behind_computed_contexts(
     monkeypatch.setattr(decode, "resolve_attention", lambda *arguments: "triton")
     # On a CPU no group is large enough for reading its keys once to pay.
     monkeypatch.setattr(decoder_cuda, "prefix_pays", lambda length, members: members > 1)
-    policy = random_policy(decode.MODELS["tiny"], torch.device("cpu"), torch.float32)
+    policy = random_policy(roofline.MODELS["tiny"], torch.device("cpu"), torch.float32)
     shape = DecodeBench(models=["tiny"], batch=16, own=own, shared=shared).shapes()[kind]
     steps: list[list[Any]] = []
     plain = BucketStep.load
@@ -102,7 +103,7 @@ def test_a_shape_that_does_not_fit_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     # Of blocks, one free for each, the one shape takes 16 x 3, the other 2 for its groups and 16 x 2.
-    needed = PagedKV.bytes_needed(decode.MODELS["tiny"], 40, decode.PAGE, 4)
+    needed = PagedKV.bytes_needed(roofline.MODELS["tiny"], 40, decode.PAGE, 4)
     monkeypatch.setattr(decode, "free_memory", lambda device: needed / decode.KV_SHARE)
     bench = DecodeBench(
         models=["tiny"], batch=16, own=20, shared=80, steps=1, device="cpu", profile=str(tmp_path / "profile.txt")
@@ -115,6 +116,16 @@ def test_a_shape_that_does_not_fit_is_left_out(
     title, first, *_ = (tmp_path / "profile.txt").read_text().splitlines()
     assert title == "2 layers, 80 shared by 8 + 20, 8 steps"
     assert " us " in first and " calls  " in first
+
+
+def test_layers_with_states_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.5's, cut: a slot has its states wherever its context came from."""
+    small = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 600, "delta": DeltaShape(1, 2, 8, 8, 4)}
+    cut = roofline.config_of("Qwen3.5-0.8B").replace(**small)
+    monkeypatch.setattr(roofline, "QWEN35", {"cut": cut})
+    rows = run_decode_bench(DecodeBench(models=["cut"], batch=16, own=9, shared=32, steps=2, device="cpu"))
+    assert [row["shape"]["shared"] for row in rows] == [0, 32] and all(row["tokens_per_s"] > 0 for row in rows)
 
 
 def test_what_runs_out_of_memory_is_left_out(

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from documents import table_rows
 
-from thresher.bench.roofline import MODELS
+from thresher.bench.roofline import MODELS, config_of
 from thresher.cli import main as cli
 from thresher.cli.commands import bench as command
 from thresher.engine.planning import time as floors
@@ -16,6 +16,7 @@ from thresher.engine.planning.memory import head_weights, kv_bytes, layer_weight
 from thresher.engine.planning.time import CHIPS, TB, DecodeShape, UpdateShape
 from thresher.policy.config import config_from_dict
 
+SIZES = "0.5B, 1.5B, 3B, 7B, Qwen3.5-0.8B, Qwen3.5-2B, Qwen3.5-4B, Qwen3.5-9B, Qwen3.5-27B"
 UNSHARED, SHARED = DecodeShape(), DecodeShape(group=8, shared=1200, own=300)
 
 
@@ -27,6 +28,14 @@ def test_the_sizes_are_those_of_the_model_cards(name: str, all_of_them: float, w
     """Billions of weights that Qwen2.5's model cards name."""
     assert trained_weights(MODELS[name]) / 1e9 == pytest.approx(all_of_them, abs=0.006)
     assert layer_weights(MODELS[name]) / 1e9 == pytest.approx(without_embedding, abs=0.006)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("0.8B", 0.75), ("2B", 1.88), ("4B", 4.2), ("9B", 8.95), ("27B", 26.89)])
+def test_qwen35_has_as_many_weights_as_its_name_says(name: str, weights: float) -> None:
+    """Billions of the text model, without images and the layer that predicts several tokens."""
+    config = config_of(f"Qwen3.5-{name}")
+    assert trained_weights(config) / 1e9 == pytest.approx(weights, abs=0.006)
+    assert config.delta_layers == 3 * config.num_hidden_layers // 4
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -163,7 +172,7 @@ def test_a_model_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "8B"], "--model 8B: expected one of 0.5B, 1.5B, 3B, 7B, or a model folder with config.json"),
+        (["--model", "8B"], f"--model 8B: expected one of {SIZES}, or a model folder with config.json"),
         (["--batch", "12"], "--batch 12: expected a multiple of 8, for one shape has groups of 8"),
     ],
 )
