@@ -306,10 +306,8 @@ def layer_bytes(config: ModelConfig, setting: PlanSetting, kind: LayerKind | Non
         channels, heads = config.delta.channels, config.delta.num_value_heads
         values = heads * config.delta.value_head_dim
         total += input_of(hidden, "linear_qkv", "linear_z", "linear_b", "linear_a") + input_of(values, "linear_out")
-        # The projections; q, k and v; of the gated norm o, o by its length, times the weight, z and silu(z); the gates.
-        # With adapters it is less.
-        total += e * (2 * channels + values + 2 * heads)
-        total += FP32 * (5 * values + 5 * heads)
+        # The projections, of which z is a view; q, k and v; o; the gates. With adapters it is less.
+        total += e * (2 * channels + 2 * values + 2 * heads) + FP32 * 5 * heads
     else:
         # q, k and v as attention has them, o, log-sum-exp
         total += input_of(hidden, "q", "k", "v") + e * (q + 2 * kv) + e * q + FP32 * config.num_attention_heads
@@ -471,6 +469,10 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
     rows = min(FORWARD_ROWS, s.samples * s.length)
     # A row of a forward that keeps nothing: gate and up, silu and its parts, and the residual stream.
     forward = rows * s.item * ((3 if s.cuda else 4) * config.intermediate_size + 4 * config.hidden_size)
+    if config.delta is not None:  # copies of a layer's states; on a GPU, where prefills go by chunks, after them, too
+        shape = config.delta
+        of_a_sequence = FP32 * shape.num_value_heads * shape.key_head_dim * shape.value_head_dim
+        forward += s.rollout.max_num_seqs * of_a_sequence * (2 if s.cuda else 1) + (WORKSPACE["cuda"] if s.cuda else 0)
     gathered = s.item * all_weights(config) if s.gpus > 1 else 0
     rollout = before | {"working memory": before["working memory"] + forward, "gathered copy": gathered}
     if s.cuda:

@@ -18,7 +18,7 @@ query and key heads, V value heads, D dimension of a key, E of a value.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -113,9 +113,43 @@ def gates(a_TV: Tensor, b_TV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tup
 
 def gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Return the norm of each head times silu(z), [T, V, E] in z's dtype."""
+    if torch.is_grad_enabled():
+        y_TVE: Tensor = _GatedNorm.apply(o_TVE, z_TVE, weight_E, eps)
+        return y_TVE
+    return _gated(o_TVE, z_TVE, weight_E, eps, partial(uncut, F.silu))
+
+
+def _gated(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float, silu: Callable[[Tensor], Tensor]) -> Tensor:
     o_TVE = o_TVE.to(torch.promote_types(o_TVE.dtype, torch.float32))
     normed_TVE = rms_norm(o_TVE, weight_E.to(o_TVE.dtype), eps)
-    return (normed_TVE * uncut(F.silu, z_TVE.to(o_TVE.dtype).contiguous())).to(z_TVE.dtype)
+    return (normed_TVE * silu(z_TVE.to(o_TVE.dtype).contiguous())).to(z_TVE.dtype)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """All but its inputs is computed a second time in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(o_TVE, z_TVE, weight_E)
+        ctx.eps = eps
+        return _gated(o_TVE, z_TVE, weight_E, eps, F.silu)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        o_TVE, z_TVE, weight_E = ctx.saved_tensors
+        wide = torch.promote_types(o_TVE.dtype, torch.float32)
+        o, z, weight, grad = (x.to(wide) for x in (o_TVE, z_TVE, weight_E, grads[0]))
+        factor_TV1 = (o.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        normed, share = o * factor_TV1, torch.sigmoid(z)
+        through = grad * z * share  # the gradient of w n
+        d_weight_E = (through * normed).sum((0, 1)) if ctx.needs_input_grad[2] else None
+        through *= weight
+        d_o = factor_TV1 * (through - normed * (through * normed).mean(-1, keepdim=True))
+        d_z = grad * weight * normed * (share * (1 + z * (1 - share)))
+        found = (
+            x if x is None else x.to(like.dtype) for x, like in ((d_o, o_TVE), (d_z, z_TVE), (d_weight_E, weight_E))
+        )
+        return *found, None
 
 
 def unit(x_TKD: Tensor) -> Tensor:
