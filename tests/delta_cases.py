@@ -16,16 +16,18 @@ def drawn(
     forgets: float = 1.0,
     width: int = D,
     device: str = "cpu",
+    values: int = E,
 ) -> tuple[list[Tensor], list[int], Tensor]:
-    """Return (q, k, v, decay, beta), bounds and states: keys of length 1, beta in (0, 1). bfloat16 is of q, k and v."""
+    """Return (q, k, v, decay, beta), bounds and states: keys of length 1, beta in (0, 1). bfloat16 is of q, k and v.
+    width, values: dimensions of a key and a value."""
     noise, total = torch.Generator().manual_seed(seed), sum(lengths)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=noise, dtype=torch.float64)
 
     q, k = (torch.nn.functional.normalize(normal(total, K, width), dim=-1) for _ in range(2))
-    v, decay, beta = normal(total, V, E), -forgets * normal(total, V).exp(), normal(total, V).sigmoid()
-    state = normal(len(lengths), V, width, E)
+    v, decay, beta = normal(total, V, values), -forgets * normal(total, V).exp(), normal(total, V).sigmoid()
+    state = normal(len(lengths), V, width, values)
     bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     tensors = [*(x.to(device, dtype) for x in (q, k, v)), *(x.to(device, wide) for x in (decay, beta))]

@@ -88,10 +88,10 @@ class DeltaStates:
         for back, place in enumerate(self._places(tokens)):
             self.kept_rows[:, snapshot, back] = self.rows_LBMC[:, slot, place]
 
-    def runs(self, runs: QueryRuns, rows: int, device: torch.device) -> DeltaRuns:
-        """Lay out a step's runs, of `rows` rows with padding."""
+    def runs(self, runs: QueryRuns, rows: int, device: torch.device, last_only: bool = False) -> DeltaRuns:
+        """Lay out a step's runs, of `rows` rows with padding. last_only: as `delta_runs` has it."""
         sizes = self.ring, self.width
-        return delta_runs(runs.table_N, runs.start_N, runs.count_N, runs.row_N, rows, sizes, device)
+        return delta_runs(runs.table_N, runs.start_N, runs.count_N, runs.row_N, rows, sizes, device, last_only)
 
     def _places(self, tokens: int) -> list[int]:
         """Return where the last W - 1 rows before position `tokens` lie."""
@@ -247,7 +247,7 @@ class DeviceStep:
         self.rows = PrefillRows(table.view(count, blocks), row_N, start_N, count_N, int(runs.count_N.max()))
         if cache.states is not None:
             packed = QueryRuns(runs.table_N, runs.start_N, runs.count_N, about[0])
-            self.delta_runs = cache.states.runs(packed, len(self.slot_T), device)
+            self.delta_runs = cache.states.runs(packed, len(self.slot_T), device, last_only=True)
             self.delta_plan = ChunkPlan([0, *np.cumsum(runs.count_N).tolist()], None, device)
 
     def delta(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:

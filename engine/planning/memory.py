@@ -359,7 +359,9 @@ def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     hidden, inner = config.hidden_size, config.intermediate_size
     gate = setting.item * (2 * inner + hidden)
     if config.layer_types:  # the gradients of a norm in float32; kernels/delta/rule.py bounds what it holds
-        return max(gate, 5 * FP32 * hidden + setting.item * hidden)
+        # Of the convolution and its heads: seven and a half tensors of float32 beyond what comes and goes.
+        channels = 0 if config.delta is None else config.delta.channels
+        return max(gate, 5 * FP32 * hidden + setting.item * hidden, 30 * channels)
     return gate if setting.cuda or setting.item == FP32 else max(gate, 5 * FP32 * hidden + setting.item * hidden)
 
 

@@ -7,8 +7,8 @@ Qwen3.5 has it), for whole sequences, and for segments of which each goes on whe
     o = gated delta rule            (rule.py)
     y = w * o / rms(o) * silu(z)    of each head
 
-All of it is computed in float32 whatever the model's dtype, or in float64; q, k and v are rounded to that dtype before
-the rule, as in transformers. The W - 1 tokens before a segment's first
+All of it is computed in float32 whatever the model's dtype, or in float64. q, k and v are rounded to the model's dtype
+before the rule, as in transformers. The W - 1 tokens before a segment's first
 are its parent's last. Rows of a rollout: steps.py.
 
 Without gradients a row's bits do not depend on the other rows (CPU): elementwise functions go through `uncut`.
@@ -188,13 +188,16 @@ class _ConvolvedHeads(torch.autograd.Function):
         edge_RC = dy_TC[rows_R]
         dy_TC[rows_R] = 0
         dx_TC = F.pad(dy_TC * weight_WC[-1], (0, 0, 0, 1))  # and a row for what no token is
-        d_weight_WC = torch.einsum("rc,rwc->wc", edge_RC, _rows(wide_TC, window_RW))
-        d_weight_WC[-1] += (dy_TC * wide_TC).sum(0)
         for back in range(1, width):
             dx_TC[: -back - 1].addcmul_(dy_TC[back:], weight_WC[-1 - back])
-            d_weight_WC[-1 - back] += (dy_TC[back:] * wide_TC[:-back]).sum(0)
         add_rows(dx_TC, window_RW.flatten(), (edge_RC[:, None] * weight_WC).flatten(0, 1))
-        return dx_TC[:-1].to(x_TC.dtype), d_weight_WC.T.to(weight_CW.dtype), None, None
+        d_weight_CW = None
+        if ctx.needs_input_grad[1]:
+            d_weight_WC = torch.einsum("rc,rwc->wc", edge_RC, _rows(wide_TC, window_RW))
+            for back in range(width):
+                d_weight_WC[-1 - back] += (dy_TC[back:] * wide_TC[: len(wide_TC) - back]).sum(0)
+            d_weight_CW = d_weight_WC.T.to(weight_CW.dtype)
+        return dx_TC[:-1].to(x_TC.dtype), d_weight_CW, None, None
 
 
 def _unit_backward(x_TKD: Tensor, grad_TKD: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from thresher.kernels.delta.rule_triton import SegmentLists
 
 CHUNK = 64
-# What backward may hold of the heads that it computes at a time. On a CPU more heads at a time are no faster.
-WORKSPACE_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+# What may be held of the heads that are computed at a time. On a CPU more heads at a time are no faster.
+WORKSPACE_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 
 def gated_delta(
@@ -73,8 +73,8 @@ def gated_delta(
 
     q, k: already normalised, where the model does so; any float dtype. decay: natural logs, at most 0. cu_seqlens:
     B + 1 bounds of the sequences, from 0 to T. initial_state: before each sequence; None: zeros. chunk: tokens that are
-    computed together; it changes the result by rounding alone. Computed in float32, in float64 where v is. Raises
-    ValueError for shapes that do not go together.
+    computed together, but by the kernels of a GPU; it changes the result by rounding alone. Computed in float32, in
+    float64 where v is. Raises ValueError for shapes that do not go together.
     """
     bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
     plan = ChunkPlan(bounds, None, v_TVE.device, chunk)
@@ -368,27 +368,34 @@ class _GatedDelta(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, decay, beta, initial)
         ctx.plan = plan
-        forward, _, way = _way(q, k, v, plan)
-        found = [forward(*few, way) for few in _few_heads(q, k, v, decay, beta, initial, plan)]
-        out, final = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        compute, _, layout = _implementation(q, k, v, plan)
+        few_heads = _few_heads(q, k, v, decay, beta, initial, plan, backward=False)
+        out, final = _joined([compute(*few, layout) for few in few_heads])
+        assert out is not None and final is not None
         return out, final if plan.parents is None else final[:0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_out, d_final = grads
         q, k, v, decay, beta, initial = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        _, backward, way = _way(q, k, v, ctx.plan)
+        _, compute, layout = _implementation(q, k, v, ctx.plan)
         found, first = [], 0
-        for few in _few_heads(q, k, v, decay, beta, initial, ctx.plan):
+        for few in _few_heads(q, k, v, decay, beta, initial, ctx.plan, backward=True):
             heads = slice(first, first + few.v_TVE.shape[1])
-            found.append(backward(*few, d_out[:, heads], d_final[:, heads], way))
+            found.append(compute(*few, d_out[:, heads], d_final[:, heads], layout))
             first = heads.stop
-        slopes = (None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        return *slopes, None
+        return *_joined(found), None
 
 
-def _way(q: Tensor, k: Tensor, v: Tensor, plan: ChunkPlan) -> tuple[Any, Any, Any]:
-    """Return forward and backward of a few heads, torch's or Triton's, and what they go by."""
+def _joined(found: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """Return the results of all heads, from those of a few at a time."""
+    if len(found) == 1:
+        return found[0]
+    return tuple(None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True))
+
+
+def _implementation(q: Tensor, k: Tensor, v: Tensor, plan: ChunkPlan) -> tuple[Any, Any, Any]:
+    """Return forward and backward of a few heads, torch's or Triton's, and the chunks as these take them."""
     if (kernels := _kernels(q, k, v)) is None:
         return _forward, _backward, plan.tables
     return kernels.forward, kernels.backward, plan.lists(kernels.tiling_of(v.dtype).chunk)
@@ -415,12 +422,19 @@ class _Few(NamedTuple):
 
 
 def _few_heads(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, initial: Tensor | None, plan: ChunkPlan
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    initial: Tensor | None,
+    plan: ChunkPlan,
+    backward: bool,
 ) -> Iterator[_Few]:
-    """Cut the heads so that what backward holds of some is at most WORKSPACE_BYTES, or one key head's."""
+    """Cut the heads so that what is held of some at a time is at most WORKSPACE_BYTES, or one key head's."""
     (K, D), (V, E) = k.shape[1:], v.shape[1:]
     if kernels := _kernels(q, k, v):
-        held = kernels.workspace(k, v, len(v)) * (V // K)
+        held = kernels.workspace(k, v, plan.lists(kernels.tiling_of(v.dtype).chunk), backward) * (V // K)
     else:
         chunks, chunk = plan.tables.row_XC.shape
         held = chunks * (2 * D * E + chunk * (9 * chunk + 8 * D + 7 * E)) * max(v.element_size(), 4) * (V // K)
@@ -555,7 +569,7 @@ def _bounds(
     state: Tensor | None,
 ) -> list[int]:
     """Return the sequences' bounds. ValueError where something does not fit the rest."""
-    bounds = [int(bound) for bound in cu_seqlens]
+    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(bound) for bound in cu_seqlens]
     if q.dim() != 3 or k.shape != q.shape or v.dim() != 3:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [T, K, D] twice, [T, V, E]"

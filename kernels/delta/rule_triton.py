@@ -1,11 +1,12 @@
-"""The chunked form of the gated delta rule (rule.py) in Triton: three launches forward, three more backward.
+"""The chunked form of the gated delta rule (rule.py) in Triton: three launches forward, four more backward.
 
     solve      T = (1 + A)^-1, u = T beta v, w = T beta exp(c) k
     scan       x = u - w S,  S <- exp(c_C) S + k^T exp(c_C - c) x
     out        o = exp(c) q S + P x
     within     P^T do
     back       dx = P^T do + exp(c_C - c) k dS,  dS <- exp(c_C) dS + q^T exp(c) do - w^T dx, from the last chunk on
-    slopes     the gradients of q, k, v, decay and beta from S, dS, x and dx
+    values     the gradient of v, and those of P and A as far as they go by the values
+    keys       the gradients of q, k, decay and beta
 
 The letters are rule.py's; P has the factor of q. A program has a head of a chunk, or some columns of it; of scan and
 back, some columns of a head of a segment. These have a launch for each depth of the forest: a segment reads the state
@@ -55,12 +56,13 @@ class Tiling:
     solve: int
     scan: int
     out: int
-    slopes: int
+    values: int
+    keys: int
 
 
 # What spills nothing inside a loop. T is rounded to bfloat16, which is less exact than tf32.
-BFLOAT16 = Tiling(chunk=64, columns=32, precision="tf32", solve=4, scan=4, out=4, slopes=8)
-FLOAT32 = Tiling(chunk=16, columns=16, precision="ieee", solve=8, scan=8, out=8, slopes=8)
+BFLOAT16 = Tiling(chunk=64, columns=32, precision="tf32", solve=4, scan=4, out=4, values=4, keys=8)
+FLOAT32 = Tiling(chunk=16, columns=16, precision="ieee", solve=8, scan=8, out=8, values=8, keys=8)
 
 
 # --- Lists
@@ -196,8 +198,9 @@ def _inverse(system, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constex
     return found
 
 
-# Read element by element, and, of the gates, from any head on.
-_NARROW = ["chunk_ptr", "segment_ptr", "children_ptr", "child_ptr", "decay_ptr", "beta_ptr"]
+_LISTS = ["chunk_ptr", "segment_ptr", "children_ptr", "child_ptr"]
+# A slice of heads moves the gates' pointers by 4 bytes a head: no binary for each alignment.
+_NARROW = [*_LISTS, "decay_ptr", "beta_ptr"]
 _NUMBERS = ["per_key", "first"]
 
 
@@ -468,33 +471,25 @@ def _against_states(
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NARROW)
-def _delta_slopes_kernel(
-    q_ptr,  # [T, K, D] bf16 or fp32
-    k_ptr,  # [T, K, D] the same
-    v_ptr,  # [T, V, E] the same
-    decay_ptr,  # [T, V] fp32
+def _delta_values_kernel(
+    v_ptr,  # [T, V, E] bf16 or fp32
     beta_ptr,  # [T, V] fp32
-    solve_ptr,  # [T, V, C] q's dtype
+    solve_ptr,  # [T, V, C] v's dtype
     u_ptr,  # [T, V, E] the same
-    w_ptr,  # [T, V, D] the same
     x_ptr,  # [T, V, E] the same
     do_ptr,  # [T, V, E] the same
     dx_ptr,  # [T, V, E] fp32
-    before_ptr,  # [X, V, D, E] q's dtype
+    before_ptr,  # [X, V, D, E] v's dtype
     after_ptr,  # [X, V, D, E] the same
     chunk_ptr,  # [X, 2] int32
-    dq_ptr,  # [T, V, D] fp32 or q's dtype, written
-    dk_ptr,  # [T, V, D] the same
     dv_ptr,  # [T, V, E] v's dtype, written
-    d_decay_ptr,  # [T, V] fp32, written
-    d_beta_ptr,  # [T, V] fp32, written
-    q_stride,
-    k_stride,
+    d_within_ptr,  # [T, V, C] fp32, written: do x^T
+    d_system_ptr,  # [T, V, C] fp32, written: A's gradient by u
+    d_beta_ptr,  # [T, V] fp32, written: beta's by u
+    d_last_ptr,  # [X, V] fp32, written: that of exp(c_C)
     v_stride,
     gate_stride,
     do_stride,
-    per_key,
-    scale,
     D: tl.constexpr,
     E: tl.constexpr,
     WIDTH_D: tl.constexpr,
@@ -509,13 +504,8 @@ def _delta_slopes_kernel(
     states = (chunk.to(tl.int64) * heads + head) * (D * E)
     depth = tl.arange(0, WIDTH_D)
     i = tl.arange(0, C)
-    c, last = _sums(decay_ptr + head, row, stop, gate_stride)
-    gaps = _gaps(c, C)
-    since, left = tl.exp(c.to(tl.float32)), tl.exp((last - c).to(tl.float32))
     beta = tl.load(beta_ptr + head + row.to(tl.int64) * gate_stride, mask=row < stop, other=0.0).to(tl.float32)
     solve = tl.trans(_tile(solve_ptr + head * C, row, stop, heads * C, i, C, UPCAST))
-
-    # Over the values: P's gradient, v's, and A's by u. d_last: of exp(c_C).
     d_within = tl.zeros((C, C), tl.float32)
     d_system = tl.zeros((C, C), tl.float32)
     d_beta = tl.zeros((C,), tl.float32)
@@ -535,31 +525,91 @@ def _delta_slopes_kernel(
         at, there = _state(column, depth, D, E)
         before = tl.load(before_ptr + states + at, mask=there, other=0.0).to(tl.float32)
         d_last += tl.sum(before * tl.load(after_ptr + states + at, mask=there, other=0.0))
+    _put(d_within_ptr + head * C, d_within, row, stop, heads * C, i, C)
+    _put(d_system_ptr + head * C, d_system, row, stop, heads * C, i, C)
+    tl.store(d_beta_ptr + row.to(tl.int64) * heads + head, d_beta, mask=row < stop)
+    tl.store(d_last_ptr + chunk.to(tl.int64) * heads + head, d_last)
 
-    # By what reads the states: w.
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NARROW)
+def _delta_keys_kernel(
+    q_ptr,  # [T, K, D] bf16 or fp32
+    k_ptr,  # [T, K, D] the same
+    decay_ptr,  # [T, V] fp32
+    beta_ptr,  # [T, V] fp32
+    solve_ptr,  # [T, V, C] q's dtype
+    w_ptr,  # [T, V, D] the same
+    x_ptr,  # [T, V, E] the same
+    do_ptr,  # [T, V, E] the same
+    dx_ptr,  # [T, V, E] fp32
+    before_ptr,  # [X, V, D, E] q's dtype
+    after_ptr,  # [X, V, D, E] the same
+    d_within_ptr,  # [T, V, C] fp32
+    d_system_ptr,  # [T, V, C] fp32
+    d_last_ptr,  # [X, V] fp32
+    chunk_ptr,  # [X, 2] int32
+    dq_ptr,  # [T, V, D] fp32 or q's dtype, written
+    dk_ptr,  # [T, V, D] the same
+    d_decay_ptr,  # [T, V] fp32, written
+    d_beta_ptr,  # [T, V] fp32, added to
+    q_stride,
+    k_stride,
+    gate_stride,
+    do_stride,
+    per_key,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH_D: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    chunk = tl.program_id(1)
+    row = tl.load(chunk_ptr + 2 * chunk) + tl.arange(0, C)
+    stop = tl.load(chunk_ptr + 2 * chunk + 1)
+    inside = row < stop
+    states = (chunk.to(tl.int64) * heads + head) * (D * E)
+    depth = tl.arange(0, WIDTH_D)
+    i = tl.arange(0, C)
+    c, last = _sums(decay_ptr + head, row, stop, gate_stride)
+    since, left = tl.exp(c.to(tl.float32)), tl.exp((last - c).to(tl.float32))
+    beta = tl.load(beta_ptr + head + row.to(tl.int64) * gate_stride, mask=inside, other=0.0).to(tl.float32)
+
+    # w reads the states: its gradient, and through the solve that of k, and of A.
     k = _tile(k_ptr + head // per_key * D, row, stop, k_stride, depth, D, UPCAST)
     d_w = _against_states(
         dx_ptr + head * E, before_ptr + states, row, stop, heads * E, depth, D, E, WIDTH_D, C, COLUMNS, UPCAST
     )
+    solve = tl.trans(_tile(solve_ptr + head * C, row, stop, heads * C, i, C, UPCAST))
     right = -tl.dot(solve, d_w.to(k.dtype), input_precision="ieee")
     w = _tile(w_ptr + head * D, row, stop, heads * D, depth, D, UPCAST)
+    d_system = _tile(d_system_ptr + head * C, row, stop, heads * C, i, C, UPCAST)
     d_system -= tl.dot(right.to(k.dtype), tl.trans(w), input_precision="ieee")
     read = tl.sum(right * k, 1) * since
-    d_beta += read
+    d_beta = read
     d_sum = beta * read
     dk = right * (beta * since)[:, None]
 
-    # A and its kk, then P and its qk.
+    # A and its kk, then P and its qk. P's gradient is read across, too: no tile in registers is turned for a product.
+    gaps = _gaps(c, C)
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")
     d_kk = tl.where(i[:, None] > i[None, :], d_system, 0.0) * gaps
     d_beta += tl.sum(d_kk * kk, 1)
     d_kk *= beta[:, None]
+    dk = tl.dot((d_kk + tl.trans(d_kk)).to(k.dtype), k, dk, input_precision="ieee")
     q = _tile(q_ptr + head // per_key * D, row, stop, q_stride, depth, D, UPCAST)
-    d_qk = d_within * gaps * scale
+    d_qk = _tile(d_within_ptr + head * C, row, stop, heads * C, i, C, UPCAST) * gaps * scale
     between = d_kk * kk + d_qk * tl.dot(q, tl.trans(k), input_precision="ieee")
     d_sum += tl.sum(between, 1) - tl.sum(between, 0)
-    dk = tl.dot((d_kk + tl.trans(d_kk)).to(k.dtype), k, dk, input_precision="ieee")
-    dk = tl.dot(tl.trans(d_qk).to(k.dtype), q, dk, input_precision="ieee")
+    across = tl.load(
+        d_within_ptr + head * C + (row.to(tl.int64) * (heads * C))[None, :] + i[:, None],
+        mask=inside[None, :],
+        other=0.0,
+    )
+    across *= tl.trans(gaps) * scale
+    dk = tl.dot(across.to(k.dtype), q, dk, input_precision="ieee")
 
     # What a chunk stores, and what it reads.
     d_keys = _against_states(
@@ -577,11 +627,13 @@ def _delta_slopes_kernel(
 
     # A decay is in the sums of all that follow it.
     d_sum = d_sum.to(tl.float64)
+    d_last = tl.load(d_last_ptr + chunk.to(tl.int64) * heads + head)
     of_last = tl.sum(kept, 0) + tl.exp(last.to(tl.float32)) * d_last
     d_decay = tl.sum(d_sum, 0) + of_last - tl.cumsum(d_sum, 0) + d_sum
     at_gates = row.to(tl.int64) * heads + head
-    tl.store(d_decay_ptr + at_gates, d_decay.to(tl.float32), mask=row < stop)
-    tl.store(d_beta_ptr + at_gates, d_beta, mask=row < stop)
+    tl.store(d_decay_ptr + at_gates, d_decay.to(tl.float32), mask=inside)
+    d_beta += tl.load(d_beta_ptr + at_gates, mask=inside, other=0.0)
+    tl.store(d_beta_ptr + at_gates, d_beta, mask=inside)
 
 
 # --- Launches
@@ -632,17 +684,20 @@ def tiling_of(dtype: torch.dtype) -> Tiling:
     return FLOAT32 if dtype == torch.float32 and not INTERPRETED else BFLOAT16
 
 
-def workspace(k: Tensor, v: Tensor, tokens: int) -> int:
-    """Return about how many bytes a value head takes in backward."""
-    D, E, item, chunk = k.shape[2], v.shape[2], v.element_size(), tiling_of(v.dtype).chunk
-    return tokens * (2 * D * E * item // chunk + item * (chunk + 3 * E + D) + 4 * E + 8 * D)
+def workspace(k: Tensor, v: Tensor, lists: SegmentLists, backward: bool) -> int:
+    """Return the bytes that a value head takes in forward or backward beside inputs, results and their gradients."""
+    (T, _, D), E, item, chunk = k.shape, v.shape[2], v.element_size(), tiling_of(v.dtype).chunk
+    chunks, segments, state = len(lists.chunk_X2), len(lists.segment_S4), D * E
+    found = chunks * item * state + T * item * (chunk + 2 * E + D) + 4 * lists.left * state
+    return found + chunks * item * state + 4 * segments * state + 4 * T * (E + 2 * D + 2 * chunk) if backward else found
 
 
 def _given(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Given:
-    gates = (x.float() for x in (decay, beta))
-    if decay.dtype != torch.float32 or decay.stride() != beta.stride() or beta.stride(1) != 1:
-        gates = (x.contiguous() for x in gates)
-    return Given(*(_dense(x, 1) for x in (q, k, v)), *gates)
+    decay, beta = decay.float(), beta.float()
+    if decay.stride() != beta.stride() or beta.stride(1) != 1:
+        decay, beta = decay.contiguous(), beta.contiguous()
+    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    return Given(q, k, v, decay, beta)
 
 
 def scan(given: Given, initial_BVDE: Tensor | None, lists: SegmentLists) -> Scanned:
@@ -654,7 +709,7 @@ def scan(given: Given, initial_BVDE: Tensor | None, lists: SegmentLists) -> Scan
     before_XVDE = given.new(chunks, V, D, E)
     left_BVDE = given.new(lists.left, V, D, E, dtype=torch.float32)
     if initial_BVDE is not None:
-        initial_BVDE = _dense(initial_BVDE.float(), 2)
+        initial_BVDE = _dense_rows(initial_BVDE.float())
     numbers = {"per_key": V // K, "k_stride": given.k_TKD.stride(0), "gate_stride": given.decay_TV.stride(0)}
     with on_device(given.v_TVE):
         if chunks:
@@ -751,14 +806,14 @@ def backward(
     given = _given(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV)
     (T, V, E), (K, D) = given.v_TVE.shape, given.k_TKD.shape[1:]
     solve_TVC, u_TVE, w_TVD, x_TVE, before_XVDE, _ = scan(given, initial_BVDE, lists)
-    do_TVE = _dense(d_out_TVE.to(given.v_TVE.dtype), 1)
+    do_TVE = _dense_rows(d_out_TVE.to(given.v_TVE.dtype))
     options, chunks = given.options(), len(lists.chunk_X2)
     dx_TVE, after_XVDE = given.new(T, V, E, dtype=torch.float32), torch.empty_like(before_XVDE)
     d_begun_SVDE = given.new(len(lists.segment_S4), V, D, E, dtype=torch.float32)
     wide = given.v_TVE.dtype if V == K else torch.float32
     dq_TVD, dk_TVD, dv_TVE = given.new(T, V, D, dtype=wide), given.new(T, V, D, dtype=wide), given.new(T, V, E)
     d_decay_TV, d_beta_TV = (given.new(T, V, dtype=torch.float32) for _ in range(2))
-    d_left_BVDE = None if initial_BVDE is None else _dense(d_final_BVDE.float(), 2)
+    d_left_BVDE = None if initial_BVDE is None else _dense_rows(d_final_BVDE.float())
     blocks = triton.cdiv(E, options["COLUMNS"])
     numbers = {
         "q_stride": given.q_TKD.stride(0),
@@ -804,26 +859,53 @@ def backward(
                 HAS_LEFT=d_left_BVDE is not None,
                 num_warps=given.tiling.scan,
             )
-        _delta_slopes_kernel[(V, chunks)](
-            *given,
+        d_within_TVC, d_system_TVC = (given.new(T, V, given.tiling.chunk, dtype=torch.float32) for _ in range(2))
+        d_last_XV = given.new(chunks, V, dtype=torch.float32)
+        strides = {"gate_stride": numbers["gate_stride"], "do_stride": numbers["do_stride"]}
+        _delta_values_kernel[(V, chunks)](
+            given.v_TVE,
+            given.beta_TV,
             solve_TVC,
             u_TVE,
-            w_TVD,
             x_TVE,
             do_TVE,
             dx_TVE,
             before_XVDE,
             after_XVDE,
             lists.chunk_X2,
+            dv_TVE,
+            d_within_TVC,
+            d_system_TVC,
+            d_beta_TV,
+            d_last_XV,
+            v_stride=given.v_TVE.stride(0),
+            **strides,
+            **options,
+            num_warps=given.tiling.values,
+        )
+        _delta_keys_kernel[(V, chunks)](
+            given.q_TKD,
+            given.k_TKD,
+            given.decay_TV,
+            given.beta_TV,
+            solve_TVC,
+            w_TVD,
+            x_TVE,
+            do_TVE,
+            dx_TVE,
+            before_XVDE,
+            after_XVDE,
+            d_within_TVC,
+            d_system_TVC,
+            d_last_XV,
+            lists.chunk_X2,
             dq_TVD,
             dk_TVD,
-            dv_TVE,
             d_decay_TV,
             d_beta_TV,
-            v_stride=given.v_TVE.stride(0),
             **numbers,
             **options,
-            num_warps=given.tiling.slopes,
+            num_warps=given.tiling.keys,
         )
     if V > K:
         dq_TVD, dk_TVD = (x.unflatten(1, (K, -1)).sum(2).to(given.v_TVE.dtype) for x in (dq_TVD, dk_TVD))
@@ -834,9 +916,9 @@ def backward(
     return dq_TVD, dk_TVD, dv_TVE, d_decay_TV, d_beta_TV, d_initial_BVDE
 
 
-def _dense(x: Tensor, axis: int) -> Tensor:
-    """x, dense from `axis` on."""
-    return x if x.stride()[axis:] == x[:1].contiguous().stride()[axis:] else x.contiguous()
+def _dense_rows(x: Tensor) -> Tensor:
+    """x, of which each x[n] is dense."""
+    return x if x.stride()[1:] == x[:1].contiguous().stride()[1:] else x.contiguous()
 
 
 def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
@@ -858,7 +940,8 @@ def _specialised(dtype: str) -> list[Specialisation]:
         "out": ("q", "k", "x", "before", "o"),
         "within": ("q", "k", "do"),
         "back": ("q", "k", "w", "do", "after"),
-        "slopes": ("q", "k", "v", "solve", "u", "w", "x", "do", "before", "after", "dq", "dk", "dv"),
+        "values": ("v", "solve", "u", "x", "do", "before", "after", "dv"),
+        "keys": ("q", "k", "solve", "w", "x", "do", "before", "after", "dq", "dk"),
     }
     tiling = FLOAT32 if dtype == "fp32" else BFLOAT16
     made = []
@@ -868,7 +951,8 @@ def _specialised(dtype: str) -> list[Specialisation]:
         ("out", _delta_out_kernel, tiling.out),
         ("within", _delta_within_kernel, tiling.out),
         ("back", _delta_back_kernel, tiling.scan),
-        ("slopes", _delta_slopes_kernel, tiling.slopes),
+        ("values", _delta_values_kernel, tiling.values),
+        ("keys", _delta_keys_kernel, tiling.keys),
     ):
         constants: dict[str, Any] = {"D": 128, "E": 128, "WIDTH_D": 128, "C": tiling.chunk, "COLUMNS": tiling.columns}
         constants |= {"UPCAST": False}
@@ -877,9 +961,7 @@ def _specialised(dtype: str) -> list[Specialisation]:
         flags = {"scan": "HAS_SOURCE", "back": "HAS_LEFT"}
         arguments = [x for x in kernel.arg_names if x not in constants and x != flags.get(name)]
         signature = {x: "*fp32" if x.endswith("_ptr") else "i32" for x in arguments}
-        signature |= {f"{x}_ptr": f"*{dtype}" for x in tensors[name]} | {
-            x: "*i32" for x in _NARROW[:4] if x in signature
-        }
+        signature |= {f"{x}_ptr": f"*{dtype}" for x in tensors[name]} | {x: "*i32" for x in _LISTS if x in signature}
         signature |= {"scale": "fp32"} if "scale" in signature else {}
         aligned = tuple(x for x in signature if x.endswith(("_ptr", "_stride")) and x not in _NARROW)
         made += [

@@ -5,7 +5,7 @@ With a = exp(decay), S the state before a token, and (k^T S, q^T S) from one pro
     x = beta (v - a k^T S)        o = (a q^T S + (q . k) x) / sqrt(D)        S <- a S + k x^T
 
 (rule.py's recurrence, S read once and written once.) A row's bits depend on its own sequence alone, decoded or
-prefilled, in whatever pieces (CPU, float32): hence no chunks here. The convolution's sum has one order.
+prefilled, in whatever pieces (CPU, float32): hence no chunks there. The convolution's sum has one order.
 
 A slot of the cache has a ring of R states: that behind n tokens lies at n mod R. So what is fed a second time reads
 what it read at first, and rows of drafts that did not come true are forgotten by going on from the last that did. The
@@ -65,10 +65,17 @@ class DeltaRuns:
 
 
 def delta_runs(
-    slot_N: Ints, start_N: Ints, count_N: Ints, row_N: Ints, rows: int, sizes: tuple[int, int], device: torch.device
+    slot_N: Ints,
+    start_N: Ints,
+    count_N: Ints,
+    row_N: Ints,
+    rows: int,
+    sizes: tuple[int, int],
+    device: torch.device,
+    last_only: bool = False,
 ) -> DeltaRuns:
     """Lay out runs of `count_N` rows from position `start_N` on, which begin at `row_N` of a step's `rows`; rows of no
-    run may be anything. sizes: R and W."""
+    run may be anything. sizes: R and W. last_only: of a run the state behind its last row alone is kept."""
     order_N = np.argsort(-count_N, kind="stable")
     slot_N, start_N, count_N, row_N = slot_N[order_N], start_N[order_N], count_N[order_N], row_N[order_N]
     (ring, width), runs = sizes, len(slot_N)
@@ -86,7 +93,8 @@ def delta_runs(
         window_WT[width - 1 - back, row_X] = np.where(offset_X < 0, from_ring_X, runs * reach + row_X - back)
     last_X = within_X >= count_N[run_X] - held
     inner = {}
-    for place in np.unique(count_N - 1 - np.arange(1, ring)[:, None]):  # the last R rows of each run, but for its last
+    kept = 1 if last_only else ring
+    for place in np.unique(count_N - 1 - np.arange(1, kept)[:, None]):  # the last R rows of each run, but for its last
         if place >= 0:
             some = np.flatnonzero((count_N - 1 > place) & (count_N - ring <= place))
             into = slot_N[some] * ring + (start_N[some] + place + 1) % ring
@@ -174,7 +182,7 @@ def delta_next(inputs: DeltaInputs, rings: Rings, rows: NextRows) -> Tensor:
 
 
 def delta_steps(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns) -> Tensor:
-    """Return o [T, V, E] in float32, zeros for rows of no run, and update the rings in place."""
+    """Return o [T, V, E] in the model's dtype, zeros for rows of no run, and update the rings in place."""
     wide = rings.state_BRVDE.dtype
     q_TKD, k_TKD, v_TVE = (x.to(wide) for x in inputs.heads(_convolved(inputs, rings.rows_BMC, runs)))
     heads, (K, D) = v_TVE.shape[1], k_TKD.shape[1:]
@@ -200,7 +208,7 @@ def delta_steps(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns) -> Tensor:
     if parts:
         out_TVE.index_copy_(0, runs.order_X, torch.cat(parts))
         states.index_copy_(0, runs.write_N, state_NVDE)
-    return out_TVE
+    return out_TVE.to(inputs.mixed_TC.dtype)
 
 
 def delta_prefill(inputs: DeltaInputs, rings: Rings, runs: DeltaRuns, plan: ChunkPlan) -> Tensor:

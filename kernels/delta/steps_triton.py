@@ -62,7 +62,7 @@ def _delta_step_kernel(
     count_ptr,  # [N] int64
     state_ptr,  # [B, R, V, D, E] fp32, read and written
     rows_ptr,  # [B, M, C] mixed's dtype, read and written
-    o_ptr,  # [T, V, E] fp32, written
+    o_ptr,  # [T, V, E] mixed's dtype, written
     stride,  # of mixed's rows
     most,  # rows of a sequence
     per_key,  # value heads of a key head
@@ -108,7 +108,8 @@ def _delta_step_kernel(
         beta = tl.load(beta_ptr + gates, mask=live, other=0.0)
         x = beta * (v - tl.sum(k[:, None] * state, 0))
         state += k[:, None] * x[None, :]
-        tl.store(o_ptr + gates * E + column, tl.sum(q[:, None] * state, 0) * scale, mask=there)
+        o = tl.sum(q[:, None] * state, 0) * scale
+        tl.store(o_ptr + gates * E + column, o.to(o_ptr.dtype.element_ty), mask=there)
         behind = states + (start + place + 1) % R * (heads * (D * E)) + at
         tl.store(behind, state, mask=inside & live)
         kept = ring + (start + place) % M * C
@@ -126,13 +127,13 @@ def fused_next(
     count_N: Tensor,
     most: int,
 ) -> Tensor:
-    """As steps.py's `delta_next`: o [T, V, E] in float32, 0 for rows beyond a sequence's own, of which nothing is kept.
+    """As steps.py's `delta_next`: o [T, V, E], 0 for rows beyond a sequence's own, of which nothing is kept.
 
     count: at most R. int64.
     """
     ring, heads, D, E = state_BRVDE.shape[1:]
     channels, width = inputs.conv_CW.shape
-    o_TVE = torch.empty((len(inputs.mixed_TC), heads, E), dtype=torch.float32, device=state_BRVDE.device)
+    o_TVE = torch.empty((len(inputs.mixed_TC), heads, E), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
     with on_device(state_BRVDE):
         _delta_step_kernel[(triton.cdiv(E, COLUMNS), heads, len(slot_N))](
             inputs.mixed_TC,
@@ -165,7 +166,7 @@ def specialisations() -> tuple[Specialisation, ...]:
     """Qwen3.5's heads: of 0.8B's channels and 27B's, with drafts and without. The states are read 16 bytes at a time,
     the channels, which are few, less."""
     pointers = ("mixed", "conv", "decay", "beta", "slot", "start", "count", "state", "rows", "o")
-    types = {"mixed": "bf16", "conv": "bf16", "rows": "bf16", "slot": "i64", "start": "i64", "count": "i64"}
+    types = dict.fromkeys(("mixed", "conv", "rows", "o"), "bf16") | dict.fromkeys(("slot", "start", "count"), "i64")
     return tuple(
         Specialisation(
             name=f"delta step bf16, {channels:,} channels, {ring} states",

@@ -57,7 +57,7 @@ def check(
         wide = DeltaInputs(*(x.double() for x in inputs[:4]), K, D)
         runs = NextRows(slot_N, at, count_N, spare, (ring, W), most).runs
         wanted = delta_steps(wide, exact, runs).view_as(found)
-        assert found.dtype == torch.float32
+        assert found.dtype == dtype
         for n, count in enumerate(counts):
             # Sums of D products each step, of a state that was rounded in each; q, k and v are rounded to the dtype.
             limit = (32 * (step + 1) * UNIT32 if dtype == torch.float32 else 0.02) * float(wanted[n, :count].norm())
