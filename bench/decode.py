@@ -199,15 +199,26 @@ def _fill_contexts(decoder: Decoder) -> None:
     for cached in decoder.held():
         for layer in cached:
             layer.normal_(0.0, SPREAD)
-    batch = decoder.batch
-    while decoder.scheduler.waiting:
-        decoder._admit()
-        if not decoder._prefilling:
-            raise UserError(f"{len(decoder.scheduler.waiting)} sequences do not fit into the cache")
-        for sequence in decoder._prefilling:
-            batch.cached_B[sequence.slot] = batch.known_B[sequence.slot] - 1
-            decoder._mark_ready(sequence)  # the rest of its group begins as it does
-        decoder._prefilling = []
+    batch, scheduler = decoder.batch, decoder.scheduler
+    prompts, turns = set(), ([], list(scheduler.waiting))
+    if decoder.has_states:  # a group shares its beginning once the states behind it are kept: its first goes alone
+        turns = [], []
+        for sequence in scheduler.waiting:
+            turns[id(sequence.prompt) in prompts].append(sequence)
+            prompts.add(id(sequence.prompt))
+    for number, waiting in enumerate(turns):
+        scheduler.waiting = waiting
+        while scheduler.waiting:
+            decoder._admit()
+            if not decoder._prefilling:
+                raise UserError(f"{len(scheduler.waiting)} sequences do not fit into the cache")
+            for sequence in decoder._prefilling:
+                batch.cached_B[sequence.slot] = batch.known_B[sequence.slot] - 1
+                decoder._mark_ready(sequence)  # the rest of its group begins as it does
+                if number == 0:
+                    ids = sequence.prompt.ids
+                    decoder._keep_states(sequence.slot, ids[: len(ids) // PAGE * PAGE])
+            decoder._prefilling = []
 
 
 def _context(shape: DecodeShape) -> str:

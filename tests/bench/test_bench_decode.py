@@ -124,8 +124,15 @@ def test_layers_with_states_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     small |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 600, "delta": DeltaShape(1, 2, 8, 8, 4)}
     cut = roofline.config_of("Qwen3.5-0.8B").replace(**small)
     monkeypatch.setattr(roofline, "QWEN35", {"cut": cut})
-    rows = run_decode_bench(DecodeBench(models=["cut"], batch=16, own=9, shared=32, steps=2, device="cpu"))
-    assert [row["shape"]["shared"] for row in rows] == [0, 32] and all(row["tokens_per_s"] > 0 for row in rows)
+    bench = DecodeBench(models=["cut"], batch=16, own=9, shared=96, steps=2, device="cpu")
+    rows = run_decode_bench(bench)
+    assert [row["shape"]["shared"] for row in rows] == [0, 96] and all(row["tokens_per_s"] > 0 for row in rows)
+    # By the decoder of a GPU: a group has the blocks of its beginning once.
+    monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
+    monkeypatch.setattr(decode, "resolve_attention", lambda *arguments: "triton")
+    decoder, _ = decode._filled(random_policy(cut, torch.device("cpu"), torch.float32), bench.shapes()[1], 8)
+    assert len(decoder.scheduler.running) == 16
+    assert len(np.unique(decoder.batch.table_BP[:16, : 96 // decode.PAGE])) == 2 * (96 // decode.PAGE)
 
 
 def test_what_runs_out_of_memory_is_left_out(
