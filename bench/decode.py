@@ -200,7 +200,8 @@ def _fill_contexts(decoder: Decoder) -> None:
         for layer in cached:
             layer.normal_(0.0, SPREAD)
     batch, scheduler = decoder.batch, decoder.scheduler
-    prompts, turns = set(), ([], list(scheduler.waiting))
+    prompts: set[int] = set()
+    turns: tuple[list[TokenSequence], list[TokenSequence]] = [], list(scheduler.waiting)
     if decoder.has_states:  # a group shares its beginning once the states behind it are kept: its first goes alone
         turns = [], []
         for sequence in scheduler.waiting:

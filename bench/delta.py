@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,9 @@ def _peer(name: str, bench: DeltaBench, device: torch.device) -> Run:
             raise ImportError("flash-linear-attention is not installed, or there is no GPU")
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule  # type: ignore[import-not-found]
     else:
-        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule
+        from transformers.models.qwen3_5 import modeling_qwen3_5
+
+        rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)  # in whose place it puts fla's, where that is
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta = (x.unflatten(0, (bench.sequences, bench.length)) for x in tensors)

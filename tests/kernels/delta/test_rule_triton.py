@@ -6,6 +6,7 @@ On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -26,6 +27,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # numpy, on rows behind a segment
 ]
 
+# A GPU is given what the kernels serve there.
+WIDTH, VALUES = (8, E) if DEVICE == "cpu" else (32, 32)
+given = partial(drawn, device=DEVICE, width=WIDTH, values=VALUES)
+
 # Of a whole tensor's norm. Between the inputs and a result lie some eight products whose operands are rounded to
 # bfloat16, by 2^-9 at most; in float32 a decay's gradient is a difference of sums of as many terms as a chunk has.
 LIMITS = {torch.float32: 32 * 2**-24, torch.bfloat16: 8 * 2**-9}
@@ -38,10 +43,10 @@ def kernels_used() -> Iterator[None]:
 
 
 def check(
-    lengths: tuple[int, ...], dtype: torch.dtype, forgets: float = 1.0, width: int = 8, values: int = E
+    lengths: tuple[int, ...], dtype: torch.dtype, forgets: float = 1.0, width: int = WIDTH, values: int = VALUES
 ) -> list[Tensor]:
     """Hold results and gradients to the recurrence's, of what the kernels are given; return them."""
-    tensors, bounds, state = drawn(lengths, 0, dtype, forgets, width, DEVICE, values)
+    tensors, bounds, state = given(lengths, 0, dtype, forgets, width=width, values=values)
     truth = gradients(reference_gated_delta, [x.double() for x in tensors], bounds, state.double())
     with kernels_used():
         found = gradients(gated_delta, tensors, bounds, state)
@@ -77,17 +82,19 @@ def test_results_and_gradients(lengths: tuple[int, ...], forgets: float, dtype: 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes, and its tiles are not the compiler's")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_s_heads(dtype: torch.dtype) -> None:
-    """The shapes that a model launches: heads of 128, several chunks; the same bits each time."""
-    first = check((200, 1, 70), dtype, 0.1, 128, 128)
-    for _ in range(20):
-        again = check((200, 1, 70), dtype, 0.1, 128, 128)
+@pytest.mark.parametrize("dim", rule_triton.DIMS)
+def test_all_that_is_served(dim: int, dtype: torch.dtype) -> None:
+    """Every dimension that the kernels are launched with, a model's 128 among them; several chunks; the same bits each
+    time."""
+    first = check((200, 1, 70), dtype, 0.1, dim, dim)
+    for _ in range(10):
+        again = check((200, 1, 70), dtype, 0.1, dim, dim)
         assert all(torch.equal(ours, before) for ours, before in zip(again, first, strict=True))
 
 
 def test_keys_that_are_all_alike() -> None:
     """What makes the system of a chunk as far from the identity as it can be: A is 1 everywhere below the diagonal."""
-    tensors, bounds, state = drawn((100,), dtype=torch.float32, device=DEVICE)
+    tensors, bounds, state = given((100,), dtype=torch.float32)
     tensors[1] = torch.nn.functional.normalize(torch.ones_like(tensors[1]), dim=-1)
     tensors[3], tensors[4] = torch.zeros_like(tensors[3]), torch.ones_like(tensors[4])
     truth = gradients(reference_gated_delta, [x.double() for x in tensors], bounds, state.double())
@@ -99,7 +106,7 @@ def test_keys_that_are_all_alike() -> None:
 
 
 def test_nothing_overflows_where_all_is_forgotten() -> None:
-    tensors, bounds, state = drawn((70,), dtype=torch.float32, device=DEVICE)
+    tensors, bounds, state = given((70,), dtype=torch.float32)
     tensors[3] = torch.full_like(tensors[3], -1e4)
     with kernels_used():
         assert all(bool(x.isfinite().all()) for x in gradients(gated_delta, tensors, bounds, state))
@@ -109,8 +116,8 @@ def check_forest(
     lengths: tuple[int, ...], parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch | None = None
 ) -> None:
     """Hold a forest to its root-to-leaf sequences, each computed by itself: o of each segment, and gradients."""
-    tensors, bounds, _ = drawn(lengths, dtype=torch.float32, device=DEVICE)
-    weight = torch.randn(sum(lengths), V, E, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    tensors, bounds, _ = given(lengths, dtype=torch.float32)
+    weight = torch.randn(sum(lengths), V, VALUES, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     wide = [x.double().requires_grad_(True) for x in tensors]
     parts = []
     for n in range(len(lengths)):
@@ -141,7 +148,7 @@ def test_a_forest_is_its_sequences_and_writes_all_that_it_asks_for(monkeypatch: 
 
 
 def test_heads_and_sequences_have_their_own_bits() -> None:
-    tensors, bounds, state = drawn((20, 9), dtype=torch.bfloat16, device=DEVICE)
+    tensors, bounds, state = given((20, 9), dtype=torch.bfloat16)
     with kernels_used():
         together = gradients(gated_delta, tensors, bounds, state)
         spoilt = [x.clone() for x in tensors]
@@ -167,24 +174,30 @@ def test_lists_of_a_forest() -> None:
 
 
 def test_what_is_not_served_goes_to_torch() -> None:
-    tensors, _, _ = drawn((3,), dtype=torch.float32, width=200)
-    q, k, v = tensors[:3]
-    assert not rule_triton.is_served(q, k, v)
-    assert not rule_triton.is_served(q[..., :8].bfloat16(), k[..., :8], v)
-    assert rule_triton.is_served(q[..., :8], k[..., :8], v)
+    def served(keys: int, values: int, *dtypes: torch.dtype) -> bool:
+        dims = (keys, keys, values)
+        return rule_triton.is_served(*(torch.ones(3, 2, n, dtype=x) for n, x in zip(dims, dtypes, strict=True)))
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for compiled in (True, False):
+        with patch.object(rule_triton, "INTERPRETED", not compiled):
+            assert served(128, 128, bf16, bf16, bf16) and served(32, 32, fp32, fp32, fp32)
+            assert not served(200, 128, bf16, bf16, bf16) and not served(128, 128, bf16, bf16, fp32)
+            # What an H200 computed wrong.
+            assert served(16, 16, bf16, bf16, bf16) is served(128, 8, bf16, bf16, bf16) is not compiled
 
 
 def test_no_tokens() -> None:
-    tensors, _, state = drawn((0, 0), dtype=torch.float32, device=DEVICE)
+    tensors, _, state = given((0, 0), dtype=torch.float32)
     with kernels_used():
         out, final, *slopes = gradients(gated_delta, tensors, [0, 0, 0], state)
-    assert out.shape == (0, V, E) and torch.equal(final, state)
+    assert out.shape == (0, V, VALUES) and torch.equal(final, state)
     assert [len(x) for x in slopes] == [0, 0, 0, 0, 0, 2]
 
 
 def test_states_and_gates_of_any_strides() -> None:
     """An initial state and a gradient whose heads are not dense; one gate in float32 and one not, a head at a time."""
-    tensors, bounds, state = drawn((20, 9), dtype=torch.float32, device=DEVICE)
+    tensors, bounds, state = given((20, 9), dtype=torch.float32)
     tensors[4] = tensors[4].bfloat16()
     with kernels_used():
         plain = gradients(gated_delta, tensors, bounds, state)
@@ -203,7 +216,7 @@ def test_states_and_gates_of_any_strides() -> None:
 
 def test_strides_are_read() -> None:
     """v is a view of wider rows, as the layer hands it over; gates are."""
-    tensors, bounds, state = drawn((20,), dtype=torch.float32, device=DEVICE)
+    tensors, bounds, state = given((20,), dtype=torch.float32)
 
     def wider(x: Tensor) -> Tensor:
         return torch.cat([torch.full_like(x, np.nan), x], 1)[:, x.shape[1] :]
