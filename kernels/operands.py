@@ -191,6 +191,11 @@ def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dt
         raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {dtype} on {device}")
 
 
+def dense_rows(x: Tensor) -> Tensor:
+    """x, copied where an x[n] is not dense."""
+    return x if x.stride()[1:] == x[:1].contiguous().stride()[1:] else x.contiguous()
+
+
 # --- Products with the head
 
 MIB = 2**20

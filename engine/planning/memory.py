@@ -358,9 +358,12 @@ def backward_bytes(config: ModelConfig, setting: PlanSetting) -> int:
     are more."""
     hidden, inner = config.hidden_size, config.intermediate_size
     gate = setting.item * (2 * inner + hidden)
-    if config.layer_types:  # the gradients of a norm in float32; kernels/delta/rule.py bounds what it holds
-        # Of the convolution and its heads: seven and a half tensors of float32 beyond what comes and goes.
+    if config.layer_types:  # kernels/delta/rule.py bounds what it holds
         channels = 0 if config.delta is None else config.delta.channels
+        if setting.cuda:  # the convolution's gradient in float32, its input's, and the projection's
+            return max(gate, (FP32 + 3 * setting.item) * channels)
+        # The gradients of a norm in float32. Of the convolution and its heads: seven and a half tensors of float32
+        # beyond what comes and goes.
         return max(gate, 5 * FP32 * hidden + setting.item * hidden, 30 * channels)
     return gate if setting.cuda or setting.item == FP32 else max(gate, 5 * FP32 * hidden + setting.item * hidden)
 

@@ -22,12 +22,14 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.kernels.delta.rule import ChunkPlan, add_rows, gated_delta_forest
-from thresher.kernels.layers import UNCUT, rms_norm
+from thresher.kernels.delta.rule import ChunkPlan, add_rows, gated_delta_forest, sent
+from thresher.kernels.layers import UNCUT, rms_norm, uses_triton
 
 UNIT_EPS = 1e-6  # added to the square of a query's or key's length
 VECTOR = 16  # elements; a multiple of them has no rest, which torch would compute by scalars
@@ -60,35 +62,80 @@ class Spans:
         self.lengths, self.parents, self.device = list(lengths), list(parents), device
         self.bounds = [0, *accumulate(self.lengths)]
         self._windows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._readers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @cached_property
     def plan(self) -> ChunkPlan:
         return ChunkPlan(self.bounds, self.parents, self.device)
 
+    @cached_property
+    def _before_T(self) -> npt.NDArray[np.int64]:
+        """The row that each row follows, -1 where none is."""
+        ends = np.array([*self.bounds[1:], 0])
+        before_T = np.arange(-1, self.bounds[-1] - 1)
+        before_T[self.bounds[:-1]] = ends[self.parents] - 1
+        return before_T
+
+    @cached_property
+    def before_T(self) -> Tensor:
+        """The row that each row follows, -1 where none is: int32, on the device."""
+        return self._sent(self._before_T.astype(np.int32))
+
+    def _edges(self, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the rows [R] whose window is not the rows up to them, and the rows that each sees [R, W], -1 for
+        none."""
+        seen = [np.arange(self.bounds[-1])]
+        while len(seen) < width:
+            seen.append(np.where(seen[-1] < 0, -1, self._before_T[seen[-1]]))
+        window_TW = np.stack(seen[::-1], 1)
+        rows_R = np.flatnonzero((window_TW != seen[0][:, None] - np.arange(width)[::-1]).any(1))
+        return rows_R, window_TW[rows_R]
+
     def windows(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the rows [R] whose window leaves their segment, and the rows that each sees [R, W], T for none."""
+        """Return the rows [R] whose window is not the rows up to them, and the rows that each sees [R, W], T for
+        none."""
         if width not in self._windows:
-            rows: list[int] = []
-            seen: list[list[int]] = []
-            total = self.bounds[-1]
-            before: list[list[int]] = []  # the last rows up to a segment's end, the nearest last
-            for s, parent in enumerate(self.parents):
-                reach = [total] * (width - 1) if parent < 0 else before[parent]
-                inside = list(range(self.bounds[s], self.bounds[s + 1]))
-                line = [*reach, *inside[: width - 1]]
-                rows += inside[: width - 1]
-                seen += [line[n : n + width] for n in range(len(inside[: width - 1]))]
-                before.append([*reach, *inside][len(inside) :] if width > 1 else [])
-            with torch.inference_mode(False):
-                index = torch.tensor(seen, dtype=torch.int64).view(-1, width)
-                self._windows[width] = torch.tensor(rows, dtype=torch.int64).to(self.device), index.to(self.device)
+            rows_R, window_RW = self._edges(width)
+            window_RW = np.where(window_RW < 0, self.bounds[-1], window_RW)
+            self._windows[width] = self._sent(rows_R), self._sent(window_RW)
         return self._windows[width]
+
+    def readers(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return which rows see a row j steps later, but not j rows later, int32: where each row's begin in the list
+        [T + 1], and the list, W times the row + j."""
+        if width not in self._readers:
+            rows_R, window_RW = self._edges(width)
+            back_W = np.arange(width)[::-1]
+            row_X, place_X = np.nonzero((window_RW >= 0) & (window_RW != rows_R[:, None] - back_W))
+            seen_X = window_RW[row_X, place_X]
+            order_X = np.argsort(seen_X, kind="stable")
+            first_T = np.searchsorted(seen_X[order_X], np.arange(self.bounds[-1] + 1))
+            reader_X = (rows_R[row_X] * width + back_W[place_X])[order_X]
+            self._readers[width] = self._sent(first_T.astype(np.int32)), self._sent(reader_X.astype(np.int32))
+        return self._readers[width]
+
+    def _sent(self, x: npt.NDArray[np.generic]) -> Tensor:
+        with torch.inference_mode(False):  # they outlive the forward that asks first
+            return sent(torch.from_numpy(x), self.device)
 
 
 def delta_attention(inputs: DeltaInputs, spans: Spans) -> Tensor:
     """Convolution and gated delta rule over segments -> [T, V, E] in the model's dtype, differentiable."""
-    q_TKD, k_TKD, v_TVE = _ConvolvedHeads.apply(inputs.mixed_TC, inputs.conv_CW, inputs, spans)
+    q_TKD, k_TKD, v_TVE = convolved_heads(inputs, spans)
     return gated_delta_forest(q_TKD, k_TKD, v_TVE, inputs.decay_TV, inputs.beta_TV, spans.plan)
+
+
+def convolved_heads(inputs: DeltaInputs, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the q [T, K, D], k [T, K, D] and v [T, V, E] of segments, in the model's dtype, differentiable."""
+    if uses_triton(inputs.mixed_TC):
+        from thresher.kernels.delta.layer_triton import fused_heads
+
+        readers = partial(spans.readers, inputs.conv_CW.shape[1])
+        heads = inputs.key_heads, inputs.beta_TV.shape[1]
+        given = inputs.mixed_TC, inputs.conv_CW, spans.before_T
+        return fused_heads(*given, readers, heads, inputs.key_dim, UNIT_EPS)
+    q_TKD, k_TKD, v_TVE = _ConvolvedHeads.apply(inputs.mixed_TC, inputs.conv_CW, inputs, spans)
+    return q_TKD, k_TKD, v_TVE
 
 
 def uncut(function: Callable[[Tensor], Tensor], x_TX: Tensor) -> Tensor:
@@ -113,6 +160,10 @@ def gates(a_TV: Tensor, b_TV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tup
 
 def gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Return the norm of each head times silu(z), [T, V, E] in z's dtype."""
+    if uses_triton(z_TVE):
+        from thresher.kernels.delta.layer_triton import fused_gated_norm
+
+        return fused_gated_norm(o_TVE, z_TVE, weight_E, eps)
     if torch.is_grad_enabled():
         y_TVE: Tensor = _GatedNorm.apply(o_TVE, z_TVE, weight_E, eps)
         return y_TVE
@@ -179,7 +230,7 @@ class _ConvolvedHeads(torch.autograd.Function):
         dy_TC = share_TC * (1 + y_TC * (1 - share_TC))
         slopes, first = [], 0
         for grad_TKD in grads[:2]:
-            columns = slice(first, first + grad_TKD[0].numel())
+            columns = slice(first, first + grad_TKD.shape[1] * grad_TKD.shape[2])
             x_TKD = (y_TC[:, columns] * share_TC[:, columns]).view_as(grad_TKD)
             slopes.append(_unit_backward(x_TKD, grad_TKD.to(x_TKD.dtype)).flatten(1))
             first = columns.stop

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thresher.kernels.operands import on_device
+from thresher.kernels.operands import dense_rows, on_device
 from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -699,7 +699,7 @@ def _given(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Give
     decay, beta = decay.float(), beta.float()
     if decay.stride() != beta.stride() or beta.stride(1) != 1:
         decay, beta = decay.contiguous(), beta.contiguous()
-    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    q, k, v = (dense_rows(x) for x in (q, k, v))
     return Given(q, k, v, decay, beta)
 
 
@@ -712,7 +712,7 @@ def scan(given: Given, initial_BVDE: Tensor | None, lists: SegmentLists) -> Scan
     before_XVDE = given.new(chunks, V, D, E)
     left_BVDE = given.new(lists.left, V, D, E, dtype=torch.float32)
     if initial_BVDE is not None:
-        initial_BVDE = _dense_rows(initial_BVDE.float())
+        initial_BVDE = dense_rows(initial_BVDE.float())
     numbers = {"per_key": V // K, "k_stride": given.k_TKD.stride(0), "gate_stride": given.decay_TV.stride(0)}
     with on_device(given.v_TVE):
         if chunks:
@@ -809,14 +809,14 @@ def backward(
     given = _given(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV)
     (T, V, E), (K, D) = given.v_TVE.shape, given.k_TKD.shape[1:]
     solve_TVC, u_TVE, w_TVD, x_TVE, before_XVDE, _ = scan(given, initial_BVDE, lists)
-    do_TVE = _dense_rows(d_out_TVE.to(given.v_TVE.dtype))
+    do_TVE = dense_rows(d_out_TVE.to(given.v_TVE.dtype))
     options, chunks = given.options(), len(lists.chunk_X2)
     dx_TVE, after_XVDE = given.new(T, V, E, dtype=torch.float32), torch.empty_like(before_XVDE)
     d_begun_SVDE = given.new(len(lists.segment_S4), V, D, E, dtype=torch.float32)
     wide = given.v_TVE.dtype if V == K else torch.float32
     dq_TVD, dk_TVD, dv_TVE = given.new(T, V, D, dtype=wide), given.new(T, V, D, dtype=wide), given.new(T, V, E)
     d_decay_TV, d_beta_TV = (given.new(T, V, dtype=torch.float32) for _ in range(2))
-    d_left_BVDE = None if initial_BVDE is None else _dense_rows(d_final_BVDE.float())
+    d_left_BVDE = None if initial_BVDE is None else dense_rows(d_final_BVDE.float())
     blocks = triton.cdiv(E, options["COLUMNS"])
     numbers = {
         "q_stride": given.q_TKD.stride(0),
@@ -917,11 +917,6 @@ def backward(
         d_initial_BVDE = d_final_BVDE.clone()  # of empty sequences
         d_initial_BVDE[lists.sequence_S] = d_begun_SVDE.to(d_final_BVDE.dtype)
     return dq_TVD, dk_TVD, dv_TVE, d_decay_TV, d_beta_TV, d_initial_BVDE
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """x, of which each x[n] is dense."""
-    return x if x.stride()[1:] == x[:1].contiguous().stride()[1:] else x.contiguous()
 
 
 def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:

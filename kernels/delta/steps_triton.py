@@ -1,13 +1,16 @@
-"""steps.py's next rows of a GPU's decode step in Triton, in one launch: convolution, silu, length 1, rule, both rings.
+"""steps.py's next rows of a GPU's decode step in Triton, in two launches.
 
-A program has some columns of a head's state of one sequence, and up to R rows of it: it reads the state once, and
-writes one behind each row. It computes its head's q and k itself, which is W products for each of their channels.
+    rows    convolution, silu, length 1: q, k and v of the new rows; the ring of rows
+    step    S <- exp(decay) S, x = beta (v - S k), o = (S q + (q . k) x) / sqrt(D), S <- S + k x^T; the ring of states
 
-Rows at positions start .. start + count - 1 are written where those at start - W + 1 .. start - 1 do not lie, for count
-is at most R and the ring of rows has R + W - 1 places. So no program reads what another writes.
+A program of `rows` has the channels of one head of one sequence. Rows at positions start .. start + count - 1 are
+written where those at start - W + 1 .. start - 1 do not lie, for count is at most R and the ring has R + W - 1 places.
+
+A program of `step` has some columns of a head's state of one sequence, and up to R rows of it: it reads the state once,
+and writes one behind each row.
 
 Axes: N sequences, T = N times the most rows of one, B slots, R states and M rows of a slot's rings, C channels, W
-tokens that the convolution sees, V value heads, D dimension of a key, E of a value.
+tokens that the convolution sees, K key heads, V value heads, D dimension of a key, E of a value.
 """
 
 # Kernels are typed by their launches.
@@ -19,57 +22,73 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.delta.layer import UNIT_EPS, DeltaInputs
+from thresher.kernels.delta.layer_triton import channels_of
 from thresher.kernels.operands import on_device
 from thresher.kernels.registry import Specialisation
 
-COLUMNS = 32  # of a state
+# Columns of a state, warps of its program, and registers of a thread. Of 2 or 4 warps and 32, 64 or 128 columns, what
+# has most of a state on its way (six programs, 96 KiB a multiprocessor) and next to the fewest instructions; not
+# measured.
+COLUMNS = 32
+WARPS = 2
+REGISTERS = 168
 
 
-@triton.jit
-def _convolved(
-    mixed_ptr,  # [rows, ..] of the sequence, from the step's first on
-    rows_ptr,  # [M, C] of its ring
-    conv_ptr,  # [C, W]
-    place,  # of the row among the step's
-    start,  # position of the step's first
-    channel,  # [..]
-    there,  # [..]: which channels exist
-    stride,
+@triton.jit(do_not_specialize=["most"])
+def _delta_rows_kernel(
+    mixed_ptr,  # [T, C] bf16 or fp32
+    conv_ptr,  # [C, W] the same
+    slot_ptr,  # [N] int64
+    start_ptr,  # [N] int64
+    count_ptr,  # [N] int64
+    rows_ptr,  # [B, M, C] mixed's dtype, read and written
+    x_ptr,  # [T, C] the same, written: q, k and v
+    stride,  # of mixed's rows
+    most,  # rows of a sequence
+    eps,
     C: tl.constexpr,
     W: tl.constexpr,
-    M: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """(silu of the convolution [..], in float32; what the row has)"""
-    total = tl.zeros(channel.shape, tl.float32)
-    for back in tl.static_range(W - 1, -1, -1):
-        at = place - back
-        weight = tl.load(conv_ptr + channel * W + (W - 1 - back), mask=there, other=0.0).to(tl.float32)
-        now = tl.load(mixed_ptr + at * stride + channel, mask=there & (at >= 0), other=0.0)
-        before = rows_ptr + (start + at + M) % M * C + channel
-        held = tl.load(before, mask=there & (at < 0) & (start + at >= 0), other=0.0)
-        total += weight * (now.to(tl.float32) + held.to(tl.float32))
-    return total / (1.0 + tl.exp(-total)), now
+    head, run = tl.program_id(0), tl.program_id(1)
+    M: tl.constexpr = R + W - 1
+    slot, start, count = tl.load(slot_ptr + run), tl.load(start_ptr + run), tl.load(count_ptr + run)
+    channel, there = channels_of(head, K, D, E, WIDTH)
+    first = run.to(tl.int64) * most
+    ring = rows_ptr + slot * (M * C) + channel
+    for place in range(tl.minimum(count, most).to(tl.int32)):
+        y = tl.zeros((WIDTH,), tl.float32)
+        for back in tl.static_range(W - 1, -1, -1):
+            at = place - back
+            weight = tl.load(conv_ptr + channel * W + (W - 1 - back), mask=there, other=0.0).to(tl.float32)
+            now = tl.load(mixed_ptr + (first + at) * stride + channel, mask=there & (at >= 0), other=0.0)
+            held = tl.load(ring + (start + at + M) % M * C, mask=there & (at < 0) & (start + at >= 0), other=0.0)
+            y += weight * (now.to(tl.float32) + held.to(tl.float32))
+        x = y / (1.0 + tl.exp(-y))
+        if head < 2 * K:
+            x *= tl.rsqrt(tl.sum(x * x, 0) + eps)
+        tl.store(x_ptr + (first + place) * C + channel, x.to(x_ptr.dtype.element_ty), mask=there)
+        tl.store(ring + (start + place) % M * C, now, mask=there)
 
 
 @triton.jit(do_not_specialize=["most", "per_key"])
 def _delta_step_kernel(
-    mixed_ptr,  # [T, C] bf16 or fp32
-    conv_ptr,  # [C, W] the same
+    x_ptr,  # [T, C] bf16 or fp32: q, k and v
     decay_ptr,  # [T, V] fp32
     beta_ptr,  # [T, V] fp32
     slot_ptr,  # [N] int64
     start_ptr,  # [N] int64
     count_ptr,  # [N] int64
     state_ptr,  # [B, R, V, D, E] fp32, read and written
-    rows_ptr,  # [B, M, C] mixed's dtype, read and written
-    o_ptr,  # [T, V, E] mixed's dtype, written
-    stride,  # of mixed's rows
+    o_ptr,  # [T, V, E] x's dtype, written
     most,  # rows of a sequence
     per_key,  # value heads of a key head
-    eps,
     scale,
     C: tl.constexpr,
-    W: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -78,44 +97,32 @@ def _delta_step_kernel(
 ):
     head, heads = tl.program_id(1), tl.num_programs(1)
     run = tl.program_id(2)
-    M: tl.constexpr = R + W - 1
     slot, start, count = tl.load(slot_ptr + run), tl.load(start_ptr + run), tl.load(count_ptr + run)
     depth = tl.arange(0, WIDTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    exists, there = depth < D, column < E
-    q_channel = head // per_key * D + depth
-    k_channel = heads // per_key * D + q_channel
-    v_channel = 2 * (heads // per_key) * D + head * E + column
-    keeps_keys = (
-        exists & (tl.program_id(0) == 0) & (head % per_key == 0)
-    )  # of the programs that have this key head, one
-    first = run.to(tl.int64) * most
-    mixed, ring = mixed_ptr + first * stride, rows_ptr + slot * (M * C)
     at = head * (D * E) + depth[:, None] * E + column[None, :]
-    inside = exists[:, None] & there[None, :]
+    inside = (depth < D)[:, None] & (column < E)[None, :]
     states = state_ptr + slot * (R * heads * (D * E))
     state = tl.load(states + start % R * (heads * (D * E)) + at, mask=inside & (count > 0), other=0.0)
+    first = run.to(tl.int64) * most
+    query = x_ptr + first * C + head // per_key * D + depth
+    value = x_ptr + first * C + 2 * (heads // per_key) * D + head * E + column
     for place in range(most):
         gates = (first + place) * heads + head
         live = place < count
-        q, q_row = _convolved(mixed, ring, conv_ptr, place, start, q_channel, exists & live, stride, C, W, M)
-        k, k_row = _convolved(mixed, ring, conv_ptr, place, start, k_channel, exists & live, stride, C, W, M)
-        v, v_row = _convolved(mixed, ring, conv_ptr, place, start, v_channel, there & live, stride, C, W, M)
-        q = (q * tl.rsqrt(tl.sum(q * q, 0) + eps)).to(mixed_ptr.dtype.element_ty).to(tl.float32)
-        k = (k * tl.rsqrt(tl.sum(k * k, 0) + eps)).to(mixed_ptr.dtype.element_ty).to(tl.float32)
-        v = v.to(mixed_ptr.dtype.element_ty).to(tl.float32)
-        state *= tl.exp(tl.load(decay_ptr + gates, mask=live, other=0.0))
+        q = tl.load(query, mask=(depth < D) & live, other=0.0).to(tl.float32)
+        k = tl.load(query + heads // per_key * D, mask=(depth < D) & live, other=0.0).to(tl.float32)
+        v = tl.load(value, mask=(column < E) & live, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + gates, mask=live, other=0.0)
+        state *= tl.exp(tl.load(decay_ptr + gates, mask=live, other=0.0))
         x = beta * (v - tl.sum(k[:, None] * state, 0))
+        o = scale * (tl.sum(q[:, None] * state, 0) + tl.sum(q * k, 0) * x)
         state += k[:, None] * x[None, :]
-        o = tl.sum(q[:, None] * state, 0) * scale
-        tl.store(o_ptr + gates * E + column, o.to(o_ptr.dtype.element_ty), mask=there)
+        tl.store(o_ptr + gates * E + column, o.to(o_ptr.dtype.element_ty), mask=column < E)
         behind = states + (start + place + 1) % R * (heads * (D * E)) + at
         tl.store(behind, state, mask=inside & live)
-        kept = ring + (start + place) % M * C
-        tl.store(kept + q_channel, q_row, mask=keeps_keys & live)
-        tl.store(kept + k_channel, k_row, mask=keeps_keys & live)
-        tl.store(kept + v_channel, v_row, mask=there & live)
+        query += C
+        value += C
 
 
 def fused_next(
@@ -132,49 +139,92 @@ def fused_next(
     count: at most R. int64.
     """
     ring, heads, D, E = state_BRVDE.shape[1:]
-    channels, width = inputs.conv_CW.shape
+    (channels, width), K = inputs.conv_CW.shape, inputs.key_heads
     o_TVE = torch.empty((len(inputs.mixed_TC), heads, E), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
+    x_TC = torch.empty((len(inputs.mixed_TC), channels), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
     with on_device(state_BRVDE):
-        _delta_step_kernel[(triton.cdiv(E, COLUMNS), heads, len(slot_N))](
+        _delta_rows_kernel[(2 * K + heads, len(slot_N))](
             inputs.mixed_TC,
             inputs.conv_CW,
+            slot_N,
+            start_N,
+            count_N,
+            rows_BMC,
+            x_TC,
+            inputs.mixed_TC.stride(0),
+            most,
+            UNIT_EPS,
+            C=channels,
+            W=width,
+            R=ring,
+            K=K,
+            D=D,
+            E=E,
+            WIDTH=triton.next_power_of_2(max(D, E)),
+            num_warps=1,
+        )
+        _delta_step_kernel[(triton.cdiv(E, COLUMNS), heads, len(slot_N))](
+            x_TC,
             inputs.decay_TV,
             inputs.beta_TV,
             slot_N,
             start_N,
             count_N,
             state_BRVDE,
-            rows_BMC,
             o_TVE,
-            inputs.mixed_TC.stride(0),
             most,
-            heads // inputs.key_heads,
-            UNIT_EPS,
+            heads // K,
             D**-0.5,
             C=channels,
-            W=width,
             R=ring,
             D=D,
             E=E,
             WIDTH=triton.next_power_of_2(D),
             COLUMNS=COLUMNS,
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
         )
     return o_TVE
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Qwen3.5's heads: of 0.8B's channels and 27B's, with drafts and without. The states are read 16 bytes at a time,
-    the channels, which are few, less."""
-    pointers = ("mixed", "conv", "decay", "beta", "slot", "start", "count", "state", "rows", "o")
-    types = dict.fromkeys(("mixed", "conv", "rows", "o"), "bf16") | dict.fromkeys(("slot", "start", "count"), "i64")
-    return tuple(
-        Specialisation(
-            name=f"delta step bf16, {channels:,} channels, {ring} states",
-            kernel=_delta_step_kernel,
-            signature={f"{x}_ptr": "*" + types.get(x, "fp32") for x in pointers}
-            | {"stride": "i32", "most": "i32", "per_key": "i32", "eps": "fp32", "scale": "fp32"},
-            constants={"C": channels, "W": 4, "R": ring, "D": 128, "E": 128, "WIDTH": 128, "COLUMNS": COLUMNS},
-            aligned=(*(f"{x}_ptr" for x in pointers), "stride"),
+    """Qwen3.5's heads: 0.8B's and 27B's, with drafts and without. States are read 16 bytes at a time, channels, which
+    are few, less."""
+    made = []
+    for heads, ring in ((16, 2), (16, 5), (48, 2)):
+        types = dict.fromkeys(("mixed", "conv", "rows", "x", "o"), "bf16") | dict.fromkeys(
+            ("slot", "start", "count"), "i64"
         )
-        for channels, ring in ((6144, 2), (6144, 5), (10_240, 2))
-    )
+        constants = {
+            "C": (32 + heads) * 128,
+            "W": 4,
+            "R": ring,
+            "K": 16,
+            "D": 128,
+            "E": 128,
+            "WIDTH": 128,
+            "COLUMNS": COLUMNS,
+        }
+        for name, kernel, warps, registers in (
+            ("rows", _delta_rows_kernel, 1, None),
+            ("step", _delta_step_kernel, WARPS, REGISTERS),
+        ):
+            own = {x: constants[x] for x in kernel.arg_names if x in constants}
+            signature = {
+                x: "*" + types.get(x.removesuffix("_ptr"), "fp32") if x.endswith("_ptr") else "i32"
+                for x in kernel.arg_names
+                if x not in own
+            }
+            signature |= {x: "fp32" for x in ("eps", "scale") if x in signature}
+            made.append(
+                Specialisation(
+                    name=f"delta {name} bf16, {heads} heads, {ring} states",
+                    kernel=kernel,
+                    signature=signature,
+                    constants=own,
+                    aligned=tuple(x for x in signature if x.endswith(("_ptr", "stride"))),
+                    num_warps=warps,
+                    maxnreg=registers,
+                )
+            )
+    return tuple(made)

@@ -7,6 +7,7 @@ driver says which GPU there is, and the launcher's own binder says which binary 
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from thresher.kernels import (
 from thresher.kernels import head_triton as backend
 from thresher.kernels.attention import cascade_triton, forest_triton, paged_cuda, prefill_triton
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
+from thresher.kernels.delta import layer_triton, steps_triton
 from thresher.kernels.delta import rule_triton as delta_rule
-from thresher.kernels.delta import steps_triton
-from thresher.kernels.delta.layer import DeltaInputs
+from thresher.kernels.delta.layer import UNIT_EPS, DeltaInputs, Spans
 from thresher.kernels.registry import specialisations_of, triton_modules
 
 LENGTHS = (1, 2, 16, 63, 64, 1000)
@@ -114,6 +115,13 @@ def forest(n: int) -> None:
 
 def delta(n: int) -> None:
     """Of a segment and one that goes on where it ended, read out of wider rows."""
+    wide, conv = (torch.ones(*x, dtype=torch.bfloat16, requires_grad=True) for x in ((n + 3, 256), (192, 4)))
+    spans = Spans([n, 1, 2], [-1, 0, 0], torch.device("cpu"))
+    readers = partial(spans.readers, 4)
+    found = layer_triton.fused_heads(wide[:, :192], conv, spans.before_T, readers, (2, 2), 32, UNIT_EPS)
+    torch.autograd.backward(found, [x.detach() for x in found])
+    o, w = found[2].detach().requires_grad_(), torch.ones(32, requires_grad=True)
+    layer_triton.fused_gated_norm(o, wide[:, 192:].unflatten(1, (2, 32)), w, 1e-6).backward(found[2].detach())
     q, k, v = torch.ones(n + 3, 3, 2, 32, dtype=torch.bfloat16).unbind(1)
     gates = torch.zeros(2, n + 3, 2)
     lists = delta_rule.make_lists([0, n, n + 3], [-1, 0], 64, torch.device("cpu"))

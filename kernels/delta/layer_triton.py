@@ -1,0 +1,457 @@
+"""What layer.py computes around the rule in Triton: convolution and lengths, gated norm; two launches forward, three
+more backward.
+
+    heads     y = conv(mixed), x = silu(y), of queries and keys x / |x|: from mixed to q, k and v in one pass
+    slopes    dy from the gradients of q, k and v, with y and x computed a second time; each block's sums for the filter
+    back      dx_t = sum of w_j dy_s over the rows s that see t
+    norm      w n silu(z), n = o / rms(o)
+    and its gradients of o and z; each block's sums for w
+
+Everything is float32 between a read and a write, and so is dy.
+
+A row's window is found by `before`: the row that each follows, -1 where none is. A row s sees row t when t is j < W
+steps before it. Where these are j rows, `back` finds s by itself; the others, at bounds of segments, are a list.
+
+Axes: T tokens, C channels of the convolution, W tokens that it sees, X entries of the list, K query and key heads, V
+value heads, D dimension of a key, E of a value; blocks of ROWS rows.
+"""
+
+# Kernels are typed by their launches.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, no-untyped-call"
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from thresher.kernels.operands import dense_rows, on_device
+from thresher.kernels.registry import Specialisation
+
+ROWS = 32  # of a program
+COLUMNS = 128  # of the one that reads slopes
+
+
+@triton.jit
+def channels_of(slot, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):
+    """(channels of the slot's head [WIDTH], which of them exist), slots being K queries, K keys and the values."""
+    column = tl.arange(0, WIDTH)
+    first = tl.where(slot < 2 * K, slot * D, 2 * K * D + (slot - 2 * K) * E)
+    return first + column, column < tl.where(slot < 2 * K, D, E)
+
+
+@triton.jit
+def _seen(x_ptr, at, channel, there, stride):
+    """Rows [ROWS, WIDTH] in float32, zeros for -1."""
+    offsets = (at.to(tl.int64) * stride)[:, None] + channel[None, :]
+    return tl.load(x_ptr + offsets, mask=(at >= 0)[:, None] & there[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rows(block, count, ROWS: tl.constexpr):
+    """The rows of a block, -1 behind the last."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    return tl.where(row < count, row, -1)
+
+
+@triton.jit
+def _convolved(mixed_ptr, before_ptr, filter_ptr, row, channel, there, stride, C: tl.constexpr, W: tl.constexpr):
+    """y [ROWS, WIDTH]"""
+    total = tl.zeros((row.shape[0], channel.shape[0]), tl.float32)
+    at = row
+    for back in tl.static_range(W):
+        weight = tl.load(filter_ptr + (W - 1 - back) * C + channel, mask=there, other=0.0).to(tl.float32)
+        total += weight[None, :] * _seen(mixed_ptr, at, channel, there, stride)
+        if back < W - 1:
+            at = tl.load(before_ptr + at, mask=at >= 0, other=-1)
+    return total
+
+
+@triton.jit(do_not_specialize=["count"])
+def _conv_heads_kernel(
+    mixed_ptr,  # [T, C] bf16 or fp32
+    before_ptr,  # [T] int32
+    filter_ptr,  # [W, C] mixed's dtype
+    x_ptr,  # [T, C] the same, written
+    stride,  # of mixed's rows
+    count,  # T
+    eps,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    channel, there = channels_of(slot, K, D, E, WIDTH)
+    row = _rows(tl.program_id(1), count, ROWS)
+    y = _convolved(mixed_ptr, before_ptr, filter_ptr, row, channel, there, stride, C, W)
+    x = y / (1.0 + tl.exp(-y))
+    if slot < 2 * K:
+        x *= tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
+    into = x_ptr + (row.to(tl.int64) * C)[:, None] + channel[None, :]
+    tl.store(into, x.to(x_ptr.dtype.element_ty), mask=(row >= 0)[:, None] & there[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _conv_slopes_kernel(
+    mixed_ptr,  # [T, C] bf16 or fp32
+    before_ptr,  # [T] int32
+    filter_ptr,  # [W, C] mixed's dtype
+    dq_ptr,  # [T, K, D] the same
+    dk_ptr,  # [T, K, D] the same
+    dv_ptr,  # [T, V, E] the same
+    slope_ptr,  # [T, C] fp32, written: dy
+    parts_ptr,  # [blocks, W, C] fp32, written where HAS_PARTS
+    stride,  # of mixed's rows
+    count,  # T
+    eps,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+):
+    slot, block = tl.program_id(0), tl.program_id(1)
+    channel, there = channels_of(slot, K, D, E, WIDTH)
+    row = _rows(block, count, ROWS)
+    y = _convolved(mixed_ptr, before_ptr, filter_ptr, row, channel, there, stride, C, W)
+    share = 1.0 / (1.0 + tl.exp(-y))
+    if slot < 2 * K:
+        x = y * share
+        if slot < K:
+            grad = _seen(dq_ptr, row, channel, there, K * D)
+        else:
+            grad = _seen(dk_ptr, row, channel - K * D, there, K * D)
+        factor = tl.rsqrt(tl.sum(x * x, 1) + eps)
+        along = factor * factor * tl.sum(x * grad, 1)
+        grad = factor[:, None] * (grad - x * along[:, None])
+    else:
+        grad = _seen(dv_ptr, row, channel - 2 * K * D, there, C - 2 * K * D)
+    slope = grad * (share * (1.0 + y * (1.0 - share)))
+    into = slope_ptr + (row.to(tl.int64) * C)[:, None] + channel[None, :]
+    tl.store(into, slope, mask=(row >= 0)[:, None] & there[None, :])
+    if HAS_PARTS:
+        at = row
+        part = parts_ptr + block.to(tl.int64) * (W * C) + channel
+        for back in tl.static_range(W):
+            total = tl.sum(slope * _seen(mixed_ptr, at, channel, there, stride), 0)
+            tl.store(part + (W - 1 - back) * C, total, mask=there)
+            if back < W - 1:
+                at = tl.load(before_ptr + at, mask=at >= 0, other=-1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _conv_back_kernel(
+    slope_ptr,  # [T, C] fp32: dy
+    before_ptr,  # [T] int32
+    filter_ptr,  # [W, C] bf16 or fp32
+    first_ptr,  # [T + 1] int32: of each row in the list
+    reader_ptr,  # [X] int32: W s + j, a row that sees it j steps later, but not j rows
+    grad_ptr,  # [T, C] filter's dtype, written
+    count,  # T
+    C: tl.constexpr,
+    W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = channel < C
+    row = _rows(tl.program_id(1), count, ROWS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sees = row >= 0
+    for back in tl.static_range(W):
+        if back > 0:
+            sees &= row + back < count
+            sees &= tl.load(before_ptr + row + back, mask=sees, other=-1) == row + back - 1
+        weight = tl.load(filter_ptr + (W - 1 - back) * C + channel, mask=there, other=0.0).to(tl.float32)
+        total += weight[None, :] * _seen(slope_ptr, tl.where(sees, row + back, -1), channel, there, C)
+    first = tl.load(first_ptr + row, mask=row >= 0, other=0)
+    stop = tl.load(first_ptr + row + 1, mask=row >= 0, other=0)
+    for n in range(tl.max(stop - first, 0)):
+        live = first + n < stop
+        reader = tl.load(reader_ptr + first + n, mask=live, other=0)
+        taps = filter_ptr + ((W - 1 - reader % W) * C)[:, None] + channel[None, :]
+        seen = tl.load(taps, mask=live[:, None] & there[None, :], other=0.0).to(tl.float32)
+        total += seen * _seen(slope_ptr, tl.where(live, reader // W, -1), channel, there, C)
+    into = grad_ptr + (row.to(tl.int64) * C)[:, None] + channel[None, :]
+    tl.store(into, total.to(grad_ptr.dtype.element_ty), mask=(row >= 0)[:, None] & there[None, :])
+
+
+@triton.jit
+def _heads_of(x_ptr, row, stride, V: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):
+    """Heads [ROWS, WIDTH] of a tensor [T, V, E], whose rows lie `stride` apart, in float32; zeros for -1."""
+    column = tl.arange(0, WIDTH)
+    offsets = (row // V).to(tl.int64) * stride + row % V * E
+    there = (row >= 0)[:, None] & (column < E)[None, :]
+    return tl.load(x_ptr + offsets[:, None] + column[None, :], mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put_heads(x_ptr, x, row, E: tl.constexpr, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    there = (row >= 0)[:, None] & (column < E)[None, :]
+    into = x_ptr + (row.to(tl.int64) * E)[:, None] + column[None, :]
+    tl.store(into, x.to(x_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gated_norm_kernel(
+    o_ptr,  # [T, V, E] bf16 or fp32, dense
+    z_ptr,  # [T, V, E] the same; rows as far apart as one likes
+    weight_ptr,  # [E] the same, or fp32
+    y_ptr,  # [T, V, E] the same, written, dense
+    z_stride,
+    count,  # T V
+    eps,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = _rows(tl.program_id(0), count, ROWS)
+    column = tl.arange(0, WIDTH)
+    o = _heads_of(o_ptr, row, V * E, V, E, WIDTH)
+    z = _heads_of(z_ptr, row, z_stride, V, E, WIDTH)
+    weight = tl.load(weight_ptr + column, mask=column < E, other=0.0).to(tl.float32)
+    normed = o * tl.rsqrt(tl.sum(o * o, 1) / E + eps)[:, None]
+    _put_heads(y_ptr, weight[None, :] * normed * (z / (1.0 + tl.exp(-z))), row, E, WIDTH)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gated_norm_backward_kernel(
+    o_ptr,  # [T, V, E] bf16 or fp32, dense
+    z_ptr,  # [T, V, E] the same; rows as far apart as one likes
+    weight_ptr,  # [E] the same, or fp32
+    dy_ptr,  # [T, V, E] the same, dense
+    do_ptr,  # [T, V, E] the same, written
+    dz_ptr,  # [T, V, E] the same, written
+    parts_ptr,  # [blocks, E] fp32, written where HAS_PARTS
+    z_stride,
+    count,  # T V
+    eps,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+):
+    row = _rows(tl.program_id(0), count, ROWS)
+    column = tl.arange(0, WIDTH)
+    o = _heads_of(o_ptr, row, V * E, V, E, WIDTH)
+    z = _heads_of(z_ptr, row, z_stride, V, E, WIDTH)
+    dy = _heads_of(dy_ptr, row, V * E, V, E, WIDTH)
+    weight = tl.load(weight_ptr + column, mask=column < E, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(o * o, 1) / E + eps)[:, None]
+    normed, share = o * factor, 1.0 / (1.0 + tl.exp(-z))
+    through = dy * (z * share)  # the gradient of w n
+    if HAS_PARTS:
+        part = parts_ptr + tl.program_id(0).to(tl.int64) * E + column
+        tl.store(part, tl.sum(through * normed, 0), mask=column < E)
+    through *= weight[None, :]
+    along = tl.sum(through * normed, 1) / E
+    _put_heads(do_ptr, factor * (through - normed * along[:, None]), row, E, WIDTH)
+    _put_heads(dz_ptr, dy * (weight[None, :] * normed) * (share * (1.0 + z * (1.0 - share))), row, E, WIDTH)
+
+
+# --- Launches
+
+
+def fused_heads(
+    mixed_TC: Tensor,
+    conv_CW: Tensor,
+    before_T: Tensor,
+    readers: Callable[[], tuple[Tensor, Tensor]],
+    heads: tuple[int, int],
+    key_dim: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution over segments, differentiable once.
+
+    mixed and conv: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU). before, and what readers
+    returns for the gradient: of layer.py's `Spans`. heads: K and V. eps: added to the square of a length.
+    """
+    q_TKD, k_TKD, v_TVE = _Heads.apply(mixed_TC, conv_CW, before_T, readers, heads, key_dim, eps)
+    return q_TKD, k_TKD, v_TVE
+
+
+def fused_gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """The norm of each head times silu(z), [T, V, E], differentiable once.
+
+    o and z: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU); the weight alike, or float32.
+    """
+    y_TVE: Tensor = _Gate.apply(o_TVE.contiguous(), z_TVE, weight_E, eps)
+    return y_TVE
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed_TC: Tensor,
+        conv_CW: Tensor,
+        before_T: Tensor,
+        readers: Callable[[], tuple[Tensor, Tensor]],
+        heads: tuple[int, int],
+        key_dim: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed_TC = mixed_TC if mixed_TC.stride(1) == 1 else mixed_TC.contiguous()
+        filter_WC = conv_CW.T.contiguous()
+        rows, channels = mixed_TC.shape
+        keys, values = heads
+        sizes = _sizes(keys, values, key_dim, channels, len(filter_WC))
+        x_TC = torch.empty((rows, channels), dtype=mixed_TC.dtype, device=mixed_TC.device)
+        if rows:
+            with on_device(mixed_TC):
+                _conv_heads_kernel[(2 * keys + values, triton.cdiv(rows, ROWS))](
+                    mixed_TC, before_T, filter_WC, x_TC, mixed_TC.stride(0), rows, eps, **sizes
+                )
+        ctx.save_for_backward(mixed_TC, filter_WC, before_T)
+        ctx.readers, ctx.sizes, ctx.slots, ctx.eps = readers, sizes, 2 * keys + values, eps
+        q_TX, k_TX, v_TX = x_TC.split([keys * key_dim, keys * key_dim, values * sizes["E"]], 1)
+        return *(x.unflatten(1, (keys, -1)) for x in (q_TX, k_TX)), v_TX.unflatten(1, (values, -1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mixed_TC, filter_WC, before_T = ctx.saved_tensors
+        (rows, channels), width, of_filter = mixed_TC.shape, len(filter_WC), ctx.needs_input_grad[1]
+        slope_TC = torch.empty((rows, channels), dtype=torch.float32, device=mixed_TC.device)
+        grad_TC = torch.empty((rows, channels), dtype=mixed_TC.dtype, device=mixed_TC.device)
+        blocks = triton.cdiv(rows, ROWS)
+        of_blocks = (blocks, width, channels) if of_filter else 0
+        parts = torch.empty(of_blocks, dtype=torch.float32, device=mixed_TC.device)
+        if rows:
+            with on_device(mixed_TC):
+                _conv_slopes_kernel[(ctx.slots, blocks)](
+                    mixed_TC,
+                    before_T,
+                    filter_WC,
+                    *(grad.contiguous() for grad in grads),
+                    slope_TC,
+                    parts,
+                    mixed_TC.stride(0),
+                    rows,
+                    ctx.eps,
+                    **ctx.sizes,
+                    HAS_PARTS=of_filter,
+                )
+                _conv_back_kernel[(triton.cdiv(channels, COLUMNS), blocks)](
+                    slope_TC,
+                    before_T,
+                    filter_WC,
+                    *ctx.readers(),
+                    grad_TC,
+                    rows,
+                    C=channels,
+                    W=width,
+                    COLUMNS=COLUMNS,
+                    ROWS=ROWS,
+                )
+        found = grad_TC, parts.sum(0).T.to(filter_WC.dtype) if of_filter else None
+        return *found, None, None, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        (rows, heads, width), y_TVE = o_TVE.shape, torch.empty_like(o_TVE)
+        z_TVE = dense_rows(z_TVE)
+        if rows:
+            with on_device(o_TVE):
+                _gated_norm_kernel[(triton.cdiv(rows * heads, ROWS),)](
+                    o_TVE, z_TVE, weight_E, y_TVE, z_TVE.stride(0), rows * heads, eps, **_head_sizes(heads, width)
+                )
+        ctx.save_for_backward(o_TVE, z_TVE, weight_E)
+        ctx.eps = eps
+        return y_TVE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TVE: Tensor) -> tuple[Tensor | None, ...]:
+        o_TVE, z_TVE, weight_E = ctx.saved_tensors
+        (rows, heads, width), of_weight = o_TVE.shape, ctx.needs_input_grad[2]
+        blocks = triton.cdiv(rows * heads, ROWS)
+        do_TVE, dz_TVE = torch.empty_like(o_TVE), torch.empty_like(o_TVE)
+        parts = torch.empty((blocks, width) if of_weight else 0, dtype=torch.float32, device=o_TVE.device)
+        if rows:
+            with on_device(o_TVE):
+                _gated_norm_backward_kernel[(blocks,)](
+                    o_TVE,
+                    z_TVE,
+                    weight_E,
+                    dy_TVE.contiguous(),
+                    do_TVE,
+                    dz_TVE,
+                    parts,
+                    z_TVE.stride(0),
+                    rows * heads,
+                    ctx.eps,
+                    **_head_sizes(heads, width),
+                    HAS_PARTS=of_weight,
+                )
+        return do_TVE, dz_TVE, parts.sum(0).to(weight_E.dtype) if of_weight else None, None
+
+
+def _sizes(key_heads: int, heads: int, key_dim: int, channels: int, width: int) -> dict[str, int]:
+    value_dim = (channels - 2 * key_heads * key_dim) // heads
+    head = triton.next_power_of_2(max(key_dim, value_dim))
+    constants = {"C": channels, "W": width, "K": key_heads, "D": key_dim, "E": value_dim}
+    return constants | {"WIDTH": head, "ROWS": ROWS}
+
+
+def _head_sizes(heads: int, width: int) -> dict[str, int]:
+    return {"V": heads, "E": width, "WIDTH": triton.next_power_of_2(width), "ROWS": ROWS}
+
+
+# --- What is compiled
+
+
+def specialisations() -> tuple[Specialisation, ...]:
+    """Qwen3.5 0.8B's and 27B's heads in bfloat16, the first in float32, too, and without weights' gradients."""
+    cases = [("bf16", 16, True), ("bf16", 48, True), ("fp32", 16, True), ("bf16", 16, False)]
+    return tuple(one for case in cases for one in _specialised(*case))
+
+
+def _specialised(dtype: str, heads: int, trained: bool) -> list[Specialisation]:
+    channels = (2 * 16 + heads) * 128
+    sizes, of_heads = _sizes(16, heads, 128, channels, 4), _head_sizes(heads, 128)
+    columns = {"C": channels, "W": 4, "COLUMNS": COLUMNS, "ROWS": ROWS}
+    flag = {"HAS_PARTS": trained}
+    made = []
+    for name, kernel, constants in (
+        ("heads", _conv_heads_kernel, sizes),
+        ("slopes", _conv_slopes_kernel, sizes | flag),
+        ("back", _conv_back_kernel, columns),
+        ("norm", _gated_norm_kernel, of_heads),
+        ("norm's gradient", _gated_norm_backward_kernel, of_heads | flag),
+    ):
+        if not trained and "HAS_PARTS" not in constants:
+            continue
+        types = dict.fromkeys(("before", "first", "reader"), "i32") | dict.fromkeys(("slope", "parts"), "fp32")
+        types |= {"weight": "fp32"}
+        signature = {
+            x: "*" + types.get(x.removesuffix("_ptr"), dtype) if x.endswith("_ptr") else "i32"
+            for x in kernel.arg_names
+            if x not in constants
+        }
+        signature |= {"eps": "fp32"} if "eps" in signature else {}
+        made.append(
+            Specialisation(
+                name=f"delta {name} {dtype}, {heads} heads" + ("" if trained else ", no weights' gradient"),
+                kernel=kernel,
+                signature=signature,
+                constants=constants,
+                aligned=tuple(x for x in signature if x.endswith(("_ptr", "stride"))),
+            )
+        )
+    return made
