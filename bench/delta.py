@@ -16,10 +16,9 @@ Axes: T tokens, B sequences, K query and key heads, V value heads, D dimension o
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from inspect import unwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +44,7 @@ from thresher.common.console import console, table
 from thresher.engine.planning.time import delta_flops_of
 from thresher.kernels import gated_delta
 from thresher.kernels.delta import reference_gated_delta
+from thresher.kernels.delta.rule import load_fla
 
 Tensors = tuple[Tensor, ...]
 Run = Callable[[Tensors], tuple[Tensor, Tensor]]  # q, k, v, decay, beta -> o [T, V, E], states [B, V, D, E]
@@ -79,7 +79,7 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
         if name != "none":
             try:
                 runs[name] = _peer(name, bench, device)
-            except ImportError as error:
+            except (ImportError, ValueError) as error:
                 failed[name] = reason_of(error)
     sides: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
@@ -148,9 +148,9 @@ def _bounds(bench: DeltaBench) -> list[int]:
     return list(range(0, bench.sequences * bench.length + 1, bench.length))
 
 
-def _ours(bench: DeltaBench, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def _ours(bench: DeltaBench, tensors: Tensors, backend: Literal["auto", "fla"] = "auto") -> tuple[Tensor, Tensor]:
     q, k, v, decay, beta = tensors
-    return gated_delta(q, k, v, decay, beta, _bounds(bench))
+    return gated_delta(q, k, v, decay, beta, _bounds(bench), backend=backend)
 
 
 def _recurrence(bench: DeltaBench, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -167,15 +167,13 @@ def _recurrence(bench: DeltaBench, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _peer(name: str, bench: DeltaBench, device: torch.device) -> Run:
-    """Return a peer's call. ImportError where it cannot be had."""
+    """Return a peer's call. ImportError, or ValueError, where it cannot be had."""
     if name == "fla":
-        if device.type != "cuda" or find_spec("fla") is None:
-            raise ImportError("flash-linear-attention is not installed, or there is no GPU")
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule  # type: ignore[import-not-found]
-    else:
-        from transformers.models.qwen3_5 import modeling_qwen3_5
+        load_fla(device)
+        return partial(_ours, bench, backend="fla")
+    from transformers.models.qwen3_5 import modeling_qwen3_5
 
-        rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)  # in whose place it puts fla's, where that is
+    rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)  # in whose place it puts fla's, where that is
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta = (x.unflatten(0, (bench.sequences, bench.length)) for x in tensors)

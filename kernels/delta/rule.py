@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,21 +68,62 @@ def gated_delta(
     initial_state_BVDE: Tensor | None = None,
     *,
     chunk: int = CHUNK,
+    backend: Literal["auto", "fla"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return (o [T, V, E] in v's dtype, the states after the sequences [B, V, D, E], float32).
 
     q, k: already normalised, where the model does so; any float dtype. decay: natural logs, at most 0. cu_seqlens:
     B + 1 bounds of the sequences, from 0 to T. initial_state: before each sequence; None: zeros. chunk: tokens that are
-    computed together, but by the kernels of a GPU; it changes the result by rounding alone. Computed in float32, in
-    float64 where v is. Raises ValueError for shapes that do not go together.
+    computed together, but by the kernels of a GPU; it changes the result by rounding alone. backend: "fla" for
+    flash-linear-attention's kernels, on a GPU. Computed in float32, in float64 where v is. Raises ValueError for shapes
+    that do not go together, and for a backend that is not there.
     """
     bounds = _bounds(cu_seqlens, q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE)
+    if backend == "fla":
+        return _by_fla(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, bounds, initial_state_BVDE)
+    if backend != "auto":
+        raise ValueError(f'backend is {backend!r}; expected "auto" or "fla"')
     plan = ChunkPlan(bounds, None, v_TVE.device, chunk)
     (V, E), D = v_TVE.shape[1:], k_TKD.shape[2]
     dtype = torch.promote_types(v_TVE.dtype, torch.float32)
     if initial_state_BVDE is None:
         initial_state_BVDE = v_TVE.new_zeros(len(bounds) - 1, V, D, E, dtype=dtype)
     return gated_delta_planned(q_TKD, k_TKD, v_TVE, decay_TV, beta_TV, initial_state_BVDE.to(dtype), plan)
+
+
+def _by_fla(
+    q_TKD: Tensor,
+    k_TKD: Tensor,
+    v_TVE: Tensor,
+    decay_TV: Tensor,
+    beta_TV: Tensor,
+    bounds: list[int],
+    initial_BVDE: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same by flash-linear-attention, which packs sequences along T of a batch of one."""
+    out_1TVE, final_BVDE = load_fla(v_TVE.device)(
+        *(x[None] for x in (q_TKD, k_TKD, v_TVE)),
+        g=decay_TV[None],
+        beta=beta_TV[None],
+        initial_state=initial_BVDE,
+        output_final_state=True,
+        cu_seqlens=torch.tensor(bounds, device=v_TVE.device),
+    )
+    return out_1TVE[0], final_BVDE
+
+
+def load_fla(device: torch.device) -> Any:
+    """Return flash-linear-attention's rule. ValueError where there is none for this device."""
+    if device.type != "cuda":
+        raise ValueError(f'backend is "fla", which needs a GPU, and v is on {device}; expected "auto"')
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ValueError(
+            f'backend is "fla", which does not load here ({error}); expected "auto", or pip install '
+            "flash-linear-attention"
+        ) from None
+    return chunk_gated_delta_rule
 
 
 def gated_delta_planned(

@@ -27,7 +27,7 @@ def test_a_row_has_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_what_is_wrong_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     right = delta.gated_delta
-    monkeypatch.setattr(delta, "gated_delta", lambda *given: tuple(1.01 * x for x in right(*given)))
+    monkeypatch.setattr(delta, "gated_delta", lambda *given, **more: tuple(1.01 * x for x in right(*given, **more)))
     row = run_delta_bench(DeltaBench(peer="none", device="cpu", **SMALL))
     assert row["sides"]["ours"]["error"] == pytest.approx(0.01, rel=1e-3)
     assert "from float64, expected at most 0.0001" in (failure(row) or "")

@@ -1,6 +1,7 @@
 """The gated delta rule: the chunked form against the recurrence in float64, its gradients, states, and its error beside
 that of transformers' torch code."""
 
+from importlib.util import find_spec
 from inspect import unwrap
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from thresher.kernels import gated_delta
 from thresher.kernels.delta import reference_gated_delta
+from thresher.kernels.delta import rule as delta_rule
 
 LENGTHS = (0, 1, 5, 16, 17, 3, 40)
 
@@ -106,3 +108,36 @@ def test_dtypes_and_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             gated_delta(*wrong)
+
+
+def test_flash_linear_attention_gets_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences along the second axis, decays as logs, states [N, V, D, E]; the test on a GPU runs the library."""
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        assert given.keys() == {"initial_state", "output_final_state", "cu_seqlens"} and given["output_final_state"]
+        assert given["cu_seqlens"].dtype == torch.int64
+        flat = (x.squeeze(0) for x in (q, k, v, g, beta))
+        out, final = reference_gated_delta(*flat, given["cu_seqlens"], given["initial_state"])
+        return out[None], final
+
+    monkeypatch.setattr(delta_rule, "load_fla", lambda device: rule)
+    given = drawn(LENGTHS)
+    wanted, found = gradients(reference_gated_delta, *given), gradients(gated_delta, *given, backend="fla")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("fla") is None, reason="needs a GPU and fla")
+def test_flash_linear_attention_on_a_gpu() -> None:
+    tensors, bounds, state = drawn((5, 130, 64), dtype=torch.bfloat16, width=64, values=64, device="cuda")
+    wide = [x.double() for x in (*tensors, state)]
+    wanted = gradients(reference_gated_delta, wide[:5], bounds, wide[5])
+    for ours, true in zip(gradients(gated_delta, tensors, bounds, state, backend="fla"), wanted, strict=True):
+        assert float((ours.double() - true).norm()) <= 0.05 * float(true.norm())
+
+
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    tensors, bounds, state = drawn((3,))
+    with pytest.raises(ValueError, match='backend is "fla", which needs a GPU, and v is on cpu; expected "auto"'):
+        gated_delta(*tensors, bounds, state, backend="fla")
+    with pytest.raises(ValueError, match='backend is \'flash\'; expected "auto" or "fla"'):
+        gated_delta(*tensors, bounds, state, backend="flash")  # type: ignore[arg-type]
