@@ -7,7 +7,7 @@ fused; Hugging Face's names are views of them (`hf_views`), so loading and savin
 T packed tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -161,7 +161,7 @@ def load_policy(
     # Some writers keep a copy of the tied head; it is accepted if it is one.
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     shapes = {name: view.shape for name, view in hf_views(policy).items()}
-    kept = {name: shape for name, shape in found.items() if name.startswith(find_family(config.model_type).kept)}
+    kept = kept_shapes(config, found)
     # Shapes are checked against the files before memory is taken for what config.json says.
     weights = read_weights(folder, shapes | kept, optional=optional, verify=verify)
     views = hf_views(policy.to_empty(device=device))
@@ -172,6 +172,11 @@ def load_policy(
             policy.kept[name] = tensor
     policy.folder = folder
     return policy
+
+
+def kept_shapes(config: ModelConfig, found: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Return those tensors of a folder that the model does not compute with, and that are written back."""
+    return {name: shape for name, shape in found.items() if name.startswith(find_family(config.model_type).kept)}
 
 
 def _check_placement(dtype: object, device: object) -> None:

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thresher.common.files import need_room, show_bytes
+from thresher.common.files import as_path, need_room, show_bytes
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, OptimSection, RolloutSection
 from thresher.engine.decoding.decoder import FORWARD_ROWS, ring_of, states_bytes
@@ -57,8 +57,9 @@ from thresher.kernels.logprob import MOST_ROWS, WORKSPACE_BYTES, default_chunk_r
 from thresher.kernels.operands import SLAB_BYTES
 from thresher.policy.config import FULL, LINEAR, ModelConfig, read_config
 from thresher.policy.lora import RANK_STEP, linear_shapes
-from thresher.policy.model import Policy
+from thresher.policy.model import Policy, kept_shapes
 from thresher.policy.streamed import ROOMS
+from thresher.policy.weights import tensor_shapes
 
 BF16, FP32, INT64 = 2, 4, 8  # bytes
 CUDA_CONTEXT = 1_000_000_000  # with libraries, their workspaces and the code of kernels: assumed, no GPU was measured
@@ -536,7 +537,7 @@ def _update(
 
 
 def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """Return the bytes of one checkpoint's tensors."""
+    """Return the bytes of one checkpoint's tensors, but for those that the model does not compute with."""
     setting = read_setting(recipe)
     trained = trained_weights_of(config, setting)
     adapters = 0 if setting.adapters is None else FP32 * trained
@@ -558,7 +559,9 @@ def check_disk(recipe: Recipe, folder: str | Path, out: str | Path) -> None:
     What lies there already is not counted again."""
     checkpoints = RunFolder(Path(out)).checkpoints
     present = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
-    each, count = checkpoint_bytes(read_config(folder), recipe), checkpoints_at_a_time(recipe)
+    config = read_config(folder)
+    kept = FP32 * sum(map(prod, kept_shapes(config, tensor_shapes(as_path(folder))).values()))  # at most
+    each, count = checkpoint_bytes(config, recipe) + kept, checkpoints_at_a_time(recipe)
     several = f"{count} checkpoints at a time" if count > 1 else "a checkpoint"
     need_room(
         Path(out),

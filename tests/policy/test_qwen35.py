@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import make_config, stir
+from safetensors.torch import load_file, save_file
 
 from thresher.common.errors import UserError
 from thresher.kernels.attention.prefix import PrefixForest
@@ -18,6 +19,7 @@ from thresher.policy.model import Policy, init_policy, load_policy
 from thresher.policy.streamed import StreamedPolicy
 
 IDS = torch.arange(40) * 37 % 255
+MTP = "mtp.fc.weight"
 TYPES = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
 
 
@@ -97,6 +99,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
                 parameter.sub_(3)  # so that states last (test_published.py, WITHIN_DELTA)
     folder = tmp_path_factory.mktemp("published")
     theirs.save_pretrained(folder)
+    # Published folders have weights that predict a token more, which transformers leaves out; and several files.
+    first, second = (folder / f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    (folder / "model.safetensors").rename(first)
+    save_file({MTP: torch.randn(64, 128)}, second)
+    weight_map = dict.fromkeys(load_file(first), first.name) | {MTP: second.name}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder, theirs
 
 
@@ -109,13 +117,17 @@ def test_a_folder_of_text_and_images_is_read_and_written_back(
     with torch.no_grad():
         expected_TV = theirs(input_ids=IDS[None]).logits[0]
     torch.testing.assert_close(policy.logits(IDS), expected_TV, rtol=0, atol=1e-3)
-    assert policy.kept and all(name.startswith("model.visual.") for name in policy.kept)
+    assert {name.split(".")[0] for name in policy.kept} == {"model", "mtp"}
+    assert all(name.startswith(("model.visual.", "mtp.")) for name in policy.kept)
     if adapted:
         add_lora(policy, rank=2, alpha=4)
     policy.save(tmp_path)
     again = type(theirs).from_pretrained(tmp_path)
     saved = dict(again.named_parameters())
     assert all(torch.equal(saved[name], parameter) for name, parameter in theirs.named_parameters())
+    assert torch.equal(
+        load_file(tmp_path / "model.safetensors")[MTP], load_file(folder / "model-00002-of-00002.safetensors")[MTP]
+    )
     first, second = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path))
     assert first.keys() <= second.keys() | {"transformers_version"}
     for key in ("vision_config", "image_token_id", "model_type", "architectures"):
