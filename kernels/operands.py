@@ -192,7 +192,7 @@ def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dt
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x, copied where an x[n] is not dense."""
+    """Return x, copied where an x[n] is not dense."""
     return x if x.stride()[1:] == x[:1].contiguous().stride()[1:] else x.contiguous()
 
 

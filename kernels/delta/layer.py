@@ -13,8 +13,8 @@ are its parent's last. Rows of a rollout: steps.py.
 
 Without gradients a row's bits do not depend on the other rows (CPU): elementwise functions go through `uncut`.
 
-Axes: T packed tokens, C channels of the convolution, W tokens that it sees, R rows whose window leaves their segment, K
-query and key heads, V value heads, D dimension of a key, E of a value.
+Axes: T packed tokens, C channels of the convolution, W tokens that it sees, R rows whose window leaves their segment, X
+entries of a list, K query and key heads, V value heads, D dimension of a key, E of a value.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,9 +56,11 @@ class DeltaInputs(NamedTuple):
 
 
 class Spans:
-    """Packed segments of at least one token, each beginning where its parent ended, a root at nothing (-1)."""
+    """Packed segments of at least one token, each beginning where its parent ended, a root at nothing (-1). A parent
+    comes before its children."""
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
+        assert all(parent < n for n, parent in enumerate(parents)) and all(lengths)
         self.lengths, self.parents, self.device = list(lengths), list(parents), device
         self.bounds = [0, *accumulate(self.lengths)]
         self._windows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -69,8 +71,8 @@ class Spans:
         return ChunkPlan(self.bounds, self.parents, self.device)
 
     @cached_property
-    def _before_T(self) -> npt.NDArray[np.int64]:
-        """The row that each row follows, -1 where none is."""
+    def _before(self) -> npt.NDArray[np.int64]:
+        """Return `before_T` on the host."""
         ends = np.array([*self.bounds[1:], 0])
         before_T = np.arange(-1, self.bounds[-1] - 1)
         before_T[self.bounds[:-1]] = ends[self.parents] - 1
@@ -78,15 +80,15 @@ class Spans:
 
     @cached_property
     def before_T(self) -> Tensor:
-        """The row that each row follows, -1 where none is: int32, on the device."""
-        return self._sent(self._before_T.astype(np.int32))
+        """Return the row that each row follows, -1 for none: int32, on the device."""
+        return self._sent(self._before.astype(np.int32))
 
     def _edges(self, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the rows [R] whose window is not the rows up to them, and the rows that each sees [R, W], -1 for
         none."""
         seen = [np.arange(self.bounds[-1])]
         while len(seen) < width:
-            seen.append(np.where(seen[-1] < 0, -1, self._before_T[seen[-1]]))
+            seen.append(np.where(seen[-1] < 0, -1, self._before[seen[-1]]))
         window_TW = np.stack(seen[::-1], 1)
         rows_R = np.flatnonzero((window_TW != seen[0][:, None] - np.arange(width)[::-1]).any(1))
         return rows_R, window_TW[rows_R]
@@ -101,17 +103,17 @@ class Spans:
         return self._windows[width]
 
     def readers(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return which rows see a row j steps later, but not j rows later, int32: where each row's begin in the list
-        [T + 1], and the list, W times the row + j."""
+        """Return the rows that see another j steps before them, but not j rows before them, as a list by what they see:
+        where each row's entries begin [T + 1], and the entries [X], W times the row + j. int32, on the device."""
         if width not in self._readers:
             rows_R, window_RW = self._edges(width)
             back_W = np.arange(width)[::-1]
             row_X, place_X = np.nonzero((window_RW >= 0) & (window_RW != rows_R[:, None] - back_W))
             seen_X = window_RW[row_X, place_X]
             order_X = np.argsort(seen_X, kind="stable")
-            first_T = np.searchsorted(seen_X[order_X], np.arange(self.bounds[-1] + 1))
+            begin = np.searchsorted(seen_X[order_X], np.arange(self.bounds[-1] + 1))
             reader_X = (rows_R[row_X] * width + back_W[place_X])[order_X]
-            self._readers[width] = self._sent(first_T.astype(np.int32)), self._sent(reader_X.astype(np.int32))
+            self._readers[width] = self._sent(begin.astype(np.int32)), self._sent(reader_X.astype(np.int32))
         return self._readers[width]
 
     def _sent(self, x: npt.NDArray[np.generic]) -> Tensor:

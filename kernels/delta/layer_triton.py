@@ -1,16 +1,17 @@
 """What layer.py computes around the rule in Triton: convolution and lengths, gated norm; two launches forward, three
 more backward.
 
-    heads     y = conv(mixed), x = silu(y), of queries and keys x / |x|: from mixed to q, k and v in one pass
-    slopes    dy from the gradients of q, k and v, with y and x computed a second time; each block's sums for the filter
-    back      dx_t = sum of w_j dy_s over the rows s that see t
+    heads     y_t = sum_j w_j mixed[j steps before t], x = silu(y), of queries and keys x / |x|: q, k and v in one pass
+    slopes    dy from the gradients of q, k and v, with y and x computed a second time; each block's sums for dw
+    back      dmixed_t = sum of w_j dy_s over the rows s that see t j steps before them
     norm      w n silu(z), n = o / rms(o)
-    and its gradients of o and z; each block's sums for w
+    and its gradients of o and z; each block's sums for dw
 
-Everything is float32 between a read and a write, and so is dy.
+Everything is float32 between a read and a write, and so is dy. The filter has w_j at W - 1 - j, as the model does.
 
-A row's window is found by `before`: the row that each follows, -1 where none is. A row s sees row t when t is j < W
-steps before it. Where these are j rows, `back` finds s by itself; the others, at bounds of segments, are a list.
+`before` has the row that each row follows, -1 for none; following it finds a window. In reverse, `back` looks at the
+rows s = t + j: while each follows the one above it, s sees t. All other pairs of s and t, where a segment begins that
+does not lie behind its parent, stand in a list by t.
 
 Axes: T tokens, C channels of the convolution, W tokens that it sees, X entries of the list, K query and key heads, V
 value heads, D dimension of a key, E of a value; blocks of ROWS rows.
@@ -28,43 +29,44 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thresher.kernels.operands import dense_rows, on_device
+from thresher.kernels.operands import check_dense, dense_rows, on_device
 from thresher.kernels.registry import Specialisation
 
 ROWS = 32  # of a program
 COLUMNS = 128  # of the one that reads slopes
+BACKWARD_WARPS = 8  # of the norm's gradient, which with 4 takes 208 registers on sm_80
 
 
 @triton.jit
-def channels_of(slot, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):
-    """(channels of the slot's head [WIDTH], which of them exist), slots being K queries, K keys and the values."""
+def channels_of(head, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):
+    """Return (the channels of a head [WIDTH], which of them exist). Heads: K of queries, K of keys, then of values."""
     column = tl.arange(0, WIDTH)
-    first = tl.where(slot < 2 * K, slot * D, 2 * K * D + (slot - 2 * K) * E)
-    return first + column, column < tl.where(slot < 2 * K, D, E)
+    first = tl.where(head < 2 * K, head * D, 2 * K * D + (head - 2 * K) * E)
+    return first + column, column < tl.where(head < 2 * K, D, E)
 
 
 @triton.jit
-def _seen(x_ptr, at, channel, there, stride):
-    """Rows [ROWS, WIDTH] in float32, zeros for -1."""
+def _load_rows(x_ptr, at, channel, there, stride):
+    """Return rows [ROWS, WIDTH] in float32, zeros for -1."""
     offsets = (at.to(tl.int64) * stride)[:, None] + channel[None, :]
     return tl.load(x_ptr + offsets, mask=(at >= 0)[:, None] & there[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rows(block, count, ROWS: tl.constexpr):
-    """The rows of a block, -1 behind the last."""
+    """Return the rows of a block, -1 behind the last."""
     row = block * ROWS + tl.arange(0, ROWS)
     return tl.where(row < count, row, -1)
 
 
 @triton.jit
 def _convolved(mixed_ptr, before_ptr, filter_ptr, row, channel, there, stride, C: tl.constexpr, W: tl.constexpr):
-    """y [ROWS, WIDTH]"""
+    """Return y [ROWS, WIDTH]."""
     total = tl.zeros((row.shape[0], channel.shape[0]), tl.float32)
     at = row
     for back in tl.static_range(W):
         weight = tl.load(filter_ptr + (W - 1 - back) * C + channel, mask=there, other=0.0).to(tl.float32)
-        total += weight[None, :] * _seen(mixed_ptr, at, channel, there, stride)
+        total += weight[None, :] * _load_rows(mixed_ptr, at, channel, there, stride)
         if back < W - 1:
             at = tl.load(before_ptr + at, mask=at >= 0, other=-1)
     return total
@@ -87,12 +89,12 @@ def _conv_heads_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    slot = tl.program_id(0)
-    channel, there = channels_of(slot, K, D, E, WIDTH)
+    head = tl.program_id(0)
+    channel, there = channels_of(head, K, D, E, WIDTH)
     row = _rows(tl.program_id(1), count, ROWS)
     y = _convolved(mixed_ptr, before_ptr, filter_ptr, row, channel, there, stride, C, W)
     x = y / (1.0 + tl.exp(-y))
-    if slot < 2 * K:
+    if head < 2 * K:
         x *= tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
     into = x_ptr + (row.to(tl.int64) * C)[:, None] + channel[None, :]
     tl.store(into, x.to(x_ptr.dtype.element_ty), mask=(row >= 0)[:, None] & there[None, :])
@@ -120,22 +122,22 @@ def _conv_slopes_kernel(
     ROWS: tl.constexpr,
     HAS_PARTS: tl.constexpr,
 ):
-    slot, block = tl.program_id(0), tl.program_id(1)
-    channel, there = channels_of(slot, K, D, E, WIDTH)
+    head, block = tl.program_id(0), tl.program_id(1)
+    channel, there = channels_of(head, K, D, E, WIDTH)
     row = _rows(block, count, ROWS)
     y = _convolved(mixed_ptr, before_ptr, filter_ptr, row, channel, there, stride, C, W)
     share = 1.0 / (1.0 + tl.exp(-y))
-    if slot < 2 * K:
+    if head < 2 * K:
         x = y * share
-        if slot < K:
-            grad = _seen(dq_ptr, row, channel, there, K * D)
+        if head < K:
+            grad = _load_rows(dq_ptr, row, channel, there, K * D)
         else:
-            grad = _seen(dk_ptr, row, channel - K * D, there, K * D)
+            grad = _load_rows(dk_ptr, row, channel - K * D, there, K * D)
         factor = tl.rsqrt(tl.sum(x * x, 1) + eps)
         along = factor * factor * tl.sum(x * grad, 1)
         grad = factor[:, None] * (grad - x * along[:, None])
     else:
-        grad = _seen(dv_ptr, row, channel - 2 * K * D, there, C - 2 * K * D)
+        grad = _load_rows(dv_ptr, row, channel - 2 * K * D, there, C - 2 * K * D)
     slope = grad * (share * (1.0 + y * (1.0 - share)))
     into = slope_ptr + (row.to(tl.int64) * C)[:, None] + channel[None, :]
     tl.store(into, slope, mask=(row >= 0)[:, None] & there[None, :])
@@ -143,7 +145,7 @@ def _conv_slopes_kernel(
         at = row
         part = parts_ptr + block.to(tl.int64) * (W * C) + channel
         for back in tl.static_range(W):
-            total = tl.sum(slope * _seen(mixed_ptr, at, channel, there, stride), 0)
+            total = tl.sum(slope * _load_rows(mixed_ptr, at, channel, there, stride), 0)
             tl.store(part + (W - 1 - back) * C, total, mask=there)
             if back < W - 1:
                 at = tl.load(before_ptr + at, mask=at >= 0, other=-1)
@@ -154,8 +156,8 @@ def _conv_back_kernel(
     slope_ptr,  # [T, C] fp32: dy
     before_ptr,  # [T] int32
     filter_ptr,  # [W, C] bf16 or fp32
-    first_ptr,  # [T + 1] int32: of each row in the list
-    reader_ptr,  # [X] int32: W s + j, a row that sees it j steps later, but not j rows
+    begin_ptr,  # [T + 1] int32: where each row's entries begin in the list
+    reader_ptr,  # [X] int32: W s + j of a row s that sees it j steps later, but not j rows
     grad_ptr,  # [T, C] filter's dtype, written
     count,  # T
     C: tl.constexpr,
@@ -165,30 +167,35 @@ def _conv_back_kernel(
 ):
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = channel < C
-    row = _rows(tl.program_id(1), count, ROWS)
+    block = tl.program_id(1)
+    row = _rows(block, count, ROWS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     sees = row >= 0
-    for back in tl.static_range(W):
-        if back > 0:
-            sees &= row + back < count
-            sees &= tl.load(before_ptr + row + back, mask=sees, other=-1) == row + back - 1
-        weight = tl.load(filter_ptr + (W - 1 - back) * C + channel, mask=there, other=0.0).to(tl.float32)
-        total += weight[None, :] * _seen(slope_ptr, tl.where(sees, row + back, -1), channel, there, C)
-    first = tl.load(first_ptr + row, mask=row >= 0, other=0)
-    stop = tl.load(first_ptr + row + 1, mask=row >= 0, other=0)
-    for n in range(tl.max(stop - first, 0)):
-        live = first + n < stop
-        reader = tl.load(reader_ptr + first + n, mask=live, other=0)
+    for ahead in tl.static_range(W):
+        if ahead > 0:
+            sees &= row + ahead < count
+            sees &= tl.load(before_ptr + row + ahead, mask=sees, other=-1) == row + ahead - 1
+        weight = tl.load(filter_ptr + (W - 1 - ahead) * C + channel, mask=there, other=0.0).to(tl.float32)
+        total += weight[None, :] * _load_rows(slope_ptr, tl.where(sees, row + ahead, -1), channel, there, C)
+    begin = tl.load(begin_ptr + row, mask=row >= 0, other=0)
+    end = tl.load(begin_ptr + row + 1, mask=row >= 0, other=0)
+    for first in range(tl.load(begin_ptr + block * ROWS), tl.max(end, 0), ROWS):
+        entry = first + tl.arange(0, ROWS)
+        of_row = (entry[None, :] >= begin[:, None]) & (entry[None, :] < end[:, None])
+        live = entry < tl.max(end, 0)
+        reader = tl.load(reader_ptr + entry, mask=live, other=0)
         taps = filter_ptr + ((W - 1 - reader % W) * C)[:, None] + channel[None, :]
-        seen = tl.load(taps, mask=live[:, None] & there[None, :], other=0.0).to(tl.float32)
-        total += seen * _seen(slope_ptr, tl.where(live, reader // W, -1), channel, there, C)
+        tap = tl.load(taps, mask=live[:, None] & there[None, :], other=0.0).to(tl.float32)
+        terms = tap * _load_rows(slope_ptr, tl.where(live, reader // W, -1), channel, there, C)
+        total = tl.dot(of_row.to(tl.float32), terms, total, input_precision="ieee")
     into = grad_ptr + (row.to(tl.int64) * C)[:, None] + channel[None, :]
     tl.store(into, total.to(grad_ptr.dtype.element_ty), mask=(row >= 0)[:, None] & there[None, :])
 
 
 @triton.jit
 def _heads_of(x_ptr, row, stride, V: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):
-    """Heads [ROWS, WIDTH] of a tensor [T, V, E], whose rows lie `stride` apart, in float32; zeros for -1."""
+    """Return heads [ROWS, WIDTH] of a tensor [T, V, E], whose tokens lie `stride` apart, in float32; zeros for -1. row:
+    numbers of heads, V a token."""
     column = tl.arange(0, WIDTH)
     offsets = (row // V).to(tl.int64) * stride + row % V * E
     there = (row >= 0)[:, None] & (column < E)[None, :]
@@ -206,7 +213,7 @@ def _put_heads(x_ptr, x, row, E: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _gated_norm_kernel(
     o_ptr,  # [T, V, E] bf16 or fp32, dense
-    z_ptr,  # [T, V, E] the same; rows as far apart as one likes
+    z_ptr,  # [T, V, E] the same, any stride of T
     weight_ptr,  # [E] the same, or fp32
     y_ptr,  # [T, V, E] the same, written, dense
     z_stride,
@@ -229,7 +236,7 @@ def _gated_norm_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _gated_norm_backward_kernel(
     o_ptr,  # [T, V, E] bf16 or fp32, dense
-    z_ptr,  # [T, V, E] the same; rows as far apart as one likes
+    z_ptr,  # [T, V, E] the same, any stride of T
     weight_ptr,  # [E] the same, or fp32
     dy_ptr,  # [T, V, E] the same, dense
     do_ptr,  # [T, V, E] the same, written
@@ -274,7 +281,7 @@ def fused_heads(
     key_dim: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution over segments, differentiable once.
+    """Return q [T, K, D], k [T, K, D] and v [T, V, E] of the convolution over segments, differentiable once.
 
     mixed and conv: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU). before, and what readers
     returns for the gradient: of layer.py's `Spans`. heads: K and V. eps: added to the square of a length.
@@ -284,10 +291,12 @@ def fused_heads(
 
 
 def fused_gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """The norm of each head times silu(z), [T, V, E], differentiable once.
+    """Return the norm of each head times silu(z), [T, V, E], differentiable once.
 
     o and z: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU); the weight alike, or float32.
+    ValueError where o and z differ.
     """
+    check_dense("o_TVE", o_TVE.contiguous(), z_TVE.shape, z_TVE.dtype, z_TVE.device)
     y_TVE: Tensor = _Gate.apply(o_TVE.contiguous(), z_TVE, weight_E, eps)
     return y_TVE
 
@@ -316,7 +325,7 @@ class _Heads(torch.autograd.Function):
                     mixed_TC, before_T, filter_WC, x_TC, mixed_TC.stride(0), rows, eps, **sizes
                 )
         ctx.save_for_backward(mixed_TC, filter_WC, before_T)
-        ctx.readers, ctx.sizes, ctx.slots, ctx.eps = readers, sizes, 2 * keys + values, eps
+        ctx.readers, ctx.sizes, ctx.heads, ctx.eps = readers, sizes, 2 * keys + values, eps
         q_TX, k_TX, v_TX = x_TC.split([keys * key_dim, keys * key_dim, values * sizes["E"]], 1)
         return *(x.unflatten(1, (keys, -1)) for x in (q_TX, k_TX)), v_TX.unflatten(1, (values, -1))
 
@@ -326,13 +335,13 @@ class _Heads(torch.autograd.Function):
         mixed_TC, filter_WC, before_T = ctx.saved_tensors
         (rows, channels), width, of_filter = mixed_TC.shape, len(filter_WC), ctx.needs_input_grad[1]
         slope_TC = torch.empty((rows, channels), dtype=torch.float32, device=mixed_TC.device)
-        grad_TC = torch.empty((rows, channels), dtype=mixed_TC.dtype, device=mixed_TC.device)
         blocks = triton.cdiv(rows, ROWS)
         of_blocks = (blocks, width, channels) if of_filter else 0
         parts = torch.empty(of_blocks, dtype=torch.float32, device=mixed_TC.device)
+        grad_TC = torch.empty((rows, channels), dtype=mixed_TC.dtype, device=mixed_TC.device)
         if rows:
             with on_device(mixed_TC):
-                _conv_slopes_kernel[(ctx.slots, blocks)](
+                _conv_slopes_kernel[(ctx.heads, blocks)](
                     mixed_TC,
                     before_T,
                     filter_WC,
@@ -398,6 +407,7 @@ class _Gate(torch.autograd.Function):
                     ctx.eps,
                     **_head_sizes(heads, width),
                     HAS_PARTS=of_weight,
+                    num_warps=BACKWARD_WARPS,
                 )
         return do_TVE, dz_TVE, parts.sum(0).to(weight_E.dtype) if of_weight else None, None
 
@@ -417,28 +427,29 @@ def _head_sizes(heads: int, width: int) -> dict[str, int]:
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Qwen3.5 0.8B's and 27B's heads in bfloat16, the first in float32, too, and without weights' gradients."""
-    cases = [("bf16", 16, True), ("bf16", 48, True), ("fp32", 16, True), ("bf16", 16, False)]
-    return tuple(one for case in cases for one in _specialised(*case))
+    """Return what the launchers ask for with Qwen3.5 0.8B's and 27B's heads in bfloat16; with the first in float32, or
+    with a norm whose weight alone is, and without gradients of weights."""
+    listed = [*_specialised("bf16", 16), *_specialised("bf16", 48), *_specialised("fp32", 16)]
+    listed += [one for one in _specialised("bf16", 16, weight="fp32") if "norm" in one.name]
+    listed += [one for one in _specialised("bf16", 16, trained=False) if "HAS_PARTS" in one.constants]
+    return tuple(listed)
 
 
-def _specialised(dtype: str, heads: int, trained: bool) -> list[Specialisation]:
+def _specialised(dtype: str, heads: int, weight: str | None = None, trained: bool = True) -> list[Specialisation]:
     channels = (2 * 16 + heads) * 128
     sizes, of_heads = _sizes(16, heads, 128, channels, 4), _head_sizes(heads, 128)
     columns = {"C": channels, "W": 4, "COLUMNS": COLUMNS, "ROWS": ROWS}
     flag = {"HAS_PARTS": trained}
     made = []
-    for name, kernel, constants in (
-        ("heads", _conv_heads_kernel, sizes),
-        ("slopes", _conv_slopes_kernel, sizes | flag),
-        ("back", _conv_back_kernel, columns),
-        ("norm", _gated_norm_kernel, of_heads),
-        ("norm's gradient", _gated_norm_backward_kernel, of_heads | flag),
+    for name, kernel, constants, warps in (
+        ("heads", _conv_heads_kernel, sizes, 4),
+        ("slopes", _conv_slopes_kernel, sizes | flag, 4),
+        ("back", _conv_back_kernel, columns, 4),
+        ("norm", _gated_norm_kernel, of_heads, 4),
+        ("norm's gradient", _gated_norm_backward_kernel, of_heads | flag, BACKWARD_WARPS),
     ):
-        if not trained and "HAS_PARTS" not in constants:
-            continue
-        types = dict.fromkeys(("before", "first", "reader"), "i32") | dict.fromkeys(("slope", "parts"), "fp32")
-        types |= {"weight": "fp32"}
+        types = dict.fromkeys(("before", "begin", "reader"), "i32") | dict.fromkeys(("slope", "parts"), "fp32")
+        types |= {"weight": weight or dtype}
         signature = {
             x: "*" + types.get(x.removesuffix("_ptr"), dtype) if x.endswith("_ptr") else "i32"
             for x in kernel.arg_names
@@ -447,11 +458,14 @@ def _specialised(dtype: str, heads: int, trained: bool) -> list[Specialisation]:
         signature |= {"eps": "fp32"} if "eps" in signature else {}
         made.append(
             Specialisation(
-                name=f"delta {name} {dtype}, {heads} heads" + ("" if trained else ", no weights' gradient"),
+                name=f"delta {name} {dtype}, {heads} heads"
+                + ("" if trained else ", no weights' gradient")
+                + (f", w {weight}" if weight else ""),
                 kernel=kernel,
                 signature=signature,
                 constants=constants,
                 aligned=tuple(x for x in signature if x.endswith(("_ptr", "stride"))),
+                num_warps=warps,
             )
         )
     return made

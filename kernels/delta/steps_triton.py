@@ -3,8 +3,9 @@
     rows    convolution, silu, length 1: q, k and v of the new rows; the ring of rows
     step    S <- exp(decay) S, x = beta (v - S k), o = (S q + (q . k) x) / sqrt(D), S <- S + k x^T; the ring of states
 
-A program of `rows` has the channels of one head of one sequence. Rows at positions start .. start + count - 1 are
-written where those at start - W + 1 .. start - 1 do not lie, for count is at most R and the ring has R + W - 1 places.
+A program of `rows` has the channels of one head of one sequence. It writes rows at positions start .. start + count - 1
+and reads those at start - W + 1 .. start - 1: the two have no place of the ring in common, for it has M = R + W - 1 and
+count is at most R.
 
 A program of `step` has some columns of a head's state of one sequence, and up to R rows of it: it reads the state once,
 and writes one behind each row.
@@ -26,9 +27,9 @@ from thresher.kernels.delta.layer_triton import channels_of
 from thresher.kernels.operands import on_device
 from thresher.kernels.registry import Specialisation
 
-# Columns of a state, warps of its program, and registers of a thread. Of 2 or 4 warps and 32, 64 or 128 columns, what
-# has most of a state on its way (six programs, 96 KiB a multiprocessor) and next to the fewest instructions; not
-# measured.
+# Columns of a state, warps of its program, and registers of a thread. Chosen by compiled code among 2 or 4 warps and
+# 32, 64 or 128 columns: the most bytes on their way (6 programs, 96 KiB a multiprocessor) with next to the fewest
+# instructions. Not measured.
 COLUMNS = 32
 WARPS = 2
 REGISTERS = 168
@@ -139,6 +140,8 @@ def fused_next(
     count: at most R. int64.
     """
     ring, heads, D, E = state_BRVDE.shape[1:]
+    assert most <= ring and inputs.mixed_TC.stride(1) == 1
+    assert all(x.is_contiguous() for x in (inputs.conv_CW, inputs.decay_TV, inputs.beta_TV, state_BRVDE, rows_BMC))
     (channels, width), K = inputs.conv_CW.shape, inputs.key_heads
     o_TVE = torch.empty((len(inputs.mixed_TC), heads, E), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
     x_TC = torch.empty((len(inputs.mixed_TC), channels), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
@@ -188,8 +191,8 @@ def fused_next(
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """Qwen3.5's heads: 0.8B's and 27B's, with drafts and without. States are read 16 bytes at a time, channels, which
-    are few, less."""
+    """Return what is launched for Qwen3.5's heads: 0.8B's and 27B's, with drafts and without. States are read 16 bytes
+    at a time, channels, which are few, less."""
     made = []
     for heads, ring in ((16, 2), (16, 5), (48, 2)):
         types = dict.fromkeys(("mixed", "conv", "rows", "x", "o"), "bf16") | dict.fromkeys(

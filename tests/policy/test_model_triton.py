@@ -13,8 +13,10 @@ from interpreter import DEVICE
 from model_cases import make_config
 
 from thresher.kernels import layers
+from thresher.kernels.attention.prefix import PrefixForest
 from thresher.kernels.attention.varlen import Varlen
-from thresher.policy.config import RopeScaling
+from thresher.kernels.delta import layer, rule
+from thresher.policy.config import DeltaShape, RopeScaling
 from thresher.policy.lora import adapters, add_lora
 from thresher.policy.model import Policy, init_policy
 
@@ -28,6 +30,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 14},
     "llama": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)},
+    "qwen3_5_text": {
+        "head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "layer_types": ("linear_attention", "full_attention"),
+        "delta": DeltaShape(2, 4, 8, 6, 4),
+    },
 }
 
 
@@ -48,9 +56,11 @@ def make_policy(family: str, lora: bool) -> Policy:
 
 
 def results(policy: Policy) -> dict[str, torch.Tensor]:
-    """The hidden states of three packed sequences, and the gradients of a loss that is a sum of them."""
+    """The hidden states of three packed sequences, for a model with states of a beginning and two that go on from it,
+    and the gradients of a loss that is a sum of them."""
     ids_T = torch.randint(29, (sum(LENGTHS),), generator=torch.Generator().manual_seed(2)).to(policy.device)
-    layout = Varlen(LENGTHS, policy.device)
+    states = policy.config.layer_types
+    layout = PrefixForest(LENGTHS, [-1, 0, 0], policy.device) if states else Varlen(LENGTHS, policy.device)
     hidden_TH = policy.hidden(ids_T, layout.positions_T, layout)
     weights_TH = torch.randn(hidden_TH.shape, generator=torch.Generator().manual_seed(3)).to(hidden_TH)
     (hidden_TH * weights_TH).sum().backward()
@@ -73,11 +83,14 @@ def test_hidden_states_and_gradients(family: str, lora: bool, monkeypatch: pytes
         served.append(tensor.shape)
         return True
 
-    monkeypatch.setattr(layers, "uses_triton", serves)
+    for module in (layers, layer, rule):
+        monkeypatch.setattr(module, "uses_triton", serves)
     fused = results(deepcopy(policy).to(DEVICE))
     layer_count = policy.config.num_hidden_layers
-    # two norms, a rotation and a gate a layer, and the last norm; Qwen3's norms of heads
-    assert len(served) == (5 if family == "qwen3" else 4) * layer_count + 1
+    # Two norms, a rotation and a gate a layer, and the last norm; Qwen3's norms of heads. With states norms and gates,
+    # norms and rotation of the one, of the other convolution, norm of heads, and the rule, which asks four times.
+    hybrid = {"qwen3_5_text": 2 * 3 + 2 + 6 + 1}
+    assert len(served) == hybrid.get(family, (5 if family == "qwen3" else 4) * layer_count + 1)
     assert fused.keys() == torchs.keys() == truth.keys() and len(truth) > (8 if lora else 14)
     assert any("norm" in name for name in truth) != lora
     of_torch = off(torchs, truth)

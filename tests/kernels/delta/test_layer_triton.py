@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from interpreter import GuardedMemory, drawn, saved_tensors
+from interpreter import DEVICE, GuardedMemory, drawn, saved_tensors
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -18,16 +18,20 @@ from thresher.kernels.delta.layer_triton import ROWS, fused_gated_norm, fused_he
 
 pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
 
-K, D, W = 2, 8, 4
+K, W = 2, 4
 Forest = tuple[list[int], list[int]]
 # A root of one token; a child right behind it, over two blocks; another of one token, with two of its own; a root.
 FOREST: Forest = [1, ROWS + 8, 1, 2, 5, 3], [-1, 0, 0, 2, 2, -1]
+# One beginning, whose last rows more rows see than a program takes at a time.
+MANY: Forest = [5, *[3] * 24], [-1, *[0] * 24]
 Results = list[Tensor]
 
 
-def fused(mixed_TC: Tensor, conv_CW: Tensor, forest: Forest, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def fused(
+    mixed_TC: Tensor, conv_CW: Tensor, forest: Forest, heads: int, key_dim: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     spans = Spans(*forest, mixed_TC.device)
-    return fused_heads(mixed_TC, conv_CW, spans.before_T, lambda: spans.readers(W), (K, heads), D, UNIT_EPS)
+    return fused_heads(mixed_TC, conv_CW, spans.before_T, lambda: spans.readers(W), (K, heads), key_dim, UNIT_EPS)
 
 
 def results(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> Results:
@@ -45,17 +49,17 @@ def assert_near(found: Results, exact: Results) -> None:
         assert float((ours.double().cpu() - true).norm()) <= limit * float(true.norm())
 
 
-def check_heads(forest: Forest, heads: int, value_dim: int, dtype: torch.dtype) -> None:
-    rows, channels = sum(forest[0]), 2 * K * D + heads * value_dim
+def check_heads(forest: Forest, heads: int, value_dim: int, dtype: torch.dtype, key_dim: int = 8) -> None:
+    rows, channels = sum(forest[0]), 2 * K * key_dim + heads * value_dim
     wider, conv = drawn(rows, channels + 3, seed=1, dtype=dtype), drawn(channels, W, seed=2, dtype=dtype)
     given = wider[:, :channels], conv
 
     def exactly(mixed: Tensor, conv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gates = torch.zeros(rows, heads)
-        return convolved_heads(DeltaInputs(mixed, conv, gates, gates, K, D), Spans(*forest, torch.device("cpu")))
+        return convolved_heads(DeltaInputs(mixed, conv, gates, gates, K, key_dim), Spans(*forest, torch.device("cpu")))
 
     exact = results(exactly, [x.double().cpu() for x in given])
-    assert_near(results(lambda mixed, conv: fused(mixed, conv, forest, heads), given), exact)
+    assert_near(results(lambda mixed, conv: fused(mixed, conv, forest, heads, key_dim), given), exact)
 
 
 def check_norm(rows: int, heads: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
@@ -66,19 +70,21 @@ def check_norm(rows: int, heads: int, width: int, dtype: torch.dtype, weight_dty
 
 
 def small_launches() -> dict[str, Callable[[], None]]:
+    def both() -> None:
+        check_heads(FOREST, 2, 8, torch.bfloat16)
+        check_norm(7, 5, 6, torch.bfloat16, torch.float32)
+
     return {
-        "heads in float32": lambda: check_heads(([2, 1], [-1, 0]), 3, 6, torch.float32),
-        "a forest and the norm": lambda: (
-            check_heads(FOREST, 2, 8, torch.bfloat16),
-            check_norm(7, 5, 6, torch.bfloat16, torch.float32),
-        )[0],
+        "wider than a program": lambda: check_heads(([2, 1], [-1, 0]), 3, 24, torch.float32, key_dim=40),
+        "many that see a row": lambda: check_heads(MANY, 1, 6, torch.float32),
+        "a forest and the norm": both,
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "forest",
-    [([1], [-1]), ([2 * ROWS + 1], [-1]), ([3, 40], [-1, -1]), FOREST, ([1, 1, 1, 1, 1, 1], [-1, 0, 1, 2, 2, 0])],
+    [([2 * ROWS + 1], [-1]), ([3, 40], [-1, -1]), FOREST, MANY, ([1, 1, 1, 1, 1, 1], [-1, 0, 1, 2, 2, 0])],
 )
 def test_convolution_and_lengths(forest: Forest, dtype: torch.dtype) -> None:
     check_heads(forest, 4, 6, dtype)
@@ -91,18 +97,36 @@ def test_the_gated_norm(rows: int, heads: int, width: int, dtype: torch.dtype) -
     check_norm(rows, heads, width, dtype, dtype)
 
 
+def test_more_channels_than_a_program_has() -> None:
+    check_heads(([3, 2, 4], [-1, 0, 0]), 3, 24, torch.float32, key_dim=40)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a model's widths, which the interpreter takes minutes for")
+@pytest.mark.parametrize("heads", [16, 48])
+def test_a_model_s_heads(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "K", 16)
+    check_heads(([100, 60, 1, 50], [-1, 0, 0, 2]), heads, 128, torch.bfloat16, key_dim=128)
+    check_norm(200, heads, 128, torch.bfloat16, torch.bfloat16)
+
+
 def test_nothing_at_all() -> None:
     check_heads(([], []), 2, 8, torch.float32)
     check_norm(0, 2, 8, torch.float32, torch.float32)
 
 
 def test_weights_that_are_frozen_get_no_gradient() -> None:
+    """And all else has the bits that it has beside one."""
     mixed, conv = drawn(3, 38, seed=1, dtype=torch.float32), drawn(38, W, seed=2, dtype=torch.float32)
-    leaf = mixed.requires_grad_()
-    q, k, v = fused(leaf, conv, ([3], [-1]), 1)
-    y = fused_gated_norm(v, v, drawn(6, seed=3, dtype=torch.float32), 1e-6)
-    (q.sum() + k.sum() + y.sum()).backward()
-    assert leaf.grad is not None and conv.grad is None
+    weight = drawn(6, seed=3, dtype=torch.float32)
+
+    def gradient(trained: bool) -> Tensor:
+        leaf, filter_CW, w = (x.clone().requires_grad_(n == 0 or trained) for n, x in enumerate((mixed, conv, weight)))
+        q, k, v = fused(leaf, filter_CW, ([3], [-1]), 1)
+        (q.sum() + k.sum() + fused_gated_norm(v, 2 * v, w, 1e-6).sum()).backward()
+        assert leaf.grad is not None and (filter_CW.grad is not None) == (w.grad is not None) == trained
+        return leaf.grad
+
+    assert torch.equal(gradient(True), gradient(False))
 
 
 def test_all_that_is_made_is_written_and_nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The decode step of the gated delta rule: results, states and rows against steps.py in float64, over several steps;
 what is not written.
 
-On a CUDA device the compiled kernel runs, elsewhere Triton's interpreter.
+On a CUDA device the compiled kernels run, elsewhere Triton's interpreter.
 """
 
 from collections.abc import Callable
@@ -91,6 +91,11 @@ def test_rows_one_at_a_time(ring: int, dtype: torch.dtype) -> None:
 def test_rows_of_drafts_and_a_place_of_nobody() -> None:
     """A state behind each row; a sequence with fewer rows than the step has; one with none."""
     check([2, 0, 4, 1], [0, 7, 3, 2], [3, 1, 2, 0], 4, torch.float32, steps=2)
+
+
+def test_as_many_rows_as_states() -> None:
+    """So that a step writes the whole ring, and each row but those before it."""
+    check([1, 0], [0, 6], [3, 2], 3, torch.float32, steps=2)
 
 
 def test_a_sequence_has_its_own_bits() -> None:
