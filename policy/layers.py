@@ -37,7 +37,8 @@ class Layout(Protocol):
 
 @runtime_checkable
 class StateLayout(Layout, Protocol):
-    """A layout that also computes the gated delta rule, from states."""
+    """A layout that also computes the gated delta rule: in a rollout from cached states, in an update from the parent
+    segments'."""
 
     def delta(self, layer: int, inputs: DeltaInputs, /) -> torch.Tensor:
         """Compute the convolution and the gated delta rule -> [T, V, E]. layer: its number among those with it."""

@@ -1,10 +1,10 @@
 """The policy: a decoder-only transformer; layers.py has the layers of each family.
 
-One forward serves rollout and training. Where keys, values and states live is an argument: `layout` is called once a
-layer with its fresh q, k and v, and is one of whole sequences, with gradients (`Varlen`, or `PrefixForest` where they
-share prefixes), or one step's view of the cache (engine/decoding/kv_cache.py, decoder_cuda.py). Parameters may be
-fused; Hugging Face's names are views of them (`hf_views`), so loading and saving are one table in two directions. Axes:
-T packed tokens, H hidden, V vocabulary.
+One forward serves rollout and training. Where keys, values and states live is an argument: a layer calls `layout` once
+with its fresh q, k and v, or `layout.delta` with what enters its convolution. A layout is one of whole sequences, with
+gradients (`Varlen`, or `PrefixForest` where they share prefixes), or one step's view of the cache
+(engine/decoding/kv_cache.py, decoder_cuda.py). Parameters may be fused; Hugging Face's names are views of them
+(`hf_views`), so loading and saving are one table in two directions. Axes: T packed tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,8 @@ layer_types has them.
 Attention differs from Qwen3's in that RoPE turns a share of each head alone, and that a gate from the layer's input is
 multiplied to each head's output. The weights of norms over H and D are 1 less than what they multiply by. An image's
 positions have three axes, which are one for text; images are not read. Axes: T packed tokens, H hidden, N query heads,
-K key/value heads (of attention, or of the delta rule), V value heads, D head dimension, E of the delta rule's values, C
-channels of the convolution, W tokens that it sees.
+K key/value heads of attention, or query and key heads of the delta rule, M = N + 2K, V value heads, D head dimension, E
+of the delta rule's values, C channels of the convolution, W tokens that it sees.
 """
 
 import torch

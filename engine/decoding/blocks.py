@@ -167,6 +167,7 @@ class BlockPool:
         if node is self.root or not (self._free_snapshots or self._snapshots):
             return None
         if offset in node.snapshots:
+            self._snapshots.move_to_end(node.snapshots[offset])
             return node.snapshots[offset]
         if not self._free_snapshots:
             self._drop_snapshot(next(iter(self._snapshots)))

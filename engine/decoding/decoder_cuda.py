@@ -44,7 +44,7 @@ from thresher.engine.decoding.batch_state import (
     to_pinned,
 )
 from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder, states_bytes
-from thresher.engine.decoding.kv_cache import DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
+from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
@@ -252,7 +252,8 @@ class DeviceDecoder(Decoder):
     # --- Drafts
 
     def _draft_costs(self) -> Costs:
-        return gpu_costs(sum(weight.numel() * weight.element_size() for weight in self.policy.parameters()))
+        weights = sum(weight.numel() * weight.element_size() for weight in self.policy.parameters())
+        return gpu_costs(weights, DeltaStates.bytes_needed(self.policy.config, self.policy.dtype.itemsize, 1))
 
     def _look_up_drafts(self) -> None:
         if self._pending is not None and self._pending.drafts:

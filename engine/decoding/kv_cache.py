@@ -2,9 +2,10 @@
 
 A `PagedKV` has for each layer with attention keys [P, K, D, S] and values [P, K, S, D]: blocks, key/value heads, head
 dimension, slots of a block; a BLAS multiplies them as they are (kernels/attention/paged_cpu.py). A `DeviceKV` has both
-as [P, K, S, D], as the kernels read them (paged_cuda.py). `DeltaStates` have for each layer with the gated delta rule a
-state and a tail a sequence. `PagedStep` and `DeviceStep` are the layout of a forward: they rotate, write the new rows'
-keys and values to their slots, and attend.
+as [P, K, S, D], as the kernels read them (paged_cuda.py). `DeltaStates` have for each layer with the gated delta rule,
+for each slot, a ring of states and a ring of rows before the convolution, and snapshots. `PagedStep` and `DeviceStep`
+are the layout of a forward: called, they rotate, write the new rows' keys and values to their slots, and attend;
+`delta` computes the rule and writes to the rings.
 """
 
 import numpy as np

@@ -56,10 +56,12 @@ ROWS_FREE = 150
 HOST_S = 1e-3  # of a step: bookkeeping and look-up, which wait for the tokens and the GPU for them
 
 
-def gpu_costs(weight_bytes: int) -> Costs:
+def gpu_costs(weight_bytes: int, state_bytes: int = 0) -> Costs:
     """Return the costs on a GPU, by arithmetic; they are not measured yet. A forward takes as long as reading its
-    weights, a row more 1 / ROWS_FREE of that. A step that drafts is not launched ahead, so the host's time is added."""
-    return Costs(HOST_S * BYTES_PER_S / weight_bytes, 0.0, 1 / ROWS_FREE, stacked=True)
+    weights, a row more 1 / ROWS_FREE of that, and as long as writing the states behind it. A step that drafts is not
+    launched ahead, so the host's time is added."""
+    row_each = 1 / ROWS_FREE + state_bytes / weight_bytes
+    return Costs(HOST_S * BYTES_PER_S / weight_bytes, 0.0, row_each, stacked=True)
 
 
 @dataclass(slots=True)

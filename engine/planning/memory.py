@@ -30,7 +30,7 @@ A map without an adapter in a run with adapters does not keep its input, nor a n
 and x A^T, e R. On a CPU attention copies q, k and v to padded places, except where prompts are computed once
 (kernels/attention/prefix.py): there it keeps what it keeps on CUDA. Gated attention also keeps what its norms of heads
 take, and the gate; a layer with states its projections, and of the convolution, the rule and the gated norm what
-`layer_bytes` lists. Both are torch's on CUDA, too.
+`layer_bytes` lists. Attention's gate and the two gates of the delta rule are torch's on CUDA, too.
 """
 
 from collections import Counter

@@ -7,14 +7,15 @@ Qwen3.5 has it), for whole sequences, and for segments of which each goes on whe
     o = gated delta rule            (rule.py)
     y = w * o / rms(o) * silu(z)    of each head
 
-All of it is computed in float32 whatever the model's dtype, or in float64. q, k and v are rounded to the model's dtype
-before the rule, as in transformers. The W - 1 tokens before a segment's first
-are its parent's last. Rows of a rollout: steps.py.
+Convolution, gates and norms are computed in float32 whatever the model's dtype, or in float64. q, k, v and o are
+rounded to the model's dtype, as in transformers; what the rule itself rounds is in rule_triton.py. The W - 1 tokens
+before a segment's first are its parent's last. Rows of a rollout: steps.py.
 
-Without gradients a row's bits do not depend on the other rows (CPU): elementwise functions go through `uncut`.
+Without gradients a row's bits do not depend on the other rows (CPU) in `gates` and `gated_norm`, which a rollout calls:
+their elementwise functions go through `uncut`.
 
-Axes: T packed tokens, C channels of the convolution, W tokens that it sees, R rows whose window leaves their segment, X
-entries of a list, K query and key heads, V value heads, D dimension of a key, E of a value.
+Axes: T packed tokens, C channels of the convolution, W tokens that it sees, R rows whose window is not the W rows up to
+them, X entries of a list, K query and key heads, V value heads, D dimension of a key, E of a value.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,8 +104,8 @@ class Spans:
         return self._windows[width]
 
     def readers(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that see another j steps before them, but not j rows before them, as a list by what they see:
-        where each row's entries begin [T + 1], and the entries [X], W times the row + j. int32, on the device."""
+        """Return, by the row t that is seen, the rows s that see it j steps before them, where t is not s - j: where
+        each t's entries begin [T + 1], and the entries [X], W s + j. int32, on the device."""
         if width not in self._readers:
             rows_R, window_RW = self._edges(width)
             back_W = np.arange(width)[::-1]
@@ -211,8 +212,8 @@ def unit(x_TKD: Tensor) -> Tensor:
 
 
 class _ConvolvedHeads(torch.autograd.Function):
-    """q, k and v of the convolution, whose output is computed a second time in backward. Rows whose window lies in
-    their segment are shifts of the whole; the few others are computed by themselves."""
+    """q, k and v of the convolution, whose output is computed a second time in backward. Rows whose window is the
+    W rows up to them are computed by shifts of the whole tensor; the few others by themselves."""
 
     @staticmethod
     def forward(

@@ -9,9 +9,10 @@ more backward.
 
 Everything is float32 between a read and a write, and so is dy. The filter has w_j at W - 1 - j, as the model does.
 
-`before` has the row that each row follows, -1 for none; following it finds a window. In reverse, `back` looks at the
-rows s = t + j: while each follows the one above it, s sees t. All other pairs of s and t, where a segment begins that
-does not lie behind its parent, stand in a list by t.
+`before[t]` is the row that row t follows, -1 for none. Following it W - 1 times finds a window. `back` needs the
+reverse, the rows s that see t. Row t + j sees t if each of the rows t + 1 .. t + j follows the row stored just before
+it. All other pairs of s and t arise where a segment is not stored right behind its parent. They stand in a list, in the
+order of t.
 
 Axes: T tokens, C channels of the convolution, W tokens that it sees, X entries of the list, K query and key heads, V
 value heads, D dimension of a key, E of a value; blocks of ROWS rows.
@@ -286,7 +287,7 @@ def fused_heads(
     mixed and conv: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU). before, and what readers
     returns for the gradient: of layer.py's `Spans`. heads: K and V. eps: added to the square of a length.
     """
-    q_TKD, k_TKD, v_TVE = _Heads.apply(mixed_TC, conv_CW, before_T, readers, heads, key_dim, eps)
+    q_TKD, k_TKD, v_TVE = _ConvolvedHeads.apply(mixed_TC, conv_CW, before_T, readers, heads, key_dim, eps)
     return q_TKD, k_TKD, v_TVE
 
 
@@ -297,11 +298,11 @@ def fused_gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float)
     ValueError where o and z differ.
     """
     check_dense("o_TVE", o_TVE.contiguous(), z_TVE.shape, z_TVE.dtype, z_TVE.device)
-    y_TVE: Tensor = _Gate.apply(o_TVE.contiguous(), z_TVE, weight_E, eps)
+    y_TVE: Tensor = _GatedNorm.apply(o_TVE.contiguous(), z_TVE, weight_E, eps)
     return y_TVE
 
 
-class _Heads(torch.autograd.Function):
+class _ConvolvedHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -370,7 +371,7 @@ class _Heads(torch.autograd.Function):
         return *found, None, None, None, None, None
 
 
-class _Gate(torch.autograd.Function):
+class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         (rows, heads, width), y_TVE = o_TVE.shape, torch.empty_like(o_TVE)

@@ -11,6 +11,7 @@ A head has a state S [D, E], which maps a key to the value that was stored for i
 tokens it becomes products of matrices (the same paper, section 3.3; the WY form of Bischof and Van Loan 1987). With
 c_i the sum of the decays of a chunk up to token i, G_ij = exp(c_i - c_j) for j <= i, else 0, and S the state before:
 
+    q    <- q / sqrt(D)
     A_ij = beta_i G_ij k_i . k_j   for j < i, else 0
     u, w = (1 + A)^-1 [beta v, beta exp(c) k]         independent of S
     x    = u - w S                                    the corrections that the chunk stores
@@ -31,8 +32,8 @@ in the recurrence too. Sums c are float64, since a difference of two float32 sum
 Sequences are packed, each with a state before and after it, and gradients pass through both. A sequence may begin where
 another ended, by `parents` or by the states: so a beginning that several share is computed once.
 
-On a GPU Triton kernels compute this for keys and values of up to 128 (rule_triton.py). What is here is their reference,
-and the only implementation on a CPU.
+On a GPU the kernels of rule_triton.py compute this where keys and values both have 32, 64 or 128 dimensions. What is
+here is their reference, and computes all else.
 
 Axes: T tokens of all sequences, B sequences, K query and key heads, V value heads (V / K to a key head, side by side),
 D dimension of a key, E of a value; X chunks, C tokens of a chunk (docs/notation.md).

@@ -1,4 +1,5 @@
-"""The chunked form of the gated delta rule (rule.py) in Triton: three launches forward, four more backward.
+"""The chunked form of the gated delta rule (rule.py) in Triton: three kernels forward; two of them again and four more
+backward.
 
     solve      T = (1 + A)^-1, u = T beta v, w = T beta exp(c) k
     scan       x = u - w S,  S <- exp(c_C) S + k^T exp(c_C - c) x
@@ -8,9 +9,10 @@
     values     the gradient of v, and those of P and A as far as they go by the values
     keys       the gradients of q, k, decay and beta
 
-The letters are rule.py's; P has the factor of q. A program has a head of a chunk, or some columns of it; of scan and
-back, some columns of a head of a segment. These have a launch for each depth of the forest: a segment reads the state
-that its parent left, and in reverse a parent adds up what its children left, in their order. No atomics.
+The letters are rule.py's; q is q / sqrt(D) in these formulas, and the kernels multiply by `scale`. A program has a head
+of a chunk, or some columns of it; of scan and back, some columns of a head of a segment. These have a launch for each
+depth of the forest: a segment reads the state that its parent left, and in reverse a parent adds up what its children
+left, in their order. No atomics.
 
 T is found by blocks of 16 tokens: F, those on the diagonal of 1 + A, by substitution, all at once; with N = F^-1 (A
 without them), N^4 = 0, so that T = (1 + N^2) (1 - N) F^-1.

@@ -44,11 +44,11 @@ class Rings(NamedTuple):
 class DeltaRuns:
     """Runs of a step, the longest first. All tensors are int64, and name places of the flat rings.
 
-    read_N, write_N: the states before and behind the runs. begin_X: rows before the runs, N * (W - 1), seen_X1 (bool):
-    whether there are such. window_WT: the rows that each row sees, among those and, behind them, the step's rows.
-    from_X, into_X: of the step's rows those to keep, and where. order_X: rows by their place in their run, `counts` of
-    each place. inner: at a place, the runs whose state behind that row is kept, too, and where. given_N: where
-    the n-th of the given runs is among those.
+    read_N, write_N: places of the state before and behind each run. begin_X: places of the W - 1 rows before each run;
+    seen_X1 (bool): which of them exist. window_WT: for each row the rows that it sees, as indices into those, followed
+    by the step's rows. from_X: rows of the step that the ring keeps; into_X: their places. order_X: rows sorted by
+    place in their run; counts: rows at each place. inner[place]: runs whose state behind that row is kept, too, and its
+    places. given_N: index of the caller's n-th run in this order.
     """
 
     read_N: Tensor
@@ -173,7 +173,7 @@ class NextRows:
 
 
 def delta_next(inputs: DeltaInputs, rings: Rings, rows: NextRows) -> Tensor:
-    """As `delta_steps`, of the rows of a GPU's decode step."""
+    """As `delta_steps`, for the rows of a decode step on a GPU."""
     if not uses_triton(inputs.mixed_TC):
         return delta_steps(inputs, rings, rows.runs)
     from thresher.kernels.delta.steps_triton import fused_next

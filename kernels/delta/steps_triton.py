@@ -1,14 +1,15 @@
-"""steps.py's next rows of a GPU's decode step in Triton, in two launches.
+"""A decode step's rows (steps.py, `delta_next`) in Triton, in two launches.
 
     rows    convolution, silu, length 1: q, k and v of the new rows; the ring of rows
-    step    S <- exp(decay) S, x = beta (v - S k), o = (S q + (q . k) x) / sqrt(D), S <- S + k x^T; the ring of states
+    step    S <- exp(decay) S, x = beta (v - S^T k), o = (S^T q + (q . k) x) / sqrt(D), S <- S + k x^T; the ring of
+            states
 
 A program of `rows` has the channels of one head of one sequence. It writes rows at positions start .. start + count - 1
 and reads those at start - W + 1 .. start - 1: the two have no place of the ring in common, for it has M = R + W - 1 and
 count is at most R.
 
-A program of `step` has some columns of a head's state of one sequence, and up to R rows of it: it reads the state once,
-and writes one behind each row.
+A program of `step` has some columns of one head's state, of one sequence. It takes up to R new rows: it reads the state
+once, and writes a state behind each row.
 
 Axes: N sequences, T = N times the most rows of one, B slots, R states and M rows of a slot's rings, C channels, W
 tokens that the convolution sees, K key heads, V value heads, D dimension of a key, E of a value.
@@ -43,7 +44,7 @@ def _delta_rows_kernel(
     start_ptr,  # [N] int64
     count_ptr,  # [N] int64
     rows_ptr,  # [B, M, C] mixed's dtype, read and written
-    x_ptr,  # [T, C] the same, written: q, k and v
+    qkv_ptr,  # [T, C] the same, written: q, k and v
     stride,  # of mixed's rows
     most,  # rows of a sequence
     eps,
@@ -72,20 +73,20 @@ def _delta_rows_kernel(
         x = y / (1.0 + tl.exp(-y))
         if head < 2 * K:
             x *= tl.rsqrt(tl.sum(x * x, 0) + eps)
-        tl.store(x_ptr + (first + place) * C + channel, x.to(x_ptr.dtype.element_ty), mask=there)
+        tl.store(qkv_ptr + (first + place) * C + channel, x.to(qkv_ptr.dtype.element_ty), mask=there)
         tl.store(ring + (start + place) % M * C, now, mask=there)
 
 
 @triton.jit(do_not_specialize=["most", "per_key"])
 def _delta_step_kernel(
-    x_ptr,  # [T, C] bf16 or fp32: q, k and v
+    qkv_ptr,  # [T, C] bf16 or fp32: q, k and v
     decay_ptr,  # [T, V] fp32
     beta_ptr,  # [T, V] fp32
     slot_ptr,  # [N] int64
     start_ptr,  # [N] int64
     count_ptr,  # [N] int64
     state_ptr,  # [B, R, V, D, E] fp32, read and written
-    o_ptr,  # [T, V, E] x's dtype, written
+    o_ptr,  # [T, V, E] qkv's dtype, written
     most,  # rows of a sequence
     per_key,  # value heads of a key head
     scale,
@@ -106,8 +107,8 @@ def _delta_step_kernel(
     states = state_ptr + slot * (R * heads * (D * E))
     state = tl.load(states + start % R * (heads * (D * E)) + at, mask=inside & (count > 0), other=0.0)
     first = run.to(tl.int64) * most
-    query = x_ptr + first * C + head // per_key * D + depth
-    value = x_ptr + first * C + 2 * (heads // per_key) * D + head * E + column
+    query = qkv_ptr + first * C + head // per_key * D + depth
+    value = qkv_ptr + first * C + 2 * (heads // per_key) * D + head * E + column
     for place in range(most):
         gates = (first + place) * heads + head
         live = place < count
@@ -144,7 +145,7 @@ def fused_next(
     assert all(x.is_contiguous() for x in (inputs.conv_CW, inputs.decay_TV, inputs.beta_TV, state_BRVDE, rows_BMC))
     (channels, width), K = inputs.conv_CW.shape, inputs.key_heads
     o_TVE = torch.empty((len(inputs.mixed_TC), heads, E), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
-    x_TC = torch.empty((len(inputs.mixed_TC), channels), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
+    qkv_TC = torch.empty((len(inputs.mixed_TC), channels), dtype=inputs.mixed_TC.dtype, device=state_BRVDE.device)
     with on_device(state_BRVDE):
         _delta_rows_kernel[(2 * K + heads, len(slot_N))](
             inputs.mixed_TC,
@@ -153,7 +154,7 @@ def fused_next(
             start_N,
             count_N,
             rows_BMC,
-            x_TC,
+            qkv_TC,
             inputs.mixed_TC.stride(0),
             most,
             UNIT_EPS,
@@ -167,7 +168,7 @@ def fused_next(
             num_warps=1,
         )
         _delta_step_kernel[(triton.cdiv(E, COLUMNS), heads, len(slot_N))](
-            x_TC,
+            qkv_TC,
             inputs.decay_TV,
             inputs.beta_TV,
             slot_N,
@@ -195,7 +196,7 @@ def specialisations() -> tuple[Specialisation, ...]:
     at a time, channels, which are few, less."""
     made = []
     for heads, ring in ((16, 2), (16, 5), (48, 2)):
-        types = dict.fromkeys(("mixed", "conv", "rows", "x", "o"), "bf16") | dict.fromkeys(
+        types = dict.fromkeys(("mixed", "conv", "rows", "qkv", "o"), "bf16") | dict.fromkeys(
             ("slot", "start", "count"), "i64"
         )
         constants = {

@@ -127,3 +127,9 @@ def test_a_gpu_pays_for_the_rows_of_slots_that_have_no_guess() -> None:
     assert drafted(8, 2, weight_bytes=1e9) is None, "it would wait for the host longer than it computes"
     assert drafted(60, 1, speculate=3) == [3] + [0] * 59, "who asks for drafts gets them"
     assert not Drafter("auto", 200, 64, gpu_costs(15_000_000_000)).looks(200), "as many rows as are free decode already"
+
+
+def test_a_row_of_a_model_with_states_writes_them() -> None:
+    """Qwen3.5-0.8B's: a state is 19 MB of 1.5 GB of weights, so that 8 rows more cost a tenth of a forward more."""
+    plain, states = gpu_costs(1_500_000_000), gpu_costs(1_500_000_000, 19_000_000)
+    assert 8 * (states.row_each - plain.row_each) == pytest.approx(8 * 19 / 1500)

@@ -160,6 +160,9 @@ def test_a_beginning_is_of_use_up_to_a_snapshot() -> None:
     assert pool.keep_state(ids[:6]) == 0, "a place has one"
     # The one that was not used for the longest time goes: that of 8 tokens.
     assert pool.keep_state(ids[:3]) == 1 and pool.match_state(ids, 10).snapshot == 0
+    # To keep one again is a use of it: that of 3 tokens goes, and not that of 6.
+    assert pool.match_state(ids, 3).snapshot == 1 and pool.keep_state(ids[:6]) == 0
+    assert pool.keep_state(ids[:8]) == 1
 
 
 def test_snapshots_go_with_their_blocks() -> None:
