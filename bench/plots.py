@@ -212,10 +212,15 @@ def draw_rollout(rows: Rows, path: Path) -> None:
 STEP_SIDES = {"shared": "ours", "unshared": "ours, prefixes\nunshared", "peer": "TRL"}
 
 
+def _shape_of_step(row: dict[str, Any]) -> str:
+    family = row["lengths"].get("family")  # absent in rows from before there was another
+    return f"{row['shape']} (Qwen3.5)" if family == "qwen3_5_text" else str(row["shape"])
+
+
 def draw_step(rows: Rows, path: Path) -> None:
     """Draw what a thousand tokens of a whole step take, a panel a shape, a bar a side: rollout and update, with tokens
-    a second behind. The last row of each shape is drawn; at least one row."""
-    panels = {row["shape"]: row for row in rows}
+    a second behind. The last row of each shape and family is drawn; at least one row."""
+    panels = {_shape_of_step(row): row for row in rows}
     last = list(panels.values())[-1]
     threads = ", ".join(f"{shape} {row['threads']}" for shape, row in panels.items())
     with _figure(
