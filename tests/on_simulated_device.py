@@ -551,7 +551,7 @@ UNRUN = {
     "kernels/attention/forest_triton.py": (1, KERNEL),
     "kernels/attention/paged_cuda.py": (1, KERNEL),
     "kernels/autotune_cache.py": (3, KERNEL),
-    "kernels/delta/rule.py": (1, "a constant"),
+    "kernels/delta/rule.py": (2, "a constant, and the refusal of another library"),
     "kernels/delta/rule_triton.py": (1, KERNEL),
     "kernels/head_tiling.py": (2, KERNEL),
     "kernels/logprob.py": (1, "a constant"),
