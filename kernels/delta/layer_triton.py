@@ -297,8 +297,9 @@ def fused_gated_norm(o_TVE: Tensor, z_TVE: Tensor, weight_E: Tensor, eps: float)
     o and z: both bfloat16 or both float32, on one GPU (or interpreted, on a CPU); the weight alike, or float32.
     ValueError where o and z differ.
     """
-    check_dense("o_TVE", o_TVE.contiguous(), z_TVE.shape, z_TVE.dtype, z_TVE.device)
-    y_TVE: Tensor = _GatedNorm.apply(o_TVE.contiguous(), z_TVE, weight_E, eps)
+    o_TVE = o_TVE.contiguous()
+    check_dense("o_TVE", o_TVE, z_TVE.shape, z_TVE.dtype, z_TVE.device)
+    y_TVE: Tensor = _GatedNorm.apply(o_TVE, z_TVE, weight_E, eps)
     return y_TVE
 
 

@@ -101,7 +101,7 @@ def _by_fla(
     bounds: list[int],
     initial_BVDE: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The same by flash-linear-attention, which packs sequences along T of a batch of one."""
+    """Compute `gated_delta` by flash-linear-attention, which packs sequences along T of a batch of one."""
     out_1TVE, final_BVDE = load_fla(v_TVE.device)(
         *(x[None] for x in (q_TKD, k_TKD, v_TVE)),
         g=decay_TV[None],

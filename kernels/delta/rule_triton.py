@@ -44,7 +44,8 @@ from thresher.kernels.registry import Specialisation
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Dimensions of keys and values, both alike, with which an H200 computes what it should (Triton 3.6.0). With others, 16
-# or keys of 128 and values of 8, it computes u and w wrong from a T that is right: by all signs the compiler's fault.
+# or keys of 128 and values of 8, it computes u and w wrong from an inverse that is right: by all signs the compiler's
+# fault.
 DIMS = (32, 64, 128)
 BLOCK = 16  # tokens that are solved by substitution
 

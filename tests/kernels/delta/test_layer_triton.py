@@ -35,7 +35,7 @@ def fused(
 
 
 def results(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> Results:
-    """Results and gradients."""
+    """Return results and gradients."""
     leaves = [x.detach().requires_grad_() for x in given]
     found = function(*leaves)
     grads = [drawn(*x.shape, seed=9 + n, dtype=torch.bfloat16).to(x) for n, x in enumerate(found)]
@@ -115,7 +115,7 @@ def test_nothing_at_all() -> None:
 
 
 def test_weights_that_are_frozen_get_no_gradient() -> None:
-    """And all else has the bits that it has beside one."""
+    """And all else is as it is beside one: its bits in the interpreter, up to rounding by another binary on a GPU."""
     mixed, conv = drawn(3, 38, seed=1, dtype=torch.float32), drawn(38, W, seed=2, dtype=torch.float32)
     weight = drawn(6, seed=3, dtype=torch.float32)
 
@@ -126,7 +126,10 @@ def test_weights_that_are_frozen_get_no_gradient() -> None:
         assert leaf.grad is not None and (filter_CW.grad is not None) == (w.grad is not None) == trained
         return leaf.grad
 
-    assert torch.equal(gradient(True), gradient(False))
+    beside, alone = gradient(True), gradient(False)
+    assert (
+        torch.equal(beside, alone) if DEVICE == "cpu" else float((beside - alone).norm()) <= 1e-6 * float(alone.norm())
+    )
 
 
 def test_all_that_is_made_is_written_and_nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
