@@ -212,3 +212,18 @@ def test_make_appends_where_the_command_does() -> None:
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     assert "--out bench/results/step-cpu.jsonl --plot docs/step.png" in makefile
     assert (root / "bench" / "results" / "step-cpu.jsonl").is_file()
+
+
+def test_another_family_has_a_panel_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one shape: from before rows had a family, of its own family, and of Qwen3.5, the last of each."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    from thresher.bench.plots import draw_step
+
+    results = Path(__file__).parents[2] / "bench" / "results" / "step-cpu.jsonl"
+    old = next(row for row in rows_of_steps(results) if row["shape"] == "rag")
+    assert "family" not in old["lengths"]
+    rows = [old, *(old | {"lengths": old["lengths"] | {"family": name}} for name in ("qwen2", "qwen3_5_text"))]
+    titles: list[str] = []
+    monkeypatch.setattr(axes, "set_title", lambda self, title: titles.append(title))
+    draw_step(rows, tmp_path / "step.png")
+    assert [title.partition(":")[0] for title in titles] == ["rag", "rag (Qwen3.5)"]
