@@ -212,7 +212,7 @@ def draw_rollout(rows: Rows, path: Path) -> None:
 STEP_SIDES = {"shared": "ours", "unshared": "ours, prefixes\nunshared", "peer": "TRL"}
 
 
-def _shape_of_step(row: dict[str, Any]) -> str:
+def _shape_of_step(row: Mapping[str, Any]) -> str:
     family = row["lengths"].get("family")  # absent in rows from before there was another
     return f"{row['shape']} (Qwen3.5)" if family == "qwen3_5_text" else str(row["shape"])
 
