@@ -78,9 +78,12 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
     for name in ("transformers", "fla") if bench.peer == "both" else (bench.peer,):
         if name != "none":
             try:
-                runs[name] = _peer(name, bench, device)
-            except (ImportError, ValueError) as error:
+                run = _peer(name, bench, device)
+                _both_passes(run, tensors, weights)
+            except Exception as error:  # whatever a peer's library may raise
                 failed[name] = reason_of(error)
+            else:
+                runs[name] = run
     sides: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
         call = partial(_both_passes, run, tensors, weights)
@@ -177,6 +180,8 @@ def _peer(name: str, bench: DeltaBench, device: torch.device) -> Run:
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta = (x.unflatten(0, (bench.sequences, bench.length)) for x in tensors)
+        # Not every version repeats a key head for its value heads.
+        q, k = (x.repeat_interleave(bench.value_heads // bench.key_heads, dim=2) for x in (q, k))
         out, final = rule(q, k, v, g=decay, beta=beta, output_final_state=True)
         return out.flatten(0, 1), final
 

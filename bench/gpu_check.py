@@ -203,30 +203,30 @@ def parts() -> tuple[CheckPart, ...]:
     smoke = (sys.executable, "-m", "thresher.bench.gpu_smoke", "{out}")
     files = (*ignored, str(kernels), str(ROOT / DECODER_TESTS))
     return (
-        CheckPart("smoke", smoke, 75, rows="smoke", lines=smoke_lines),
+        CheckPart("smoke", smoke, 65, rows="smoke", lines=smoke_lines),
         CheckPart(
             name="tests",
             command=(*tests, "-m", "not slow", "--tb=short", *spread, *files),
-            seconds=80,
+            seconds=110,
             needs=("pytest", "hypothesis"),
         ),
         CheckPart(
             name="tuning",
             command=(*bench, *loss, "--hidden", "1536", "--peers", "none", "--budget", "25", "--out", "{out}"),
-            seconds=40,
+            seconds=30,
             rows="tuning",
             lines=loss_lines,
             environment=(("THRESHER_AUTOTUNE", "1"),),
         ),
-        measured("loss", loss_lines, 45, 20, "--hidden", "1536", "3584"),
-        measured("attention", attention_lines, 45, 30, "--model", "0.5B", "7B", "--rounds", "10"),
-        measured("decode", decode_lines, 40, 25, "--steps", "32"),
+        measured("loss", loss_lines, 40, 20, "--hidden", "1536", "3584"),
+        measured("attention", attention_lines, 42, 30, "--model", "0.5B", "7B", "--rounds", "10"),
+        measured("decode", decode_lines, 30, 25, "--steps", "32"),
         measured("rollout", rollout_lines, 40, 15, "--shape", "rag", "--rounds", "2", *alone),
-        measured("step", step_lines, 55, 20, "--shape", "0.5B", "--steps", "2", "--profile", "{out}.kernels"),
+        measured("step", step_lines, 48, 20, "--shape", "0.5B", "--steps", "2", "--profile", "{out}.kernels"),
         CheckPart(
             name="racecheck",
             command=(*racecheck, *tests, *(str(kernels / test) for test in RACED)),
-            seconds=30,
+            seconds=45,
             needs=("compute-sanitizer", "pytest", "hypothesis"),
         ),
     )

@@ -212,7 +212,8 @@ class StepShape:
 
 def _gpu(name: str, model: str, lora: int | None = None, micro_batch_tokens: int = 16384) -> StepShape:
     lengths = RolloutShape(name=name, sizes=Sizes(), questions=8, group=8, question=1000, turns=(256,))
-    return StepShape(lengths=lengths, model=model, lora=lora, micro_batch_tokens=micro_batch_tokens)
+    ways = (PeerWay(batch=32),)  # of 0.5B, all 64 at once take more than 80 GB
+    return StepShape(lengths=lengths, model=model, lora=lora, micro_batch_tokens=micro_batch_tokens, peer_ways=ways)
 
 
 _STEP_RAG = RolloutShape(name="rag", sizes=Sizes(vocab_size=20_000), questions=4, group=8, question=700, turns=(200,))
@@ -248,7 +249,7 @@ STEP_SHAPES: dict[str, StepShape] = {
         micro_batch_tokens=4096,
         peer_ways=(PeerWay(batch=16), PeerWay(batch=16, checkpointing=True)),
     ),
-    "0.5B": _gpu("0.5B", "0.5B", micro_batch_tokens=32768),  # all that an update computes, as the peer does
+    "0.5B": _gpu("0.5B", "0.5B", micro_batch_tokens=32768),  # all that an update computes
     "1.5B": _gpu("1.5B", "1.5B"),
     "7B-lora": _gpu("7B-lora", "7B", lora=16),
 }

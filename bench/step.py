@@ -155,7 +155,7 @@ class Ours:
         return {"kernels": kernels, "busy_s": busy}
 
     def _update(self, trajectories: Sequence[Trajectory], share_prefix: bool) -> None:
-        rewards = [reward_of([t.ids()[p] for p in t.policy_positions()]) for t in trajectories]
+        rewards = [reward_of(t.policy_ids()) for t in trajectories]
         advantage = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], self.grpo)
         items = build_train_sequences(trajectories, advantage, self.grpo)
         stats = self.updaters[share_prefix].update(items, self.steps, 1.0)

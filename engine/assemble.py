@@ -12,7 +12,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
 from thresher.engine.decoding.decoder import ring_of, states_bytes
-from thresher.engine.decoding.decoder_cuda import free_memory
+from thresher.engine.decoding.decoder_cuda import free_memory, memory_left
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.protocol.prompts import Renderer
@@ -73,15 +73,15 @@ class RunContext(PromptContext):
             raise UserError(
                 f"the KV cache for {(blocks - 1) * limits.kv_block_size} tokens, by rollout.max_num_seqs = "
                 f"{limits.max_num_seqs} and rollout.max_context = {limits.max_context}, takes "
-                f"{needed / 2**30:.1f} GiB, and there are {available / 2**30:.1f}; lower one of them, or set "
+                f"{needed / 2**30:.3g} GiB, and {memory_left(self.policy.device)}; lower one of them, or set "
                 "rollout.kv_tokens"
             )
         ring = ring_of(bool(limits.num_draft_tokens), self.policy.device.type == "cuda")
         states = states_bytes(self.policy.config, self.policy.dtype.itemsize, limits.max_num_seqs, ring)
         if states + needed > available:
             raise UserError(
-                f"the states of rollout.max_num_seqs = {limits.max_num_seqs} sequences take {states / 2**30:.1f} GiB "
-                f"beside a KV cache of {needed / 2**30:.1f}, and there are {available / 2**30:.1f}; lower it"
+                f"the states of rollout.max_num_seqs = {limits.max_num_seqs} sequences take {states / 2**30:.3g} GiB "
+                f"beside a KV cache of {needed / 2**30:.3g}, and {memory_left(self.policy.device)}; lower it"
             )
         shuffle = (self.recipe.retrieval or RetrievalSection()).shuffle
         return Rollout(

@@ -84,6 +84,19 @@ def free_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else cpu_memory()[0]
 
 
+def memory_left(device: torch.device) -> str:
+    """Say how much is free, and on a GPU who holds the rest."""
+    said = f"{free_memory(device) / 2**30:.3g} GiB are free"
+    if device.type != "cuda":
+        return said
+    free, total = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device)
+    return said + (
+        f" (of {total / 2**30:.3g} on {device} torch holds {ours / 2**30:.3g} here, other programs and libraries "
+        f"{(total - free - ours) / 2**30:.3g})"
+    )
+
+
 def make_decoder(policy: Policy, tokenizer: Tokenizer, attention: Backend = "torch", **options: Any) -> Decoder:
     """Return the decoder of an attention backend (kernels/attention/backends/choice.py); options: as `Decoder`."""
     if attention == "torch":

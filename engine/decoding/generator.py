@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from thresher.common.errors import LARGEST_INT, UserError, as_whole, is_unicode, shown
 from thresher.engine.config.sampling import BOUNDS, MOST_SAMPLES, checked
 from thresher.engine.decoding.decoder import DecodeClock, Decoder, ring_of, states_bytes
-from thresher.engine.decoding.decoder_cuda import free_memory, make_decoder
+from thresher.engine.decoding.decoder_cuda import free_memory, make_decoder, memory_left
 from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import MOST, Speculate
@@ -223,10 +223,10 @@ class Generator:
         if self._decoder is not None and self._decoder.max_running >= running:
             return running
         needed = states_bytes(config, self.policy.dtype.itemsize, running, ring_of(bool(self.speculate), cuda))
-        if needed > (available := free_memory(self.policy.device)):
+        if needed > free_memory(self.policy.device):
             raise UserError(
-                f"the states of {running} samples at once take {needed / 2**30:.1f} GiB, and there are "
-                f"{available / 2**30:.1f}; lower max_running"
+                f"the states of {running} samples at once take {needed / 2**30:.3g} GiB, and "
+                f"{memory_left(self.policy.device)}; lower max_running"
             )
         return running
 

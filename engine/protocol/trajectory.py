@@ -62,6 +62,9 @@ class Trajectory:
             at += len(segment.ids)
         return rows
 
+    def policy_ids(self) -> list[int]:
+        return [token for segment in self.segments if segment.source is Source.POLICY for token in segment.ids]
+
     def policy_logprobs(self) -> list[float]:
         return [value for segment in self.segments for value in segment.logprobs]
 

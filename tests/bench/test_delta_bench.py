@@ -31,3 +31,13 @@ def test_what_is_wrong_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     row = run_delta_bench(DeltaBench(peer="none", device="cpu", **SMALL))
     assert row["sides"]["ours"]["error"] == pytest.approx(0.01, rel=1e-3)
     assert "from float64, expected at most 0.0001" in (failure(row) or "")
+
+
+def test_a_peer_that_fails_gets_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> Any:
+        raise RuntimeError("no backward with this compiler")
+
+    monkeypatch.setattr(delta, "_peer", lambda *given: failing)
+    row = run_delta_bench(DeltaBench(peer="fla", device="cpu", **SMALL))
+    assert row["sides"].keys() == {"ours"}
+    assert row["failed"] == {"fla": "RuntimeError: no backward with this compiler"}

@@ -1,6 +1,7 @@
 """Floors of GPUs that are not here: sizes as published, formulas against numbers worked out elsewhere, the command."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -71,15 +72,21 @@ def test_the_floor_of_a_decode_step(chip: object, model: str, shape: DecodeShape
     assert shape.batch / seconds / 1000 == pytest.approx(known, rel=0.025)
 
 
-def test_predictions_are_near_what_an_h200_measured() -> None:
-    """The shapes that the two constants were fitted to; docs/gpu.md says 9%. Qwen3.5 is in no fit: it misses by 28%."""
+def test_predictions_are_near_what_gpus_measured() -> None:
+    """An H200's six shapes of Qwen2.5 are what the two constants were fitted to; those of an H100, and its Qwen3.5, are
+    in no fit. An H200 measured Qwen3.5 with an older kernel. docs/gpu.md has the bounds."""
     path = Path(__file__).parents[2] / "bench" / "results" / "gpu-check.jsonl"
     rows = [row for row in map(json.loads, path.read_text("utf-8").splitlines()) if row["bench"] == "decode"]
-    rows = [row for row in rows if row["model"] in ("0.5B", "1.5B", "7B")]
-    assert len(rows) >= 6
+    bounds = {"H200": 0.09, "H100": 0.105}
+    seen: Counter[str] = Counter()
     for row in rows:
-        predicted = floors.predicted_decode_s(MODELS[row["model"]], DecodeShape(**row["shape"]), CHIPS["H200"])
-        assert predicted == pytest.approx(row["mean_step_s"], rel=0.09)  # bound: as docs/gpu.md says
+        chip = next(name for name in bounds if name in row["gpu"])
+        if chip == "H200" and row["model"].startswith("Qwen3.5"):
+            continue
+        predicted = floors.predicted_decode_s(config_of(row["model"]), DecodeShape(**row["shape"]), CHIPS[chip])
+        assert predicted == pytest.approx(row["mean_step_s"], rel=bounds[chip])
+        seen[chip] += 1
+    assert seen["H200"] >= 12 and seen["H100"] >= 10
 
 
 def test_lengths_have_a_tail() -> None:

@@ -4,6 +4,7 @@ last one is read; and a step that is a function of its buffers, which a CUDA gra
 Where there is a GPU, all this runs on it, with its kernels and graphs, and is compared with a CPU's results.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from random import Random
@@ -537,3 +538,9 @@ def test_siblings_read_their_prompt_once(
     )
     agreeing([[3] * 50, [4] * 33], [SequencePlan(prompt=n % 2, seed=n, turns=(TurnPlan(room=20),)) for n in range(7)])
     assert any(prefix is not None for prefix in shared)
+
+
+def test_who_holds_the_memory_is_said() -> None:
+    said = decoder_cuda.memory_left(DEVICE)
+    pattern = r" \(of [\d.]+ on cuda.* torch holds [\d.e-]+ here, other programs and libraries [\d.]+\)" if CUDA else ""
+    assert re.fullmatch(r"[\d.]+ GiB are free" + pattern, said)

@@ -39,6 +39,11 @@ def test_a_sound_one_passes(sound: Trajectory, tiny_tokenizer: Tokenizer) -> Non
     assert check_trajectory(sound, tiny_tokenizer, TAGS, len(sound)) == []
 
 
+def test_policy_ids_are_those_at_its_positions(sound: Trajectory) -> None:
+    ids = sound.ids()
+    assert sound.policy_ids() == [ids[row] for row in sound.policy_positions()] != []
+
+
 Plant = Callable[[Trajectory, Tokenizer], None]
 
 

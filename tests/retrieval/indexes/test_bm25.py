@@ -3,6 +3,9 @@ but its own corpus."""
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -218,3 +221,22 @@ def test_published_figures_are_met(shared_data, tmp_path):
     build_bm25(read_corpus(shared_data / "2wiki/corpus.json"), tmp_path / "2wiki", "title+text")
     got = check(tmp_path / "2wiki", shared_data / "2wiki/gold_titles_1000.jsonl", 5)
     assert got["queries"] == 1000 and got["recall"] == pytest.approx(0.657, abs=2e-3)
+
+
+@pytest.mark.parametrize("first", ["", "import jax; "])
+def test_jax_does_not_run_where_it_is_installed(tmp_path: Path, first: str) -> None:
+    """As bm25s imports it, it would take three quarters of a GPU's memory. A user's own import of it stays."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("")
+    (tmp_path / "jax" / "lax.py").write_text("raise SystemExit('JAX runs')")
+    build_bm25(many(), tmp_path / "index")
+    program = (
+        f"{first}import sys; held = sys.modules.get('jax'); "
+        "from thresher.retrieval.corpus import Corpus; from thresher.retrieval.passages import Passage; "
+        "from thresher.retrieval.indexes.bm25 import build_bm25; "
+        f"index = build_bm25(Corpus([Passage('p', 't', 'one two')]), {str(tmp_path / 'other')!r}); "
+        "assert index.search(['two'], 1)[0][0].row == 0 and sys.modules.get('jax') is held; import jax"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
