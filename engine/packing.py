@@ -126,6 +126,7 @@ class MicroBatch:
     old_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor  # times the importance weight, where there is one
     weights_R: torch.Tensor
+    sequence_R: torch.Tensor  # which of `members` the row is of
     members: list[int]  # numbers of the sequences, in the order packed
     tokens: int
     rounds: list[torch.Tensor] = field(default_factory=list)
@@ -295,6 +296,9 @@ def _assembled(chosen: dict[int, _Arrays], ids_T: Ints, rows_R: Ints, layout: Va
         old_logprobs_R=per_row([one.old_logprobs_R for one in arrays]),
         advantages_R=per_row([one.advantages_R for one in arrays]),
         weights_R=per_row([np.full(len(one.positions_R), one.weight) for one in arrays]),
+        sequence_R=torch.from_numpy(np.repeat(np.arange(len(arrays)), [len(one.positions_R) for one in arrays])).to(
+            device
+        ),
         members=list(chosen),
         tokens=sum(len(one.fed_L) for one in arrays),
         rounds=[torch.from_numpy(places).to(device) for places in _rounds(rows_R)],

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thresher.kernels.head_triton import Exps, TritonHead
-from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings
+from thresher.kernels.objective import BOUND, EXP_CAP, LogitGradient, LossRows, LossSettings, target_coefficients
 from thresher.kernels.operands import stored_columns
 from thresher.kernels.registry import ProgramWork, Specialisation
 
@@ -172,14 +172,22 @@ class TritonLoss(TritonHead):
 
     def _coefficients(self, logprobs_R: Tensor, exps: Exps, part: LossRows) -> Tensor:
         """The factor of each row; without an entropy bonus the exps become their own gradient."""
-        settings = self.settings
+        settings, estimator, old_R, advantages_R = (
+            self.settings,
+            self.settings.gradient_estimator,
+            part.old_R,
+            part.advantages_R,
+        )
+        if settings.surrogate != "clip" or part.slopes_R is not None:
+            # A row's coefficient by torch, a few small launches a chunk; the kernel applies it, as that of -A log pi.
+            advantages_R, old_R, estimator = -target_coefficients(logprobs_R, part, settings), None, "none"
         factor_R = torch.empty_like(logprobs_R)
         _coefficients_kernel[(triton.cdiv(len(factor_R), ROWS),)](
             logprobs_R,
             exps.log_normaliser_R,
             part.targets_R,
-            logprobs_R if part.old_R is None else part.old_R,
-            part.advantages_R,
+            logprobs_R if old_R is None else old_R,
+            advantages_R,
             part.weights_R,
             logprobs_R if part.ref_R is None else part.ref_R,
             exps.exps_RV,
@@ -191,8 +199,8 @@ class TritonLoss(TritonHead):
             float("inf") if settings.dual_clip is None else settings.dual_clip,
             settings.beta,
             1.0 / settings.temperature,
-            KL=settings.gradient_estimator,
-            HAS_OLD=part.old_R is not None,
+            KL=estimator,
+            HAS_OLD=old_R is not None,
             ENTROPY=bool(settings.entropy_coef),
             ROWS=ROWS,
         )

@@ -7,11 +7,13 @@
     dloss/dz_tv = dloss/dl_t ([v = y_t] - p_tv) + w_t entropy_coef p_tv (log p_tv + H_t)
     dX = dz W / temperature, dW = dz^T X / temperature
     GRPO: Shao et al. 2024, eq. 3; asymmetric clip: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020, eq. 5
+    other surrogates J(r_t, A_t) in the place of min(..): surrogates.py
 
 A chunk of rows needs its logits once: logits, dX, dW are three matmuls (6THV). Gradients are made in the forward pass;
 backward only scales them. Rows of weight 0 are dropped before the head. Rows known to have no gradient go last, forward
 only. `TorchLoss` here and `TritonLoss` of coefficients_triton.py make a chunk's log-probs and logit gradients. The
-caller folds aggregation (1/|y|, token mean) into the weights. Sequence-level ratios (GSPO) are absent.
+caller folds aggregation (1/|y|, token mean) into the weights. A surrogate that needs whole sequences (GSPO, a user's
+own) has a pass of log-probs before the chunks, 2THV more.
 
 Axes: T tokens, R unmasked rows (or a chunk of them), M a chunk filled up, H hidden width, V vocabulary
 (docs/notation.md).
@@ -52,9 +54,10 @@ from thresher.kernels.operands import (
     scale_rows,
     stored_columns,
 )
+from thresher.kernels.surrogates import Objective, slopes
 
-# old log-probs, advantages, weights, reference log-probs: one number a row
-_Vectors = tuple[Tensor | None, Tensor, Tensor, Tensor | None]
+# old log-probs, advantages, weights, reference log-probs, sequence: one number a row
+_Vectors = tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def reference_grpo_loss(
@@ -66,6 +69,7 @@ def reference_grpo_loss(
     weights_T: Tensor,
     *,
     ref_logprobs_T: Tensor | None = None,
+    sequence_T: Tensor | None = None,
     vocab_size: int | None = None,
     **settings: Any,
 ) -> LossResult:
@@ -73,7 +77,7 @@ def reference_grpo_loss(
     and for reading. Arguments as `grpo_loss`; float64 inputs are computed in float64."""
     chosen = LossSettings(**settings)
     index_R = weights_T.nonzero()[:, 0]
-    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T)
+    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T, sequence_T)
     rows = _gather_rows(index_R, targets_T, vectors, compute_dtype(hidden_TH))
     logprobs_R, entropy_R = reference_token_logprobs(
         hidden_TH[index_R], lm_head_VH, rows.targets_R, temperature=chosen.temperature, vocab_size=vocab_size
@@ -87,11 +91,13 @@ def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, d
     def gather(values_T: Tensor) -> Tensor:
         return values_T.contiguous() if index_R is None else values_T.index_select(0, index_R)
 
+    *floats, sequence_T = vectors
     old_R, advantages_R, weights_R, ref_R = (
-        None if values_T is None else gather(values_T.detach()).to(dtype) for values_T in vectors
+        None if values_T is None else gather(values_T.detach()).to(dtype) for values_T in floats
     )
     assert advantages_R is not None and weights_R is not None
-    return LossRows(index_R, gather(targets_T).long(), old_R, advantages_R, weights_R, ref_R)
+    sequence_R = None if sequence_T is None else gather(sequence_T).long()
+    return LossRows(index_R, gather(targets_T).long(), old_R, advantages_R, weights_R, ref_R, sequence_R)
 
 
 def _choose_rows(
@@ -109,7 +115,7 @@ def _choose_rows(
     The call's one host sync is here: the flags and the two counts come over together.
     """
     dtype = compute_dtype(hidden_TH)
-    old_T, advantages_T, weights_T, ref_T = vectors
+    old_T, advantages_T, weights_T, ref_T, _ = vectors
     exact_weights_T = weights_T.to(dtype)
     unmasked_T = exact_weights_T != 0
     checks = head_checks(hidden_TH, targets_T, columns)
@@ -282,6 +288,11 @@ def grpo_loss(
     kl_gradient: str | None = None,
     beta: float = 0.0,
     entropy_coef: float = 0.0,
+    surrogate: str | Objective = "clip",
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    divergence: float = 0.2,
+    sequence_T: Tensor | None = None,
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
     workspace_bytes: int | None = None,
@@ -298,6 +309,9 @@ def grpo_loss(
     advantages of 1 it is the gradient of supervised fine-tuning, whose loss is then -(weights * logprobs).sum().
     temperature: divides the logits. clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
     dual_clip: c > 1, or None.
+    surrogate: one of surrogates.SURROGATES, or a function as that file describes it; those of whole sequences need
+    sequence_T, [T] whole numbers, the number of each token's sequence. tau_positive, tau_negative: sapo's.
+    divergence: dppo's delta. clip_low, clip_high and dual_clip are of the surrogates that clip.
     kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,
     and the one whose gradient is taken (None: the same one). beta > 0 needs ref_logprobs_T.
     vocab_size: columns from there on do not exist. Their rows of the head change no result and get no gradient. The
@@ -328,14 +342,24 @@ def grpo_loss(
         kl_gradient=kl_gradient,
         beta=beta,
         entropy_coef=entropy_coef,
+        surrogate=surrogate,
+        tau_positive=tau_positive,
+        tau_negative=tau_negative,
+        divergence=divergence,
     )
     columns = check_head(hidden_TH, lm_head_VH, targets_T, vocab_size, chunk_rows)
     backend = resolve_backend(backend, hidden_TH)
-    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T)
+    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T, sequence_T)
     names = ("old_logprobs_T", "advantages_T", "weights_T", "ref_logprobs_T")
-    for name, values_T in zip(names, vectors, strict=True):
+    for name, values_T in zip(names, vectors, strict=False):
         if values_T is not None:
             check_rows(name, values_T, hidden_TH)
+    if not settings.of_rows and sequence_T is None:
+        raise ValueError(f"sequence_T is None; expected the number of each token's sequence with surrogate {surrogate}")
+    if sequence_T is not None and (sequence_T.shape != targets_T.shape or sequence_T.is_floating_point()):
+        raise ValueError(
+            f"sequence_T is {sequence_T.dtype} {list(sequence_T.shape)}; expected whole numbers {list(targets_T.shape)}"
+        )
     if beta and ref_logprobs_T is None:
         raise ValueError(f"beta is {beta} but ref_logprobs_T is None; expected reference log-probs, or beta 0")
     if lm_head_grad_VH is not None:
@@ -359,8 +383,12 @@ def grpo_loss(
         head_VH = blas_ready(lm_head_VH[:padded])
         most_rows = max(with_gradient, len(rows) - with_gradient)
         rows_at_once = chunk_size(chunk_rows, workspace_bytes, backend, head_VH[:columns], most_rows)
+        made = _make_backend(backend, head_VH, columns, settings, rows_at_once)
+        if not settings.of_rows and with_gradient:
+            logprobs_R, _ = _run_chunks(made, hidden_TH, head_VH, rows, 0, rows_at_once, None, None, False)
+            rows = replace(rows, slopes_R=slopes(logprobs_R, rows, settings))
         logprobs_R, entropy_R = _run_chunks(
-            _make_backend(backend, head_VH, columns, settings, rows_at_once),
+            made,
             hidden_TH,
             head_VH,
             rows,

@@ -1,4 +1,4 @@
-"""The per-token surrogate objective: ratio, clip, KL and entropy of a row, and what its logits' gradient is made of.
+"""The objective of a row: surrogate, KL and entropy, and what its logits' gradient is made of.
 
 The loss's maths stands at the top of loss.py; this file is its part after the vocabulary, on [R] vectors, shared by
 every backend. Nothing here sees a logit, and nothing here sees a masked row.
@@ -11,10 +11,11 @@ grad log pi where the estimator stands in the loss.
     k3        exp(-d) + d - 1     c = 1 - exp(-d)   the gradient of KL(ref || pi); unbounded for pi << ref
     k3_ratio  r * k3              c = r * d         exact on and off policy: r*k3 + r*(1 - exp(-d)) = r*d
 
-An exponent is capped at 80, and the gradient keeps the capped value instead of dropping to zero, so an explosion is
-seen and never becomes NaN. k3_ratio multiplies two such exponentials, so the product is bounded by exp(80) as well.
+surrogates.py has the surrogate of ratio and advantage. An exponent is capped at 80, and the gradient keeps the capped
+value instead of dropping to zero, so an explosion is seen and never becomes NaN. k3_ratio multiplies two such
+exponentials, so the product is bounded by exp(80) as well.
 
-k1, k2, k3: Schulman, "Approximating KL Divergence" (2020). Deliberately absent: sequence-level estimators.
+k1, k2, k3: Schulman, "Approximating KL Divergence" (2020). Deliberately absent: sequence-level estimators of the KL.
 
 Axes: R unmasked rows (or a chunk of them), T tokens, V vocabulary (docs/notation.md).
 """
@@ -27,8 +28,18 @@ import torch
 from torch import Tensor
 
 from thresher.kernels.operands import check_scalar, check_temperature
+from thresher.kernels.surrogates import (
+    EXP_CAP,
+    OF_ROWS,
+    SURROGATES,
+    Objective,
+    capped,
+    capped_exp,
+    log_ratios,
+    slopes,
+    surrogate_of,
+)
 
-EXP_CAP = 80.0
 # exp(80) is 5.5e34: inside float32, with four decades left for what it is multiplied with.
 BOUND = math.exp(EXP_CAP)
 ESTIMATORS = ("k1", "k2", "k3", "k3_ratio")
@@ -47,6 +58,10 @@ class LossSettings:
     kl_gradient: str | None = None
     beta: float = 0.0
     entropy_coef: float = 0.0
+    surrogate: str | Objective = "clip"
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    divergence: float = 0.2
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
@@ -56,6 +71,11 @@ class LossSettings:
         check_scalar("entropy_coef", self.entropy_coef)
         if self.dual_clip is not None:
             check_scalar("dual_clip", self.dual_clip, 1.0, strict=True)
+        if isinstance(self.surrogate, str) and self.surrogate not in SURROGATES:
+            raise ValueError(f"surrogate is {self.surrogate!r}; expected one of {', '.join(SURROGATES)}, or a function")
+        for name in ("tau_positive", "tau_negative"):
+            check_scalar(name, getattr(self, name), 0.0, strict=True)
+        check_scalar("divergence", self.divergence, 0.0)
         for name, choice in (("kl_value", self.kl_value), ("kl_gradient", self.kl_gradient or self.kl_value)):
             if choice not in CHOICES:
                 raise ValueError(f"{name} is {choice!r}; expected one of {', '.join(CHOICES)}")
@@ -66,9 +86,15 @@ class LossSettings:
         return (self.kl_gradient or self.kl_value) if self.beta else "none"
 
     @property
+    def of_rows(self) -> bool:
+        """Whether the surrogate of a row needs no other row of its sequence."""
+        return self.surrogate in OF_ROWS
+
+    @property
     def every_row_has_gradient(self) -> bool:
         """False when a row of advantage 0 has no gradient, whatever its log-prob turns out to be."""
-        return self.gradient_estimator != "none" or self.entropy_coef != 0.0
+        own = not isinstance(self.surrogate, str)
+        return self.gradient_estimator != "none" or self.entropy_coef != 0.0 or own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +107,8 @@ class LossRows:
     advantages_R: Tensor
     weights_R: Tensor
     ref_R: Tensor | None
+    sequence_R: Tensor | None = None  # int64, the number of each row's sequence, from 0
+    slopes_R: Tensor | None = None  # of the surrogate by the log-prob, once they are known for all rows
 
     def __len__(self) -> int:
         return len(self.targets_R)
@@ -127,16 +155,6 @@ class LossBackend(Protocol):
         """The same with dloss/dlogits. rows_RH: the hidden states of `part`, dense."""
 
 
-def _capped(exponent_R: Tensor) -> Tensor:
-    """min(exponent, 80) whose derivative stays 1 above the cap."""
-    return exponent_R.clamp(max=EXP_CAP).detach() + (exponent_R - exponent_R.detach())
-
-
-def capped_exp(exponent_R: Tensor) -> Tensor:
-    """exp(min(exponent, 80)), elementwise. For autograd its derivative is its own value, capped or not."""
-    return torch.exp(_capped(exponent_R))
-
-
 def kl_values(log_ref_ratio_R: Tensor, ratio_R: Tensor) -> dict[str, Tensor]:
     """Every estimator of every row, by name.
 
@@ -145,7 +163,7 @@ def kl_values(log_ref_ratio_R: Tensor, ratio_R: Tensor) -> dict[str, Tensor]:
     """
     d = log_ref_ratio_R
     # expm1 and not exp(-d) - 1: at |d| = 1e-3 the latter has lost a tenth of k3 in float32.
-    k3 = torch.expm1(_capped(-d)) + d
+    k3 = torch.expm1(capped(-d)) + d
     return {"k1": d, "k2": 0.5 * d * d, "k3": k3, "k3_ratio": (ratio_R * k3).clamp(max=BOUND)}
 
 
@@ -163,24 +181,21 @@ def kl_coefficient(name: str, log_ref_ratio_R: Tensor, ratio_R: Tensor) -> Tenso
     return torch.zeros_like(d)
 
 
-def log_ratios(logprobs_R: Tensor, rows: LossRows) -> Tensor:
-    """log(pi / pi_old) of each row; autograd passes to pi alone."""
-    return logprobs_R - (logprobs_R.detach() if rows.old_R is None else rows.old_R)
-
-
-def clipped_objective(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """(ratio, objective, clipped) of each row; autograd may pass through."""
-    advantages_R = rows.advantages_R
-    ratios_R = capped_exp(log_ratios(logprobs_R, rows))
-    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
-    objective_R = torch.minimum(ratios_R * advantages_R, ratios_R.clamp(low, high) * advantages_R)
-    clipped_R = torch.where(advantages_R > 0, ratios_R > high, (ratios_R < low) & (advantages_R < 0))
-    if settings.dual_clip is not None:
-        floor_R = settings.dual_clip * advantages_R
-        negative_R = advantages_R < 0
-        objective_R = torch.where(negative_R, torch.maximum(objective_R, floor_R), objective_R)
-        clipped_R = clipped_R | (negative_R & (ratios_R > settings.dual_clip))
-    return ratios_R, objective_R, clipped_R
+def target_coefficients(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> Tensor:
+    """Return dloss/dlogp of each row, entropy and weight aside, [R]: the surrogate's and the KL's."""
+    if rows.slopes_R is not None:
+        coefficient_R = -rows.slopes_R
+    elif settings.surrogate == "clip":
+        ratios_R, _, clipped_R = surrogate_of(logprobs_R, rows, settings)
+        coefficient_R = -(ratios_R * rows.advantages_R).masked_fill_(clipped_R, 0.0)
+    else:
+        coefficient_R = -slopes(logprobs_R, rows, settings)
+    if settings.gradient_estimator != "none":
+        assert rows.ref_R is not None
+        ratios_R = capped_exp(log_ratios(logprobs_R, rows))
+        kl_R = kl_coefficient(settings.gradient_estimator, logprobs_R - rows.ref_R, ratios_R)
+        coefficient_R = coefficient_R + settings.beta * kl_R
+    return coefficient_R
 
 
 def logit_coefficients(
@@ -188,12 +203,7 @@ def logit_coefficients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the coefficients of the logits' gradient (on_target, on_probs, on_plogp), 1/temperature included, all [R]:
     dz = on_target * [v = y] + on_probs * p + on_plogp * p log p."""
-    ratios_R, _, clipped_R = clipped_objective(logprobs_R, rows, settings)
-    on_target_R = -(ratios_R * rows.advantages_R).masked_fill_(clipped_R, 0.0)
-    if settings.gradient_estimator != "none":
-        assert rows.ref_R is not None
-        kl_R = kl_coefficient(settings.gradient_estimator, logprobs_R - rows.ref_R, ratios_R)
-        on_target_R = on_target_R + settings.beta * kl_R
+    on_target_R = target_coefficients(logprobs_R, rows, settings)
     scale_R = rows.weights_R / settings.temperature
     # Bounded, for an infinite coefficient times a probability of 0 would be NaN.
     on_target_R = (on_target_R * scale_R).clamp_(-BOUND, BOUND)
@@ -205,7 +215,7 @@ def logit_coefficients(
 
 def assemble(logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: LossSettings, length: int) -> LossResult:
     """Loss and metrics from log-probs and entropies of the unmasked rows; autograd may pass to the loss."""
-    ratios_R, objective_R, clipped_R = clipped_objective(logprobs_R, rows, settings)
+    ratios_R, objective_R, clipped_R = surrogate_of(logprobs_R, rows, settings)
     capped_R = log_ratios(logprobs_R, rows) > EXP_CAP
     kl_R: dict[str, Tensor] = {}
     coefficients_R = None

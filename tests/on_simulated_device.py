@@ -539,6 +539,7 @@ UNRUN = {
     "cli/commands/training.py": (2, "refusals, and a memory check that a tiny model skips"),
     "engine/compressors/recomp_train.py": (1, ENCODER),
     "engine/compressors/training_data.py": (2, "data for compressors"),
+    "engine/decoding/decoder_cuda.py": (3, "what a refusal tells of a GPU's memory"),
     "engine/parallel/ranks.py": (2, RANKS),
     "engine/parallel/sharded_weights.py": (1, RANKS),
     "engine/parallel/sync.py": (2, RANKS),

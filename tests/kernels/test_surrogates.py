@@ -1,0 +1,214 @@
+"""Surrogates other than the clip: each written out again by its paper's formula over whole sequences, through
+log_softmax in float64; both backends; a user's own; and what is refused."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from loss_cases import Case, make_case
+from torch import Tensor
+
+from thresher.kernels import grpo_loss
+from thresher.kernels.loss import reference_grpo_loss
+from thresher.kernels.surrogates import SURROGATES
+
+LENGTHS = (7, 1, 20, 12, 30)
+LOW, HIGH, DELTA = 0.2, 0.28, 0.01
+SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+
+Rows = tuple[Tensor, Tensor, Tensor]  # log-probs, old log-probs and advantages of one sequence's rows in the loss
+
+
+def clip(x: Tensor, low: float = 1 - LOW, high: float = 1 + HIGH) -> Tensor:
+    return x.clamp(low, high)
+
+
+def cispo(logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
+    return clip((logp - old).exp()).detach() * A * logp
+
+
+def sapo(logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
+    tau = torch.tensor([1.0 if a > 0 else 1.05 for a in A.tolist()], dtype=A.dtype)
+    return 4 / tau / (1 + (-tau * ((logp - old).exp() - 1)).exp()) * A
+
+
+def dppo(logp: Tensor, old: Tensor, A: Tensor, kl: bool) -> Tensor:
+    worth = []
+    for new, before, a in zip(logp, old, A, strict=True):
+        p, q = float(new.detach().exp()), min(math.exp(float(before)), 1.0)  # a drawn "old" may lie above 0
+        far = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if kl and q < 1 else abs(p - q)
+        if kl and q == 1:
+            far = -math.log(p)
+        ratio = (new - before).exp()
+        leads_away = (a > 0 and ratio > 1) or (a < 0 and ratio < 1)
+        worth.append(a * (ratio.detach() if far > DELTA and leads_away else ratio))
+    return torch.stack(worth)
+
+
+def gspo(logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
+    s = (logp - old).mean().exp()
+    s = s.detach() * (logp - logp.detach()).exp()
+    return torch.minimum(s * A, clip(s) * A)
+
+
+def gmpo(logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
+    """Its product of ratios, clipped by token, to the power 1/n; the gradient by the token's own factor."""
+    log = logp - old
+    low, high = math.log(1 - LOW), math.log(1 + HIGH)
+    bound = torch.where(A > 0, log.clamp(max=high), torch.where(A < 0, log.clamp(min=low), log))
+    mean = math.prod(bound.detach().exp().tolist()) ** (1 / len(A))
+    return mean * (bound - bound.detach()).exp() * A
+
+
+BY_HAND: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "clip": lambda logp, old, A: torch.minimum((logp - old).exp() * A, clip((logp - old).exp()) * A),
+    "reinforce": lambda logp, old, A: A * logp,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo_tv": lambda logp, old, A: dppo(logp, old, A, kl=False),
+    "dppo_kl": lambda logp, old, A: dppo(logp, old, A, kl=True),
+    "gspo": gspo,
+    "gmpo": gmpo,
+}
+
+
+def case_of(seed: int = 0) -> Case:
+    """Rows of five sequences, of unlike lengths, some masked and some of advantage 0; ratios of .3 to 3."""
+    return make_case(sum(LENGTHS), seed=seed)
+
+
+def by_hand(case: Case, objective: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+    hidden, head = (x.clone().requires_grad_() for x in (case.hidden, case.head))
+    logp = torch.log_softmax(hidden @ head.t(), 1).gather(1, case.targets[:, None])[:, 0]
+    loss = torch.zeros((), dtype=torch.float64)
+    for number in range(len(LENGTHS)):
+        rows = (number == SEQUENCE) & (case.weights != 0)
+        if rows.any():
+            loss = loss - (case.weights[rows] * objective(logp[rows], case.old[rows], case.advantages[rows])).sum()
+    loss.backward()
+    assert hidden.grad is not None and head.grad is not None
+    return {"loss": loss.detach(), "hidden_grad": hidden.grad, "head_grad": head.grad}
+
+
+def ours(case: Case, surrogate: Any, loss: Callable[..., Any] = grpo_loss, **options: Any) -> dict[str, Tensor]:
+    hidden, head = (x.clone().requires_grad_() for x in (case.hidden, case.head))
+    result = loss(
+        hidden,
+        head,
+        *case.arguments[2:],
+        ref_logprobs_T=case.ref,
+        sequence_T=SEQUENCE,
+        surrogate=surrogate,
+        **{"clip_low": LOW, "clip_high": HIGH, "divergence": DELTA} | options,
+    )
+    result.loss.backward()
+    assert hidden.grad is not None and head.grad is not None
+    return {"loss": result.loss.detach(), "hidden_grad": hidden.grad, "head_grad": head.grad}
+
+
+def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float((found[name].double() - value).norm()) for name, value in truth.items()}
+
+
+def test_each_has_a_formula_here() -> None:
+    assert BY_HAND.keys() == set(SURROGATES)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("chunk_rows", [None, 9])
+def test_it_is_its_formula_in_float64(name: str, chunk_rows: int | None) -> None:
+    for seed in range(3):
+        case = case_of(seed)
+        truth = by_hand(case, BY_HAND[name])
+        for found in (ours(case, name, chunk_rows=chunk_rows), ours(case, name, reference_grpo_loss)):
+            for of, error in errors(found, truth).items():
+                assert error <= 1e-12 * max(float(truth[of].norm()), 1.0), (of, seed)
+
+
+def test_each_limits_another_row() -> None:
+    """No two of them have the same gradient here: a name that did nothing would be seen."""
+    case = case_of()
+    found = [ours(case, name)["head_grad"] for name in SURROGATES]
+    for n, one in enumerate(found):
+        assert all(float((one - other).norm()) > 1e-3 for other in found[:n])
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
+def test_the_triton_backend_is_as_near_to_float64_as_the_torch_backend(name: str) -> None:
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    exact = case_of()
+    options: dict[str, Any] = {"beta": 0.1, "kl_value": "k2", "entropy_coef": 0.05 if name == "gspo" else 0.0}
+    truth = ours(exact, name, **options)
+    narrow = exact.to(torch.float32)
+    plain = errors(ours(narrow, name, backend="torch", **options), truth)
+    there = Case(*(x.to(device) for x in narrow.__dict__.values()))
+    found = ours(there, name, backend="triton", chunk_rows=32, **options)
+    for of, error in errors({key: value.cpu() for key, value in found.items()}, truth).items():
+        assert error <= 3 * (plain[of] + 2**-23 * float(truth[of].norm())), of
+
+
+def test_beta_and_entropy_are_added_whatever_the_surrogate() -> None:
+    case = case_of()
+    terms = {"beta": 0.3, "kl_value": "k3_ratio", "entropy_coef": 0.1}
+    without = ours(replace(case, advantages=torch.zeros_like(case.advantages)), "clip", **terms)
+    for name in ("cispo", "gspo"):
+        alone, both = ours(case, name), ours(case, name, **terms)
+        for of, value in both.items():
+            assert float((value - alone[of] - without[of]).norm()) <= 1e-12 * float(value.norm()), of
+
+
+def ppo_of_my_own(
+    logprobs: Tensor, old: Tensor, ref: Tensor | None, advantages: Tensor, mask: Tensor, sequence: Tensor
+) -> Tensor:
+    assert mask.dtype == torch.bool and mask.all() and int(sequence.max()) < len(LENGTHS) and ref is not None
+    return -BY_HAND["clip"](logprobs, old, advantages)
+
+
+def test_an_objective_of_ones_own() -> None:
+    case = case_of()
+    truth = ours(case, "clip")
+    for found in (ours(case, ppo_of_my_own, chunk_rows=9), ours(case, ppo_of_my_own, reference_grpo_loss)):
+        for of, error in errors(found, truth).items():
+            assert error <= 1e-12 * max(float(truth[of].norm()), 1.0)
+
+    def weighted(logprobs: Tensor, old: Tensor, ref: Any, advantages: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+        """Couples all rows, so that a row's gradient has other rows' weights."""
+        return logprobs * logprobs.mean() * advantages
+
+    found, reference = ours(case, weighted), ours(case, weighted, reference_grpo_loss)
+    for of, error in errors(found, reference).items():
+        assert error <= 1e-12 * max(float(reference[of].norm()), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "why"),
+    [
+        (lambda logp, *_: logp.mean(), r"<lambda> returned a tensor of shape \[\]; expected the loss of each row"),
+        (lambda logp, *_: 3.0, r"returned 'float'; expected the loss"),
+        (lambda logp, *_: logp / 0.0, r"returned -inf for row 0; expected finite numbers"),
+        (lambda logp, old, ref, A, *_: A, "does not depend on the log-probs"),
+        (lambda logp, *_: (logp - logp.detach()).sqrt(), "the objective's gradient is not finite"),
+    ],
+)
+def test_an_objective_that_cannot_be(objective: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        ours(case_of(), objective)
+
+
+def test_what_is_refused() -> None:
+    case = case_of()
+    for options, why in (
+        ({"surrogate": "ppo"}, "surrogate is 'ppo'; expected one of clip, reinforce, "),
+        ({"surrogate": "gspo"}, "sequence_T is None; expected the number of each token's sequence with surrogate gspo"),
+        ({"surrogate": "gspo", "sequence_T": SEQUENCE[:3]}, r"sequence_T is torch.int64 \[3\]; expected whole numbers"),
+        ({"surrogate": "gspo", "sequence_T": SEQUENCE.float()}, "sequence_T is torch.float32"),
+        ({"surrogate": "sapo", "tau_positive": 0.0}, "tau_positive is 0.0"),
+        ({"surrogate": "dppo_tv", "divergence": -1.0}, "divergence is -1.0"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            grpo_loss(*case.arguments, **options)
