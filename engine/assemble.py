@@ -258,11 +258,11 @@ def load_judges(
 def load_questions(recipe: Recipe, system: System) -> tuple[list[Question], list[Question]]:
     """Read training questions (up to data.limit) and development questions (up to run.eval_questions; may be empty)."""
     data = recipe.need(DataSection)
-    train = read_questions(data.train)[: data.limit]
+    train = read_questions(data.train, golds_needed=system.needs_golds)[: data.limit]
     check_gold_indices(train, system, data.train, needed=True)
     if data.dev is None:
         return train, []
-    dev = read_questions(data.dev)[: recipe.run.eval_questions]
+    dev = read_questions(data.dev, golds_needed=system.needs_golds)[: recipe.run.eval_questions]
     check_gold_indices(dev, system, data.dev)
     return train, dev
 

@@ -167,6 +167,7 @@ class System:
     claims(attempt): (premise, hypothesis) pairs for the entailment judge, whose largest probability becomes
     attempt.entailment; None where the reward needs no judge. wants_verdict: an LLM judge must rate the answer, which is
     answer(attempt), the one that the reward reads; None without one.
+    needs_golds: a question without gold answers is refused.
     searches: it asks an index or a server; None: it does if `information` is one of its tags.
     needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
     """
@@ -182,6 +183,7 @@ class System:
     wants_verdict: bool = False
     answer: Callable[[RewardInput], str | None] = last_answer
     needs_gold_indices: bool = False
+    needs_golds: bool = True
     searches: bool | None = None
 
     @property

@@ -127,6 +127,7 @@ class MicroBatch:
     advantages_R: torch.Tensor  # times the importance weight, where there is one
     weights_R: torch.Tensor
     sequence_R: torch.Tensor  # which of `members` the row is of
+    turn_R: torch.Tensor  # the number of its turn, a run of sampled tokens, in all of the micro-batch
     members: list[int]  # numbers of the sequences, in the order packed
     tokens: int
     rounds: list[torch.Tensor] = field(default_factory=list)
@@ -284,6 +285,7 @@ def _shared_batch(
 
 def _assembled(chosen: dict[int, _Arrays], ids_T: Ints, rows_R: Ints, layout: Varlen | PrefixForest) -> MicroBatch:
     device, arrays = layout.device, list(chosen.values())
+    positions = [one.positions_R for one in arrays]
 
     def per_row(values: list[Floats]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(device)
@@ -296,13 +298,18 @@ def _assembled(chosen: dict[int, _Arrays], ids_T: Ints, rows_R: Ints, layout: Va
         old_logprobs_R=per_row([one.old_logprobs_R for one in arrays]),
         advantages_R=per_row([one.advantages_R for one in arrays]),
         weights_R=per_row([np.full(len(one.positions_R), one.weight) for one in arrays]),
-        sequence_R=torch.from_numpy(np.repeat(np.arange(len(arrays)), [len(one.positions_R) for one in arrays])).to(
-            device
-        ),
+        sequence_R=torch.from_numpy(np.repeat(np.arange(len(arrays)), list(map(len, positions)))).to(device),
+        turn_R=torch.from_numpy(_turns(positions)).to(device),
         members=list(chosen),
         tokens=sum(len(one.fed_L) for one in arrays),
         rounds=[torch.from_numpy(places).to(device) for places in _rounds(rows_R)],
     )
+
+
+def _turns(positions: Sequence[Ints]) -> Ints:
+    """Return the number of each row's turn: one begins with a sequence, and behind a token that was not sampled."""
+    begins = [np.diff(one, prepend=one[:1] - 2) != 1 for one in positions]
+    return np.cumsum(np.concatenate(begins)) - 1
 
 
 def _rounds(rows_R: Ints) -> list[Ints]:

@@ -7,7 +7,7 @@
     dloss/dz_tv = dloss/dl_t ([v = y_t] - p_tv) + w_t entropy_coef p_tv (log p_tv + H_t)
     dX = dz W / temperature, dW = dz^T X / temperature
     GRPO: Shao et al. 2024, eq. 3; asymmetric clip: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020, eq. 5
-    other surrogates J(r_t, A_t) in the place of min(..): surrogates.py
+    other surrogates J(r_t, A_t) in the place of min(..): objective.py
 
 A chunk of rows needs its logits once: logits, dX, dW are three matmuls (6THV). Gradients are made in the forward pass;
 backward only scales them. Rows of weight 0 are dropped before the head. Rows known to have no gradient go last, forward
@@ -29,13 +29,16 @@ from torch.autograd.function import once_differentiable
 
 from thresher.kernels.logprob import TorchHead, chunk_size, reference_token_logprobs
 from thresher.kernels.objective import (
+    OF_ROWS,
     LogitGradient,
     LossBackend,
     LossResult,
     LossRows,
     LossSettings,
+    Objective,
     assemble,
     logit_coefficients,
+    slopes,
 )
 from thresher.kernels.operands import (
     RowCheck,
@@ -54,10 +57,9 @@ from thresher.kernels.operands import (
     scale_rows,
     stored_columns,
 )
-from thresher.kernels.surrogates import Objective, slopes
 
-# old log-probs, advantages, weights, reference log-probs, sequence: one number a row
-_Vectors = tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+# old log-probs, advantages, weights, reference log-probs, sequence, turn: one number a row
+_Vectors = tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def reference_grpo_loss(
@@ -70,6 +72,7 @@ def reference_grpo_loss(
     *,
     ref_logprobs_T: Tensor | None = None,
     sequence_T: Tensor | None = None,
+    turn_T: Tensor | None = None,
     vocab_size: int | None = None,
     **settings: Any,
 ) -> LossResult:
@@ -77,7 +80,7 @@ def reference_grpo_loss(
     and for reading. Arguments as `grpo_loss`; float64 inputs are computed in float64."""
     chosen = LossSettings(**settings)
     index_R = weights_T.nonzero()[:, 0]
-    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T, sequence_T)
+    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T, sequence_T, turn_T)
     rows = _gather_rows(index_R, targets_T, vectors, compute_dtype(hidden_TH))
     logprobs_R, entropy_R = reference_token_logprobs(
         hidden_TH[index_R], lm_head_VH, rows.targets_R, temperature=chosen.temperature, vocab_size=vocab_size
@@ -91,13 +94,13 @@ def _gather_rows(index_R: Tensor | None, targets_T: Tensor, vectors: _Vectors, d
     def gather(values_T: Tensor) -> Tensor:
         return values_T.contiguous() if index_R is None else values_T.index_select(0, index_R)
 
-    *floats, sequence_T = vectors
+    *floats, sequence_T, turn_T = vectors
     old_R, advantages_R, weights_R, ref_R = (
         None if values_T is None else gather(values_T.detach()).to(dtype) for values_T in floats
     )
     assert advantages_R is not None and weights_R is not None
-    sequence_R = None if sequence_T is None else gather(sequence_T).long()
-    return LossRows(index_R, gather(targets_T).long(), old_R, advantages_R, weights_R, ref_R, sequence_R)
+    numbers = (None if values_T is None else gather(values_T).long() for values_T in (sequence_T, turn_T))
+    return LossRows(index_R, gather(targets_T).long(), old_R, advantages_R, weights_R, ref_R, *numbers)
 
 
 def _choose_rows(
@@ -115,7 +118,7 @@ def _choose_rows(
     The call's one host sync is here: the flags and the two counts come over together.
     """
     dtype = compute_dtype(hidden_TH)
-    old_T, advantages_T, weights_T, ref_T, _ = vectors
+    old_T, advantages_T, weights_T, ref_T, *_ = vectors
     exact_weights_T = weights_T.to(dtype)
     unmasked_T = exact_weights_T != 0
     checks = head_checks(hidden_TH, targets_T, columns)
@@ -291,8 +294,10 @@ def grpo_loss(
     surrogate: str | Objective = "clip",
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
-    divergence: float = 0.2,
+    divergence: float = 0.15,
+    guard: float = 0.0,
     sequence_T: Tensor | None = None,
+    turn_T: Tensor | None = None,
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
     workspace_bytes: int | None = None,
@@ -309,9 +314,10 @@ def grpo_loss(
     advantages of 1 it is the gradient of supervised fine-tuning, whose loss is then -(weights * logprobs).sum().
     temperature: divides the logits. clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
     dual_clip: c > 1, or None.
-    surrogate: one of surrogates.SURROGATES, or a function as that file describes it; those of whole sequences need
-    sequence_T, [T] whole numbers, the number of each token's sequence. tau_positive, tau_negative: sapo's.
-    divergence: dppo's delta. clip_low, clip_high and dual_clip are of the surrogates that clip.
+    surrogate: one of objective.SURROGATES, or a function as that file describes it; those of whole sequences need
+    sequence_T, [T] whole numbers, the number of each token's sequence. clip_low, clip_high and dual_clip are of the
+    surrogates that clip. tau_positive, tau_negative: sapo's. divergence: dppo's delta. guard: LLDS's lambda, which
+    needs turn_T, [T], the number of each token's turn.
     kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,
     and the one whose gradient is taken (None: the same one). beta > 0 needs ref_logprobs_T.
     vocab_size: columns from there on do not exist. Their rows of the head change no result and get no gradient. The
@@ -346,20 +352,22 @@ def grpo_loss(
         tau_positive=tau_positive,
         tau_negative=tau_negative,
         divergence=divergence,
+        guard=guard,
     )
     columns = check_head(hidden_TH, lm_head_VH, targets_T, vocab_size, chunk_rows)
     backend = resolve_backend(backend, hidden_TH)
-    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T, sequence_T)
+    vectors: _Vectors = (old_logprobs_T, advantages_T, weights_T, ref_logprobs_T, sequence_T, turn_T)
     names = ("old_logprobs_T", "advantages_T", "weights_T", "ref_logprobs_T")
     for name, values_T in zip(names, vectors, strict=False):
         if values_T is not None:
             check_rows(name, values_T, hidden_TH)
-    if not settings.of_rows and sequence_T is None:
-        raise ValueError(f"sequence_T is None; expected the number of each token's sequence with surrogate {surrogate}")
-    if sequence_T is not None and (sequence_T.shape != targets_T.shape or sequence_T.is_floating_point()):
-        raise ValueError(
-            f"sequence_T is {sequence_T.dtype} {list(sequence_T.shape)}; expected whole numbers {list(targets_T.shape)}"
-        )
+    needed = {"sequence_T": settings.surrogate not in OF_ROWS, "turn_T": guard > 0}
+    for name, numbers_T in (("sequence_T", sequence_T), ("turn_T", turn_T)):
+        if numbers_T is None and needed[name]:
+            raise ValueError(f"{name} is None; expected numbers [T] with surrogate = {surrogate!r} and guard = {guard}")
+        if numbers_T is not None and (numbers_T.shape != targets_T.shape or numbers_T.is_floating_point()):
+            found = f"{numbers_T.dtype} {list(numbers_T.shape)}"
+            raise ValueError(f"{name} is {found}; expected whole numbers {list(targets_T.shape)}")
     if beta and ref_logprobs_T is None:
         raise ValueError(f"beta is {beta} but ref_logprobs_T is None; expected reference log-probs, or beta 0")
     if lm_head_grad_VH is not None:

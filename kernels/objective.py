@@ -3,6 +3,34 @@
 The loss's maths stands at the top of loss.py; this file is its part after the vocabulary, on [R] vectors, shared by
 every backend. Nothing here sees a logit, and nothing here sees a masked row.
 
+Surrogates: J is maximised. l = log pi, r = exp(l - old), A the advantage; [x] passes no gradient; clip(r) lies in
+[1 - low, 1 + high]; means are over a sequence's rows in the loss.
+
+    clip       min(r A, clip(r) A); with a dual clip c, where A < 0: max(min(..), c A)     PPO: GRPO, Dr. GRPO, DAPO
+    reinforce  A l                                                                         REINFORCE
+    cispo      [clip(r)] A l                                                               MiniMax-M1, 2506.13585
+    sapo       4/tau sigmoid(tau (r - 1)) A, tau by the sign of A                          SAPO, 2511.20347
+    dppo_tv    r A, no gradient where D > delta and A (r - 1) > 0; D = |pi - pi_old|       DPPO, 2602.04879
+    dppo_kl    the same, D the KL of pi_old from pi, of "this token" and "another"         DPPO
+    gspo       min(s A, clip(s) A), s = exp([mean(l - old)] + l - [l])                     GSPO-token, 2507.18071
+    gmpo       A exp([mean(c)] + c - [c]), c = l - old, bounded where clip's clip binds    GMPO, 2507.20673
+    guard      J - lambda max(0, old - l) for rows of A >= 0, in a turn whose sum of old - l over these rows is above 0:
+               a likelihood that falls though the answer was right                         LLDS, 2512.04220, eq. 4
+
+The first six see one row at a time. Their slopes dJ/dl are computed a chunk at a time, before its logits' gradient.
+gspo, gmpo, the guard and a user's own see all rows of a call: the log-probs are computed first, in a pass of the head
+without a gradient, 2THV beside the 6THV of the rest; then the slopes. A row's slope has the row's own advantage, so
+advantages may differ within a sequence.
+
+A user's own surrogate is a function
+
+    objective(logprobs, old, ref, advantages, mask, sequence) -> loss
+
+of vectors [R], a value a row that is in the loss: log-probs (differentiable), those when sampled, the reference's (None
+without one), advantages, mask (bool: the row is in the loss; all are, for the others were left out), and sequence
+(int64: which sequence the row is of, from 0). It returns the loss of each row, [R], which is multiplied by the row's
+weight (the aggregation) and added up. Its gradient is autograd's, so what it detaches is detached.
+
 KL of one token, the value and the gradient chosen apart: d = log pi - log pi_ref, r = pi / pi_old; c multiplies
 grad log pi where the estimator stands in the loss.
 
@@ -11,9 +39,8 @@ grad log pi where the estimator stands in the loss.
     k3        exp(-d) + d - 1     c = 1 - exp(-d)   the gradient of KL(ref || pi); unbounded for pi << ref
     k3_ratio  r * k3              c = r * d         exact on and off policy: r*k3 + r*(1 - exp(-d)) = r*d
 
-surrogates.py has the surrogate of ratio and advantage. An exponent is capped at 80, and the gradient keeps the capped
-value instead of dropping to zero, so an explosion is seen and never becomes NaN. k3_ratio multiplies two such
-exponentials, so the product is bounded by exp(80) as well.
+An exponent is capped at 80, and the gradient keeps the capped value instead of dropping to zero, so an explosion is
+seen and never becomes NaN. k3_ratio multiplies two such exponentials, so the product is bounded by exp(80) as well.
 
 k1, k2, k3: Schulman, "Approximating KL Divergence" (2020). Deliberately absent: sequence-level estimators of the KL.
 
@@ -21,6 +48,7 @@ Axes: R unmasked rows (or a chunk of them), T tokens, V vocabulary (docs/notatio
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -28,18 +56,12 @@ import torch
 from torch import Tensor
 
 from thresher.kernels.operands import check_scalar, check_temperature
-from thresher.kernels.surrogates import (
-    EXP_CAP,
-    OF_ROWS,
-    SURROGATES,
-    Objective,
-    capped,
-    capped_exp,
-    log_ratios,
-    slopes,
-    surrogate_of,
-)
 
+EXP_CAP = 80.0
+Objective = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
+OF_ROWS = ("clip", "reinforce", "cispo", "sapo", "dppo_tv", "dppo_kl")
+OF_SEQUENCES = ("gspo", "gmpo")
+SURROGATES = (*OF_ROWS, *OF_SEQUENCES)
 # exp(80) is 5.5e34: inside float32, with four decades left for what it is multiplied with.
 BOUND = math.exp(EXP_CAP)
 ESTIMATORS = ("k1", "k2", "k3", "k3_ratio")
@@ -61,7 +83,8 @@ class LossSettings:
     surrogate: str | Objective = "clip"
     tau_positive: float = 1.0
     tau_negative: float = 1.05
-    divergence: float = 0.2
+    divergence: float = 0.15
+    guard: float = 0.0
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
@@ -76,6 +99,7 @@ class LossSettings:
         for name in ("tau_positive", "tau_negative"):
             check_scalar(name, getattr(self, name), 0.0, strict=True)
         check_scalar("divergence", self.divergence, 0.0)
+        check_scalar("guard", self.guard, 0.0)
         for name, choice in (("kl_value", self.kl_value), ("kl_gradient", self.kl_gradient or self.kl_value)):
             if choice not in CHOICES:
                 raise ValueError(f"{name} is {choice!r}; expected one of {', '.join(CHOICES)}")
@@ -87,14 +111,14 @@ class LossSettings:
 
     @property
     def of_rows(self) -> bool:
-        """Whether the surrogate of a row needs no other row of its sequence."""
-        return self.surrogate in OF_ROWS
+        """Whether the surrogate of a row needs no other row."""
+        return self.surrogate in OF_ROWS and not self.guard
 
     @property
     def every_row_has_gradient(self) -> bool:
         """False when a row of advantage 0 has no gradient, whatever its log-prob turns out to be."""
-        own = not isinstance(self.surrogate, str)
-        return self.gradient_estimator != "none" or self.entropy_coef != 0.0 or own
+        whatever = not isinstance(self.surrogate, str) or self.guard > 0
+        return self.gradient_estimator != "none" or self.entropy_coef != 0.0 or whatever
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +132,7 @@ class LossRows:
     weights_R: Tensor
     ref_R: Tensor | None
     sequence_R: Tensor | None = None  # int64, the number of each row's sequence, from 0
+    turn_R: Tensor | None = None  # int64, the number of each row's turn, from 0, of all sequences
     slopes_R: Tensor | None = None  # of the surrogate by the log-prob, once they are known for all rows
 
     def __len__(self) -> int:
@@ -153,6 +178,127 @@ class LossBackend(Protocol):
 
     def gradient(self, rows_RH: Tensor, part: LossRows) -> LogitGradient:
         """The same with dloss/dlogits. rows_RH: the hidden states of `part`, dense."""
+
+
+def capped(exponent_R: Tensor) -> Tensor:
+    """min(exponent, 80) whose derivative stays 1 above the cap."""
+    return exponent_R.clamp(max=EXP_CAP).detach() + (exponent_R - exponent_R.detach())
+
+
+def capped_exp(exponent_R: Tensor) -> Tensor:
+    """exp(min(exponent, 80)), elementwise. For autograd its derivative is its own value, capped or not."""
+    return torch.exp(capped(exponent_R))
+
+
+def log_ratios(logprobs_R: Tensor, rows: LossRows) -> Tensor:
+    """log(pi / pi_old) of each row; autograd passes to pi alone."""
+    return logprobs_R - (logprobs_R.detach() if rows.old_R is None else rows.old_R)
+
+
+class WrongObjective(ValueError):
+    """A user's objective returned what is no loss."""
+
+
+def group_means(values_R: Tensor, group_R: Tensor) -> Tensor:
+    """The mean over the rows of its group, for each row; without a gradient. Sums are in float64."""
+    totals = values_R.new_zeros(int(group_R.max()) + 1 if len(group_R) else 0, dtype=torch.float64)
+    rows = torch.zeros_like(totals).index_add_(0, group_R, torch.ones_like(values_R, dtype=torch.float64))
+    totals.index_add_(0, group_R, values_R.detach().double())
+    return (totals / rows)[group_R].to(values_R.dtype)
+
+
+def surrogate_of(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (ratio, J, clipped) of each row; autograd may pass through J. clipped: no gradient, though A is not 0."""
+    ratio_R = capped_exp(log_ratios(logprobs_R, rows))
+    worth_R, clipped_R = _worth(logprobs_R, ratio_R, rows, settings)
+    if settings.guard:
+        assert rows.turn_R is not None
+        fallen_R = -log_ratios(logprobs_R, rows) * (rows.advantages_R >= 0)
+        fallen_R = fallen_R * (group_means(fallen_R, rows.turn_R) > 0)
+        worth_R = worth_R - settings.guard * fallen_R.clamp(min=0.0)
+    return ratio_R, worth_R, clipped_R
+
+
+def _worth(logprobs_R: Tensor, ratio_R: Tensor, rows: LossRows, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    A_R, name = rows.advantages_R, settings.surrogate
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    free_R = torch.zeros_like(A_R, dtype=torch.bool)
+    if not isinstance(name, str):
+        return -_own_loss(name, logprobs_R, rows), free_R
+    if name == "clip":
+        return _clipped(ratio_R, A_R, low, high, settings.dual_clip)
+    if name == "reinforce":
+        return A_R * logprobs_R, free_R
+    if name == "cispo":
+        return ratio_R.detach().clamp(low, high) * A_R * logprobs_R, free_R
+    if name == "sapo":
+        tau_R = torch.full_like(A_R, settings.tau_negative).masked_fill_(A_R > 0, settings.tau_positive)
+        return 4.0 / tau_R * torch.sigmoid(tau_R * (ratio_R - 1.0)) * A_R, free_R
+    if name in ("dppo_tv", "dppo_kl"):
+        far_R = _divergence(name, logprobs_R.detach(), rows) > settings.divergence
+        stopped_R = far_R & (A_R * (ratio_R - 1.0) > 0)
+        return torch.where(stopped_R, ratio_R.detach(), ratio_R) * A_R, stopped_R
+    assert rows.sequence_R is not None
+    log_R = log_ratios(logprobs_R, rows)
+    if name == "gspo":
+        ratio_R = capped_exp(group_means(log_R, rows.sequence_R) + log_R - log_R.detach())
+        return _clipped(ratio_R, A_R, low, high, settings.dual_clip)
+    binds_R = torch.where(A_R > 0, ratio_R > high, (ratio_R < low) & (A_R < 0))
+    bound_R = torch.where(binds_R, log_R.detach().clamp(math.log(low) if low > 0 else -math.inf, math.log(high)), log_R)
+    return capped_exp(group_means(bound_R, rows.sequence_R) + bound_R - bound_R.detach()) * A_R, binds_R
+
+
+def _clipped(ratio_R: Tensor, A_R: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
+    worth_R = torch.minimum(ratio_R * A_R, ratio_R.clamp(low, high) * A_R)
+    clipped_R = torch.where(A_R > 0, ratio_R > high, (ratio_R < low) & (A_R < 0))
+    if dual is not None:
+        negative_R = A_R < 0
+        worth_R = torch.where(negative_R, torch.maximum(worth_R, dual * A_R), worth_R)
+        clipped_R = clipped_R | (negative_R & (ratio_R > dual))
+    return worth_R, clipped_R
+
+
+def _divergence(name: str, logprobs_R: Tensor, rows: LossRows) -> Tensor:
+    """Between pi and pi_old as distributions over "this token" and "another"."""
+    old_R = logprobs_R if rows.old_R is None else rows.old_R
+    new, old = (x_R.double().clamp(max=0.0).exp() for x_R in (logprobs_R, old_R))
+    if name == "dppo_tv":
+        return (new - old).abs()
+    found: Tensor = torch.special.xlogy(old, old / new) + torch.special.xlogy(1.0 - old, (1.0 - old) / (1.0 - new))
+    return found
+
+
+def _own_loss(objective: Objective, logprobs_R: Tensor, rows: LossRows) -> Tensor:
+    """A user's loss of each row. WrongObjective for one of another shape, and one that is not finite."""
+    assert rows.sequence_R is not None
+    old_R = logprobs_R.detach() if rows.old_R is None else rows.old_R
+    loss_R = objective(logprobs_R, old_R, rows.ref_R, rows.advantages_R, rows.weights_R != 0, rows.sequence_R)
+    name = getattr(objective, "__name__", "objective")
+    if not isinstance(loss_R, Tensor) or loss_R.shape != logprobs_R.shape:
+        found = f"a tensor of shape {list(loss_R.shape)}" if isinstance(loss_R, Tensor) else repr(type(loss_R).__name__)
+        expected = f"the loss of each row, of shape {list(logprobs_R.shape)}"
+        raise WrongObjective(f"{name} returned {found}; expected {expected}")
+    if not bool(loss_R.isfinite().all()):
+        row = int((~loss_R.isfinite()).nonzero()[0])
+        raise WrongObjective(f"{name} returned {loss_R[row].item()} for row {row}; expected finite numbers")
+    return loss_R
+
+
+def slopes(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> Tensor:
+    """Return d(sum_t w_t J_t)/dl_t / w_t of each row, w its weight: for surrogates of one row dJ/dl."""
+    with torch.enable_grad():
+        leaf_R = logprobs_R.detach().requires_grad_(True)
+        _, worth_R, _ = surrogate_of(leaf_R, rows, settings)
+        if isinstance(settings.surrogate, str):  # a row's slope has no other row's weight
+            (slope_R,) = torch.autograd.grad(worth_R.sum(), leaf_R)
+            return slope_R
+        total = (worth_R * rows.weights_R).sum()
+        if not total.requires_grad:
+            raise WrongObjective("the objective does not depend on the log-probs; return what is computed from them")
+        (slope_R,) = torch.autograd.grad(total, leaf_R)
+    if not bool(slope_R.isfinite().all()):
+        raise WrongObjective("the objective's gradient is not finite")
+    return slope_R / rows.weights_R
 
 
 def kl_values(log_ref_ratio_R: Tensor, ratio_R: Tensor) -> dict[str, Tensor]:

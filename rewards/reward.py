@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from typing import Any
 
+_END = re.compile(r"(<\|[^<>|]*\|>|</s>)+\s*$")  # as Qwen's, Llama's and SmolLM2's templates end a reply
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -57,7 +59,7 @@ class RewardInput:
     order. gold_indices: which of them hold a supporting fact, from 1; None: unknown. branches: continuations that only
     the reward sees, by name; the context is PROMPT, what the policy wrote there POLICY. entailment: a judge's
     probability in [0, 1] for the system's own claims. verdict: a judge's yes or no on the answer. length: of a text, in
-    tokens or words. chance: a number in [0, 1), for rewards with a random part.
+    tokens or words. chance: a number in [0, 1), for rewards with a random part. metadata: the question's other keys.
     """
 
     pieces: Sequence[TextSegment]
@@ -70,12 +72,22 @@ class RewardInput:
     verdict: bool | None = None
     length: Callable[[str], int] = count_words
     chance: float = 0.0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """All that the policy wrote, without the control token that ends a reply."""
+        written = b"".join(piece.text for piece in self.pieces if piece.source is Source.POLICY)
+        return _END.sub("", written.decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer judged."""
+    """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer judged.
+
+    Parts named em, f1 and answered are measures of the answer, if the reward has any.
+    """
 
     reward: float
-    parts: Mapping[str, float | int | bool | None]
-    answer: str | None
+    parts: Mapping[str, float | int | bool | None] = field(default_factory=dict)
+    answer: str | None = None

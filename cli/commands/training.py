@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from thresher.engine.parallel.ranks import Ranks
     from thresher.engine.planning.plan import Plan as MemoryPlan
     from thresher.engine.planning.time import DeviceRates
-    from thresher.engine.training.train import Progress
     from thresher.policy.config import ModelConfig
 
 _BEGUN = OneOf(required=True)
@@ -163,27 +162,12 @@ class Train(
             self._train(ranks)
 
     def _train(self, ranks: "Ranks") -> None:
+        from thresher.engine.training.progress import progress_to
         from thresher.engine.training.train import train
 
         recipe = self.read_recipe()
-        greedy: list[float] = []
         with console.progress_line("train", recipe.run.steps) as line:
-
-            def watch(progress: "Progress") -> None:
-                record = progress.record
-                if not record:
-                    line.from_before(progress.step)
-                    return
-                if "eval" in record:
-                    greedy.append(record["eval"]["em"])
-                    if progress.step == 0:
-                        line.to(0, f"before: EM {greedy[-1]:.3f} (greedy, {record['eval']['questions']} questions)")
-                    return
-                text = f"reward {record['reward']:.3f}  EM {record['em']:.3f}"
-                text += f"  greedy {greedy[-1]:.3f}" if greedy else ""
-                gap = f"log-prob gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "no update"
-                line.to(progress.step, f"{text}  {gap}")
-
+            watch = progress_to(line, recipe)
             summary = train(recipe, self.out, self.resume, watch, ranks, self.from_step, self.allow_key)
         console.figures(f"train: run in {self.out}", summary)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, atomic_write_text, read_bytes
+from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.renamed import current_override, current_tables
 from thresher.engine.config.sections import (
     DataSection,
@@ -57,7 +58,8 @@ SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)
 MAY_CHANGE = frozenset(
     f"{section}.{key}"
     for section, keys in {
-        "run": "steps save_every keep_checkpoints keep_trajectories token_stats_mib threads verify trackers",
+        "run": "steps save_every keep_checkpoints best_metric keep_trajectories token_stats_mib threads verify "
+        "trackers",
         "sft": "save_every",
         "model": "device",
         "rollout": "attention kv_tokens share_prefix num_draft_tokens",
@@ -236,12 +238,32 @@ def make_recipe(
     flags = {override(tables, text) for text in overrides}
     for text in filter(unsets, overrides):
         check_key(Recipe, text.partition("=")[0])
-    section = tables.get("system")
+    section, set_by_file = tables.get("system"), dict(_table(tables, "grpo"))
     if preset is not None and isinstance(section, dict) and isinstance(section.get("name"), str):
         for name, values in current_tables(dict(preset(section["name"])), f"preset of {section['name']}").items():
             if isinstance(tables.setdefault(name, {}), dict):
                 tables[name] = values | tables[name]
+    _preset_objective(tables, set_by_file)
     return from_dict(Recipe, tables, where, flags=flags)
+
+
+def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
+    found = tables.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _preset_objective(tables: dict[str, Any], chosen: dict[str, Any]) -> None:
+    """Put the keys of the recipe's objective into [grpo], over a system's preset and under what was `chosen`. Where it
+    takes a mean over a constant, that is the most tokens that a trajectory may have."""
+    grpo = _table(tables, "grpo")
+    name = grpo.get("objective")
+    if not isinstance(name, str) or name not in OBJECTIVES:
+        return
+    presets = OBJECTIVES[name].grpo
+    grpo.update(presets | chosen)
+    if presets.get("aggregation") == "constant" == grpo["aggregation"]:
+        rollout = {"max_context": RolloutSection.max_context} | _table(tables, "rollout")
+        grpo.setdefault("aggregation_constant", rollout.get("max_policy_tokens") or rollout["max_context"])
 
 
 # What `--set` says.

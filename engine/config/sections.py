@@ -9,8 +9,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.sampling import HIGHEST, LOWEST
 from thresher.engine.config.tables import (
     BelowOne,
@@ -109,8 +111,19 @@ class RolloutSection(Section):
 class GrpoSection(Section):
     """[grpo] from rewards to the loss; symbols as in kernels/loss.py."""
 
-    clip_low: BelowOne = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    # grpo, dr_grpo, dapo, cispo, gspo, sapo, gmpo, dppo, dppo_kl, reinforce, rloo, reinforce++ (docs/objectives.md), or
+    # FILE.py:FUNCTION, a surrogate of one's own
+    objective: str = "grpo"
+    baseline: Literal["group", "leave_one_out", "batch", "none"] = "group"  # what advantages are rewards against
+    scale: Literal["group", "batch", "none"] = "group"  # whose deviation advantages are divided by
+    clip_low: Share = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: NotNegative32 = 0.2  # see clip_low
+    tau_positive: Positive = 1.0  # sapo's temperature of tokens with advantage > 0
+    tau_negative: Positive = 1.05  # sapo's temperature of the others
+    divergence: NotNegative32 = 0.15  # dppo's delta: beyond it a token that leads away has no gradient
+    guard: Literal["none", "llds"] = "none"  # llds: a penalty where the likelihood of a right turn falls
+    guard_weight: NotNegative32 = 0.2  # of the guard, LLDS's lambda
+    overlong_tokens: Natural = 0  # DAPO's buffer: a reward falls by up to 1 over the last so many tokens of a length
     dual_clip: Annotated[float, Within(1, 3.4e38, open_low=True)] | None = None  # bounds the ratio if advantage < 0
     kl_value: Estimator = "k3"  # estimator of the KL that is added to the loss and logged
     kl_gradient: Estimator | None = None  # estimator whose gradient is taken; None: that of kl_value
@@ -135,6 +148,11 @@ class GrpoSection(Section):
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
     def check(self) -> None:
+        path, colon, function = self.objective.rpartition(":")
+        if self.objective not in OBJECTIVES and not (colon and path.endswith(".py") and function.isidentifier()):
+            near = get_close_matches(self.objective, OBJECTIVES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(OBJECTIVES)}, or FILE.py:FUNCTION"
+            raise FieldError("objective", f"expected the name of an objective, got {shown(self.objective)}; {hint}")
         if (self.aggregation == "constant") != (self.aggregation_constant is not None):
             expected = "a number > 0" if self.aggregation == "constant" else "no value"
             got = "nothing" if self.aggregation_constant is None else shown(self.aggregation_constant)
@@ -187,7 +205,8 @@ class RunSection(Section):
     eval_every: Count | None = None  # steps between evaluations; None: only before and after
     eval_questions: Count | None = None  # the first so many of data.dev; None: all
     save_every: Count = 50  # steps between checkpoints
-    keep_checkpoints: Count = 2  # number of newest ones, besides the one of best dev exact match
+    keep_checkpoints: Count = 2  # number of newest ones, besides the best
+    best_metric: str | None = None  # measure of evaluations that the best checkpoint has; None: em, or reward without
     threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch on a CPU; see engine/threads.py
     keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
     token_stats_mib: Natural = 256  # MiB for the log-probs beside stored trajectories, the oldest deleted; 0: none

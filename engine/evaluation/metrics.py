@@ -83,17 +83,20 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
     segments = Counter(segment.source for segment in trajectory.segments)
-    values: Values = {
-        "reward": entry.result.reward,
-        "em": _value(parts["em"]),
-        "f1": _value(parts["f1"]),
-        "f1_plain": f1_score(answer, golds, yes_no=False),
-        "em_arena": float(exact_match(answer, golds, variant="arena")),
-        "f1_arena": f1_score(answer, golds, yes_no=False, variant="arena"),
-        "char_f1": char_f1(answer, golds),
-        "sub_em": float(sub_em(answer, golds)),
-        "contains": float(contains_answer(answer, golds)),
-        "answered": _value(parts["answered"]),
+    values: Values = {"reward": entry.result.reward}
+    values |= {name: _value(parts[name]) for name in ("em", "f1") if name in parts}
+    if golds and {"em", "f1"} & parts.keys():
+        values |= {
+            "f1_plain": f1_score(answer, golds, yes_no=False),
+            "em_arena": float(exact_match(answer, golds, variant="arena")),
+            "f1_arena": f1_score(answer, golds, yes_no=False, variant="arena"),
+            "char_f1": char_f1(answer, golds),
+            "sub_em": float(sub_em(answer, golds)),
+            "contains": float(contains_answer(answer, golds)),
+        }
+    if "answered" in parts:
+        values["answered"] = _value(parts["answered"])
+    values |= {
         "actions": float(segments[Source.POLICY]),
         "invalid_actions": float(segments[Source.FEEDBACK]),
         "searches": float(len(trajectory.searches)),

@@ -41,6 +41,7 @@ from thresher.engine.evaluation.api_rollout import AnsweredBy, ApiRunContext, lo
 from thresher.engine.evaluation.evaluate import generate_in_batches, jobs_of
 from thresher.engine.evaluation.metrics import (
     FACTS,
+    NAMES,
     Values,
     figures_of,
     markdown,
@@ -48,6 +49,9 @@ from thresher.engine.evaluation.metrics import (
     parts_of,
     ranking_measures,
     rows_of,
+)
+from thresher.engine.evaluation.metrics import (
+    shown as shown_measure,
 )
 from thresher.engine.protocol.prompts import (
     PromptBatch,
@@ -451,7 +455,8 @@ def _facts(
     recipe, best = context.recipe, asked.best
     chosen = gold = None
     if best is not None:
-        chosen = f"step {best.step}, of best exact match on the dev split ({best.em:.1%})"
+        name, value = NAMES.get(best.metric, (best.metric,))[0], shown_measure(best.metric, best.value)
+        chosen = f"step {best.step}, of best {name[0].lower()}{name[1:]} on the dev split ({value})"
         if best.lost is not None:
             chosen += f", among the checkpoints that are kept; step {best.lost} was better and is not"
     unknown = sum(entry.question.gold_indices is None for entry in scored)

@@ -121,7 +121,7 @@ def answer_record(response: Scored) -> Record:
     measures = ("em", "f1", "answered") if response.question.golds else ("answered",)
     return {
         "answer": response.result.answer,
-        **{name: response.result.parts[name] for name in measures},
+        **{name: response.result.parts[name] for name in measures if name in response.result.parts},
         "answer_ended": response.trajectory.reason,
     }
 

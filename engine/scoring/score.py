@@ -64,6 +64,8 @@ def asked_record(question: Question) -> dict[str, Any]:
         record["passages"] = [{"title": passage.title, "text": passage.text} for passage in question.passages]
     if question.gold_indices is not None:
         record["gold_indices"] = list(question.gold_indices)
+    if question.metadata:
+        record["metadata"] = question.metadata
     return record
 
 
@@ -96,6 +98,7 @@ def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tok
         branches={name: branch.pieces(tokenizer) for name, branch in trajectory.branches.items()},
         length=lambda text: len(tokenizer.encode(text)),
         chance=hash_uniform(question.id, pieces),
+        metadata=question.metadata,
     )
 
 

@@ -6,6 +6,7 @@ in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|p
     "answers": {"rationale": .., "evidence": .., "full": ..}       EviOmni's three, as the policy wrote them
     "branches": {name: segments}                                   the same, as a run folder stores them
     "entailment": .87, "verdict": true                             what a judge said; no judge is asked here
+    "metadata": {..}                                               the question's other keys
 out {"id", "reward", "parts": {..}, "answer"}
 
 Lengths are in words, or in tokens where a tokenizer is given. With the run's own tokenizer segments are read from their
@@ -103,6 +104,7 @@ def read_reward_input(record: dict[str, Any], where: str, tokenizer: Tokenizer |
         verdict=value("verdict", "true or false", lambda v: v is None or isinstance(v, bool)),
         length=count_words if tokenizer is None else lambda text: len(tokenizer.encode(text)),
         chance=hash_uniform(str(id_), pieces),
+        metadata=value("metadata", "an object", lambda v: isinstance(v, dict), {}),
     )
 
 

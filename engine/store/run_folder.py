@@ -414,7 +414,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best checkpoint of a run: a model folder, its step, and its exact match on the dev split.
+    """The best checkpoint of a run: a model folder, its step, and what it was chosen by, its `metric` on the dev split.
 
     The evaluations that a run stores as it goes decide, so that choosing costs no further pass and looks at nothing but
     the dev split. lost: the step that was better still and whose checkpoint is not kept, None if there is none.
@@ -422,15 +422,23 @@ class Best:
 
     path: Path
     step: int
-    em: float
+    metric: str
+    value: float
     lost: int | None
 
 
-def evaluations_by_dev(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the records of evaluations that have an exact match, the best first. Of equal exact match the higher F1
-    wins, then the earlier step, which has moved less far from its reference."""
-    known = [record for record in records if record.get("eval") and record["eval"].get("em") is not None]
-    return sorted(known, key=lambda r: (-r["eval"]["em"], -(r["eval"].get("f1") or 0.0), r["step"]))
+def chosen_by(records: Sequence[Mapping[str, Any]], metric: str | None) -> str:
+    """Return the measure that evaluations are ranked by: `metric` (run.best_metric), by default exact match, and the
+    reward where none has that."""
+    return metric or ("em" if any((one.get("eval") or {}).get("em") is not None for one in records) else "reward")
+
+
+def evaluations_by_dev(records: Sequence[Mapping[str, Any]], metric: str | None = None) -> list[Mapping[str, Any]]:
+    """Return the records of evaluations that have the measure of `chosen_by`, the best first. Of equal ones the higher
+    F1 wins, then the earlier step, which has moved less far from its reference."""
+    name = chosen_by(records, metric)
+    known = [record for record in records if record.get("eval") and record["eval"].get(name) is not None]
+    return sorted(known, key=lambda r: (-r["eval"][name], -(r["eval"].get("f1") or 0.0), r["step"]))
 
 
 def best_checkpoint(path: str | Path) -> Best:
@@ -439,13 +447,15 @@ def best_checkpoint(path: str | Path) -> Best:
     UserError for a folder that is no run, for a run without an evaluation, and where no evaluated step is kept.
     """
     run = RunFolder.existing(path)
-    ranked = [(record["step"], record["eval"]["em"]) for record in evaluations_by_dev(read_metrics(run.metrics_file))]
+    recipe, records = load_recipe(run.recipe_file), read_metrics(run.metrics_file)
+    metric = chosen_by(records, recipe.run.best_metric)
+    ranked = [(record["step"], record["eval"][metric]) for record in evaluations_by_dev(records, metric)]
     if not ranked:
         raise UserError(f"{path}: the run has no evaluation to choose by; give it data.dev, or name a --model")
-    for step, em in ranked:
-        folder = run.checkpoints / step_name(step) if step else Path(load_recipe(run.recipe_file).model.path)
+    for step, value in ranked:
+        folder = run.checkpoints / step_name(step) if step else Path(recipe.model.path)
         if folder.is_dir():
-            return Best(folder, step, em, None if step == ranked[0][0] else ranked[0][0])
+            return Best(folder, step, metric, value, None if step == ranked[0][0] else ranked[0][0])
     raise UserError(
         f"{path}: no checkpoint of an evaluated step is kept (the best was step {ranked[0][0]}); "
         "let run.save_every divide run.eval_every, and raise run.keep_checkpoints"

@@ -14,9 +14,9 @@ from typing import Any
 from thresher.common.errors import UserError
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
-from thresher.engine.systems._own_file import is_path, load_own_system, own_digest
+from thresher.engine.systems._own_file import is_path, load_own_function, load_own_system, own_digest
 
-__all__ = ["NAMES", "built_in", "load_system", "own_digest"]
+__all__ = ["NAMES", "built_in", "load_own_function", "load_system", "own_digest"]
 
 # Systems in the file of another: the file, and its names in the place of `Options` and `system`.
 VARIANTS = {
@@ -24,6 +24,7 @@ VARIANTS = {
     "lear": ("eviomni", "Options", "lear"),
     "r1": ("naive_grpo", "R1Options", "r1"),
 }
+PLAIN = "plain"  # of a user's own rewards, without which it is none; _plain.py
 NAMES = tuple(sorted([*VARIANTS, *(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))]))
 
 
@@ -35,7 +36,7 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
     """
     if is_path(name):
         return load_own_system(Path(name), options)
-    if name not in NAMES:
+    if name not in (*NAMES, PLAIN):
         near = get_close_matches(name, NAMES, n=1)
         hint = (
             f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}, or give a file, path/to/it.py"
@@ -47,6 +48,6 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
 
 def built_in(name: str) -> tuple[type, Callable[[Any], System]]:
     """Return the options of a system of ours, and the function that makes it."""
-    file, kind, make = VARIANTS.get(name, (name, "Options", "system"))
+    file, kind, make = VARIANTS.get(name, ("_plain" if name == PLAIN else name, "Options", "system"))
     module = import_module(f"thresher.engine.systems.{file}")
     return getattr(module, kind), getattr(module, make)

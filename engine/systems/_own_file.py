@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from hashlib import blake2b, sha256
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,6 @@ from thresher.engine.episode import Episode, EpisodeConfig, Prompt, Request, Sys
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
 
-MEASURES = ("em", "f1", "answered")  # among the parts of every reward
 FIRST: tuple[type, ...] = (Prompt,)
 AFTER_PROMPT: tuple[type, ...] = tuple(kind for kind in get_args(Request) if kind is not Prompt)
 # Errors of a file that become UserError: all but an interrupt.
@@ -76,6 +75,22 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
     )
     made.reward(_nothing_written(made))
     return made
+
+
+def load_own_function(name: str, what: str) -> Callable[..., Any]:
+    """Return a function of a user's file, named as FILE.py:FUNCTION; what it raises becomes a UserError."""
+    path, colon, function = name.rpartition(":")
+    if not colon or not path.endswith(".py") or not function.isidentifier():
+        raise UserError(f"{what} {name!r}: expected FILE.py:FUNCTION")
+    found = getattr(_import_file(Path(path)), function, None)
+    if not callable(found):
+        raise UserError(f"{path}: has no function {function}, which {what} {name!r} names; add it, or correct the name")
+
+    @wraps(found)
+    def guarded(*given: Any, **named: Any) -> Any:
+        return _called(partial(found, *given, **named), f"{function}(..)", Path(path))
+
+    return guarded
 
 
 def _called(call: Callable[[], T], what: str, path: Path) -> T:
@@ -135,10 +150,8 @@ def _wrong(result: object) -> str | None:
         return f"{type(result).__name__}; it should return a RewardResult"
     if not isinstance(result.parts, dict):
         return f"parts of {type(result.parts).__name__}; they should be a dict of numbers"
-    if missing := [name for name in MEASURES if name not in result.parts]:
-        return f"parts without {' and '.join(missing)}, which answer_measures(answer, attempt.golds) makes"
     for name, value in {"reward": result.reward, **result.parts}.items():
-        if value is None and name not in ("reward", *MEASURES):
+        if value is None and name != "reward":
             continue  # a part that nobody measured
         if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
             huge = isinstance(value, int) and value.bit_length() > 64  # which Python may refuse to spell out

@@ -8,16 +8,13 @@ The answer is the whole reply, up to the control token that ends it. No paper's 
 model can learn within an hour on a CPU (recipes/smollm2/read.toml).
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, read_preset, read_template
 from thresher.retrieval.questions import Question
 from thresher.rewards.measures import answer_measures
-from thresher.rewards.reward import RewardInput, RewardResult, Source
-
-_END = re.compile(r"(<\|[^<>|]*\|>|</s>)+\s*$")  # as Qwen's, Llama's and SmolLM2's templates end a reply
+from thresher.rewards.reward import RewardInput, RewardResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +30,7 @@ def episode(question: Question, config: EpisodeConfig) -> Episode:
 
 def reply(attempt: RewardInput) -> str | None:
     """Return the answer: all that the policy wrote, without the control token at its end; None for nothing."""
-    written = b"".join(piece.text for piece in attempt.pieces if piece.source is Source.POLICY)
-    return _END.sub("", written.decode(errors="replace")).strip() or None
+    return attempt.text.strip() or None
 
 
 def reward(attempt: RewardInput) -> RewardResult:

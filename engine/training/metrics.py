@@ -10,6 +10,7 @@ import torch
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, measured, summary_of
 from thresher.engine.rollout.rollout import Rollout
+from thresher.engine.store.run_folder import chosen_by
 from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
 from thresher.engine.training.step import StepResult
 from thresher.engine.training.update import UpdateStats
@@ -75,7 +76,12 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
         return sum(record[tokens] for record in steps) / spent if spent else None
 
     first, last = (evals[0], evals[-1]) if evals else ({}, {})
+    metric = chosen_by(records, recipe.run.best_metric)
+    chosen = (
+        {} if metric in ("em", "f1") else {f"{metric}_before": first.get(metric), f"{metric}_after": last.get(metric)}
+    )
     return {
+        **chosen,
         "em_before": first.get("em"),
         "em_after": last.get("em"),
         "f1_before": first.get("f1"),

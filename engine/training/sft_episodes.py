@@ -219,7 +219,7 @@ def why_unusable(entry: Scored, runner: EpisodeRunner) -> str | None:
     for triple, passages in zip(triples, found, strict=False):  # an episode that a limit ended has searched for fewer
         if not any(states(passage, triple) for passage in as_shown(passages, runner.renderer)):
             return CUT if any(states(passage, triple) for passage in passages) else NOT_STATED
-    if trajectory.reason != "answered" or not entry.result.parts["em"]:
+    if trajectory.reason != "answered" or not entry.result.parts.get("em"):
         return LIMITS.get(trajectory.reason, NOT_RIGHT)
     return None
 

@@ -200,7 +200,7 @@ class Trainer:
     def _recorded(self) -> int | None:
         """Read the best evaluation from the run folder; return the step of the last one."""
         evaluations = [record for record in self.run_folder.metrics() if "eval" in record]
-        self.best = evaluations_by_dev(evaluations)[:1]
+        self.best = evaluations_by_dev(evaluations, self.recipe.run.best_metric)[:1]
         return max((record["step"] for record in evaluations), default=None)
 
     def _save(self, step: int, offset: float, interim: bool = False) -> None:
@@ -300,7 +300,7 @@ class Trainer:
         self.run_folder.write_evaluation(step, lines)
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)
-        self.best = evaluations_by_dev([*self.best, record])[:1]
+        self.best = evaluations_by_dev([*self.best, record], self.recipe.run.best_metric)[:1]
         watch(Progress(step, self.recipe.run.steps, record))
 
 

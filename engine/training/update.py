@@ -34,6 +34,7 @@ from torch import Tensor
 from thresher.common import console
 from thresher.common.console import Stage
 from thresher.common.errors import UserError
+from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.sections import GrpoSection, OptimSection
 from thresher.engine.optim.master_weights import TrainedWeights, make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import MicroBatch, TrainSequence, idle_batch, pack, pack_shared
@@ -41,6 +42,7 @@ from thresher.engine.parallel.sharded_weights import local
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
+from thresher.engine.systems import load_own_function
 from thresher.kernels import grpo_loss, token_logprobs
 from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
 from thresher.kernels.attention.backends.libraries import Unserved
@@ -48,7 +50,7 @@ from thresher.kernels.attention.backends.parts import load_forest_attention
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import ForestKernels
 from thresher.kernels.attention.varlen import TrainingAttention
-from thresher.kernels.objective import LossResult
+from thresher.kernels.objective import LossResult, Objective, WrongObjective
 from thresher.kernels.operands import RowCheck, raise_late
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
@@ -131,6 +133,12 @@ def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> Att
         return None
 
 
+def load_surrogate(objective: str) -> str | Objective:
+    """Return the surrogate of a recipe's objective (kernels/objective.py): its name, or a user's function."""
+    named = OBJECTIVES.get(objective)
+    return named.surrogate if named else load_own_function(objective, "grpo.objective")
+
+
 class Updater:
     """The optimiser and its schedule around the weights that are trained. `reference` may be None where beta is 0; its
     adapters are off in its forwards, so that a policy with adapters is its own reference."""
@@ -145,7 +153,7 @@ class Updater:
         total_steps: int,
     ) -> None:
         self.weights, self.policy, self.reference = weights, weights.policy, reference
-        self.optim, self.grpo = optim, grpo
+        self.optim, self.grpo, self.surrogate = optim, grpo, load_surrogate(grpo.objective)
         self.vocab_size, self.total_steps = vocab_size, total_steps
         self.device = weights.rollout_policy.device
         self.attention, backend = choose_attention(optim, weights.rollout_policy)
@@ -265,27 +273,37 @@ class Updater:
         head_grad_VH = self.weights.head_gradient()
         grpo = self.grpo
         # The kernel's T tokens are these R rows: `pick` has left out all others.
-        result = grpo_loss(
-            hidden_RH,
-            self.policy.head_VH,
-            micro_batch.targets_R,
-            micro_batch.old_logprobs_R,
-            micro_batch.advantages_R,
-            micro_batch.weights_R,
-            ref_logprobs_T=reference_logprobs,
-            temperature=temperature,
-            clip_low=grpo.clip_low,
-            clip_high=grpo.clip_high,
-            dual_clip=grpo.dual_clip,
-            kl_value=grpo.kl_value,
-            kl_gradient=grpo.kl_gradient,
-            beta=grpo.beta if self.reference is not None else 0.0,
-            entropy_coef=grpo.entropy_coef,
-            vocab_size=self.vocab_size,
-            workspace_bytes=self.optim.loss_workspace_bytes,
-            lm_head_grad_VH=head_grad_VH,
-            late=checks,
-        )
+        try:
+            result = grpo_loss(
+                hidden_RH,
+                self.policy.head_VH,
+                micro_batch.targets_R,
+                micro_batch.old_logprobs_R,
+                micro_batch.advantages_R,
+                micro_batch.weights_R,
+                ref_logprobs_T=reference_logprobs,
+                temperature=temperature,
+                surrogate=self.surrogate,
+                sequence_T=micro_batch.sequence_R,
+                turn_T=micro_batch.turn_R,
+                tau_positive=grpo.tau_positive,
+                tau_negative=grpo.tau_negative,
+                divergence=grpo.divergence,
+                guard=grpo.guard_weight if grpo.guard == "llds" else 0.0,
+                clip_low=grpo.clip_low,
+                clip_high=grpo.clip_high,
+                dual_clip=grpo.dual_clip,
+                kl_value=grpo.kl_value,
+                kl_gradient=grpo.kl_gradient,
+                beta=grpo.beta if self.reference is not None else 0.0,
+                entropy_coef=grpo.entropy_coef,
+                vocab_size=self.vocab_size,
+                workspace_bytes=self.optim.loss_workspace_bytes,
+                lm_head_grad_VH=head_grad_VH,
+                late=checks,
+            )
+        except WrongObjective as error:
+            raise UserError(f"grpo.objective: {grpo.objective}: {error}; fix the file") from None
         if head_grad_VH is not None:
             # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
             grad_RH = result.hidden_grad_TH

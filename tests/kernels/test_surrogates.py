@@ -1,9 +1,11 @@
 """Surrogates other than the clip: each written out again by its paper's formula over whole sequences, through
 log_softmax in float64; both backends; a user's own; and what is refused."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from thresher.kernels import grpo_loss
 from thresher.kernels.loss import reference_grpo_loss
-from thresher.kernels.surrogates import SURROGATES
+from thresher.kernels.objective import SURROGATES, LossRows, LossSettings, slopes
 
 LENGTHS = (7, 1, 20, 12, 30)
 LOW, HIGH, DELTA = 0.2, 0.28, 0.01
@@ -152,6 +154,67 @@ def test_the_triton_backend_is_as_near_to_float64_as_the_torch_backend(name: str
         assert error <= 3 * (plain[of] + 2**-23 * float(truth[of].norm())), of
 
 
+PEERS = json.loads(Path(__file__).with_name("objective_peers.json").read_text())
+
+
+@pytest.mark.parametrize("case", PEERS["cases"], ids=lambda case: case["id"])
+def test_gradients_are_those_of_peers(case: dict[str, Any]) -> None:
+    """Of the log-probs of a few short sequences, with holes where a tool wrote. The numbers are results of TRL's,
+    verl's, Liger's, OpenRLHF's and the papers' own functions, run in float64; `of` names version and function."""
+    given = PEERS["inputs"][case["input"]]
+    mask, new, old = (torch.tensor(given[key], dtype=torch.float64) for key in ("mask", "new_logps", "old_logps"))
+    A = torch.tensor(given["advantages"], dtype=torch.float64)[:, None] * mask
+    if "advantages_per_token" in given:
+        A = torch.tensor(given["advantages_per_token"], dtype=torch.float64)
+    n, B = mask.sum(1, keepdim=True), len(mask)
+    weights = {"token": 1 / mask.sum(), "sequence": 1 / (n * B), "sum": 1.0 / B, "16": 1.0 / (16 * B)}[
+        case["mean_over"]
+    ]
+    rows = mask > 0
+    turn = torch.cumsum(rows.int().diff(dim=1, prepend=torch.zeros(B, 1, dtype=torch.int)).clamp(min=0).flatten(), 0)
+    inputs = LossRows(
+        None,
+        torch.zeros(int(mask.sum()), dtype=torch.int64),
+        old[rows],
+        A[rows],
+        (mask * weights)[rows],
+        None,
+        torch.arange(B)[:, None].expand_as(mask)[rows],
+        turn.view_as(mask)[rows].long() - 1,
+    )
+    if guard := case["settings"].get("guard"):  # the peer's is the term alone
+        settings = LossSettings(guard=guard, surrogate="reinforce")
+        slope = slopes(new[rows], inputs, settings) - slopes(new[rows], inputs, LossSettings(surrogate="reinforce"))
+    else:
+        slope = slopes(new[rows], inputs, LossSettings(**case["settings"]))
+    found = torch.zeros_like(mask).masked_scatter(rows, -slope * inputs.weights_R)
+    wanted = torch.tensor(case["gradient"], dtype=torch.float64)
+    # 1e-8 is added to counts by some, and a temperature of 1.05 is a float32 in one.
+    assert float((found - wanted).norm()) <= 1e-7 * float(wanted.norm())
+
+
+def test_the_guard_holds_what_was_right() -> None:
+    """By hand: the loss is 0 but for the guard, of turns 0 (falls on the whole), 1 (rises) and 2 (a wrong answer's)."""
+    hidden, head = torch.zeros(5, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    logp, old = -math.log(2), torch.tensor([-0.5, -0.9, -0.9, -0.6, -0.1], dtype=torch.float64)
+    advantages = torch.tensor([0.0, 0.0, 1e-30, 0.0, -1e-30], dtype=torch.float64)
+    leaf = hidden.requires_grad_()
+    result = grpo_loss(
+        leaf,
+        head,
+        torch.zeros(5, dtype=torch.int64),
+        old,
+        advantages,
+        torch.full((5,), 0.5, dtype=torch.float64),
+        turn_T=torch.tensor([0, 1, 1, 0, 2]),
+        guard=0.2,
+    )
+    fallen = torch.tensor([-0.5 - logp, 0, 0, -0.6 - logp, 0], dtype=torch.float64)
+    assert result.loss.item() == pytest.approx(0.5 * 0.2 * float(fallen.sum()), rel=1e-12)
+    result.loss.backward()
+    assert leaf.grad is not None and (leaf.grad[:, 0] < 0).tolist() == [True, False, False, True, False]
+
+
 def test_beta_and_entropy_are_added_whatever_the_surrogate() -> None:
     case = case_of()
     terms = {"beta": 0.3, "kl_value": "k3_ratio", "entropy_coef": 0.1}
@@ -204,7 +267,8 @@ def test_what_is_refused() -> None:
     case = case_of()
     for options, why in (
         ({"surrogate": "ppo"}, "surrogate is 'ppo'; expected one of clip, reinforce, "),
-        ({"surrogate": "gspo"}, "sequence_T is None; expected the number of each token's sequence with surrogate gspo"),
+        ({"surrogate": "gspo"}, r"sequence_T is None; expected numbers \[T\] with surrogate = 'gspo' and guard = 0.0"),
+        ({"guard": 0.2}, r"turn_T is None; expected numbers \[T\] with surrogate = 'clip' and guard = 0.2"),
         ({"surrogate": "gspo", "sequence_T": SEQUENCE[:3]}, r"sequence_T is torch.int64 \[3\]; expected whole numbers"),
         ({"surrogate": "gspo", "sequence_T": SEQUENCE.float()}, "sequence_T is torch.float32"),
         ({"surrogate": "sapo", "tau_positive": 0.0}, "tau_positive is 0.0"),

@@ -167,7 +167,7 @@ def float_or_int(text: str) -> float | int:
         ("rollout.kv_block_size", ["1"], ["0"]),
         ("rollout.questions_per_step", ["1", "65536"], ["0", "-3", "65537"]),
         ("rollout.group_size", ["65536"], ["1000000000"]),
-        ("grpo.clip_low", ["0", "0.999"], ["1", "-0.1"]),
+        ("grpo.clip_low", ["0", "1"], ["1.01", "-0.1"]),
         ("grpo.clip_high", ["0", "5", "3.4e38"], ["-0.1", "1e39", "1e308"]),
         ("grpo.dual_clip", ["1.01", "3"], ["1", "0", "1e308"]),
         ("grpo.beta", ["0"], ["-1e-9", "1e308"]),
@@ -252,8 +252,8 @@ def test_settings_that_contradict_each_other(write: Any, overrides: str, said: s
 
 def test_sections_made_in_python_are_checked_too() -> None:
     assert OptimSection(lr=1, betas=[0, 0.5]).betas == (0.0, 0.5)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=re.escape("clip_low: expected a number >= 0 and < 1, got 1")):
-        GrpoSection(clip_low=1)
+    with pytest.raises(UserError, match=re.escape("clip_low: expected a number >= 0 and <= 1, got 2")):
+        GrpoSection(clip_low=2)
     with pytest.raises(UserError, match="group_size: expected an integer >= 1 and <= 65536, got 0"):
         replace(RolloutSection(), group_size=0)
     with pytest.raises(UserError, match="model: expected a section, got nothing"):

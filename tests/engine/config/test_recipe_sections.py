@@ -114,6 +114,10 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         "checkpoint_activations": "on",
         "optimizer_state_dtype": "8bit",
         "offload": "moments",
+        "objective": "dapo",
+        "baseline": "none",
+        "scale": "batch",
+        "guard": "llds",
     }
     seen, skipped = {recipe.digest()}, []
     for name, hint in hints(Recipe).items():

@@ -248,7 +248,7 @@ def test_the_best_checkpoint_is_chosen_on_dev(tmp_path: Path, tiny_questions: li
             best_checkpoint(tmp_path / "run")
         model.mkdir()
         best = best_checkpoint(tmp_path / "run")
-        assert (best.path, best.step, best.em, best.lost) == (model, 0, 0.1, 20)
+        assert (best.path, best.step, best.metric, best.value, best.lost) == (model, 0, "em", 0.1, 20)
         (run.checkpoints / "step_000030").mkdir()
         assert best_checkpoint(tmp_path / "run").step == 30
         (run.checkpoints / "step_000020").mkdir()

@@ -1,0 +1,138 @@
+"""Plain rewards over plain prompts: the question is the prompt, and the policy answers in one turn, without tags.
+
+    reward = sum_k weight_k f_k(attempt)
+
+f_k are functions of a user's, each named as FILE.py:FUNCTION, or given to `thresher.engine.GRPO`. Gold answers are not
+needed. A function's first parameter gets the text that the policy wrote, or the whole RewardInput where it is annotated
+so or called `attempt`. Each further one gets what its name says: `question`, `golds`, `passages`, or another key of the
+question's record; **columns gets all keys. It returns a number, or a RewardResult whose parts are measured too.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from thresher.common.errors import UserError
+from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, read_preset
+from thresher.engine.systems._own_file import LARGEST, load_own_function
+from thresher.retrieval.questions import Question
+from thresher.rewards.reward import RewardInput, RewardResult
+
+IN_PROCESS = "python:"  # begins the name of a function that a program gave to GRPO and that no file has
+given: dict[str, Callable[..., Any]] = {}  # those functions, by that name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """rewards: FILE.py:FUNCTION, one or several, whose values are added up. weights: of each; None: all 1."""
+
+    rewards: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+
+def episode(question: Question, config: EpisodeConfig) -> Episode:
+    yield Prompt(config.template, question.question)
+    yield Generate(stop=())
+    return "answered"
+
+
+def system(options: Options) -> System:
+    names, weights = options.rewards, options.weights or (1.0,) * len(options.rewards)
+    if not names or len(weights) != len(names) or not all(map(math.isfinite, weights)):
+        raise UserError(
+            f"[system.options]: {len(names)} rewards have {len(weights)} weights; expected at least one reward, and a "
+            "finite weight for each, or none at all"
+        )
+    calls = [_called_with_columns(_load(name), name) for name in names]
+    return System(
+        name="plain",
+        tags=(),
+        episode=episode,
+        reward=partial(_reward, calls=calls, labels=_labels(names), weights=weights),
+        template="{question}",
+        preset=read_preset(Path(__file__).with_suffix(".toml")),
+        answer=lambda attempt: attempt.text.strip() or None,
+        needs_golds=False,
+    )
+
+
+def _load(name: str) -> Callable[..., Any]:
+    if not name.startswith(IN_PROCESS):
+        return load_own_function(name, "reward")
+
+    def absent(attempt: RewardInput) -> RewardResult:  # once it is needed: a report of the run is not
+        raise UserError(
+            f"the reward {name} was a function of the program that trained, and of no file; run that program, or write "
+            "the function into a file and name it, FILE.py:FUNCTION"
+        )
+
+    return given.get(name, absent)
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """Return the functions' own names, as parts of a reward; a name that comes twice is followed by its number."""
+    short = [name.rpartition(":")[2] for name in names]
+    return [one if short.count(one) == 1 else f"{one}_{number}" for number, one in enumerate(short, 1)]
+
+
+def _reward(
+    attempt: RewardInput,
+    *,
+    calls: Sequence[Callable[[RewardInput], RewardResult]],
+    labels: Sequence[str],
+    weights: Sequence[float],
+) -> RewardResult:
+    results = [call(attempt) for call in calls]
+    parts: dict[str, float | int | bool | None] = {}
+    for result in results:
+        parts |= result.parts
+    if len(results) > 1:
+        parts |= {label: result.reward for label, result in zip(labels, results, strict=True)}
+    answer = next((result.answer for result in results if result.answer is not None), attempt.text.strip() or None)
+    return RewardResult(math.fsum(w * one.reward for w, one in zip(weights, results, strict=True)), parts, answer)
+
+
+def _called_with_columns(function: Callable[..., Any], name: str) -> Callable[[RewardInput], RewardResult]:
+    """Return the function as one of a reward input. UserError for a signature that cannot be filled."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise UserError(f"reward {name}: its parameters cannot be read; give a function of Python") from None
+    first = parameters[0] if parameters else None
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        raise UserError(f"reward {name}: expected a first parameter for the text or the RewardInput; add one")
+    whole = first.name == "attempt" or first.annotation in (RewardInput, "RewardInput")
+    wanted = {p.name: p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def call(attempt: RewardInput) -> RewardResult:
+        columns = _columns(attempt)
+        missing = [key for key, p in wanted.items() if key not in columns and p.default is p.empty]
+        if missing:
+            raise UserError(
+                f"reward {name}: it asks for {', '.join(missing)}, which the question {attempt.question[:60]!r} has "
+                f"not; its keys are {', '.join(columns)}"
+            )
+        passed = columns if everything else {key: columns[key] for key in wanted if key in columns}
+        return _checked(function(attempt if whole else attempt.text, **passed), name)
+
+    return call
+
+
+def _columns(attempt: RewardInput) -> Mapping[str, Any]:
+    own = {"question": attempt.question, "golds": attempt.golds, "passages": attempt.passages}
+    return own | {"golden_answers": attempt.golds} | {key: attempt.metadata[key] for key in attempt.metadata}
+
+
+def _checked(found: Any, name: str) -> RewardResult:
+    result = found if isinstance(found, RewardResult) else RewardResult(found)
+    value = result.reward
+    if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        raise UserError(
+            f"reward {name} returned {found!r}; expected a finite number of at most {LARGEST:.0e}, or a RewardResult"
+        )
+    return RewardResult(float(value), result.parts, result.answer)

@@ -1,0 +1,147 @@
+"""`GRPO`: training from Python, by a reward that is a function, without a recipe's file.
+
+    GRPO(model="models/SmolLM2-135M-Instruct", reward=score, prompts=[..], steps=50, lr=1e-5).train()
+
+It makes the recipe that a file would say, over the system `plain` (engine/systems/_plain.py), and calls `train`: the
+run folder is that of any run.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.jsonl import write_jsonl
+from thresher.engine.config.recipe import Recipe, make_recipe
+from thresher.engine.config.tables import hints, section_in
+from thresher.engine.systems import load_system
+from thresher.engine.systems._plain import IN_PROCESS, given
+from thresher.engine.training.progress import progress_to
+from thresher.engine.training.train import train
+from thresher.policy.tokenizer import load_tokenizer
+from thresher.retrieval.questions import Question, question_record
+
+Reward = Callable[..., Any]
+Records = str | Path | Iterable[Mapping[str, Any] | Question | str]
+BARE = ("run", "rollout", "grpo", "optim", "model", "data", "retrieval", "lora", "judge")  # sections of bare keys
+
+
+class GRPO:
+    """A training run: a model, a reward, and prompts or questions.
+
+    model: its folder. reward: a function, or several, whose values are added up (see engine/systems/_plain.py for what
+    its parameters get); "FILE.py:FUNCTION" names one of a file. weights: of several rewards. prompts: texts. questions:
+    a file of questions, or records {"question", ..} whose other keys a reward's parameters may name. dev: the same, for
+    evaluations. system: the name or path of a system, with its own reward, in place of `reward`. out: the run's folder;
+    the questions of this call are written beside it. keys: those of a recipe (docs/recipe.md), bare where only one
+    section has them, or a whole section as a table: GRPO(.., steps=50, optim={"lr": 1e-5}).
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        reward: Reward | str | Sequence[Reward | str] | None = None,
+        *,
+        prompts: Iterable[str] | None = None,
+        questions: Records | None = None,
+        dev: Records | None = None,
+        weights: Sequence[float] | None = None,
+        system: str | None = None,
+        out: str | Path = "runs/grpo",
+        **keys: Any,
+    ) -> None:
+        if (reward is None) == (system is None):
+            raise UserError("GRPO: expected either reward, a function, or system, a name, and not both")
+        if (prompts is None) == (questions is None):
+            raise UserError("GRPO: expected either prompts, texts, or questions, records or a file, and not both")
+        self.out = Path(out)
+        chosen: dict[str, Any] = {"name": system} if system is not None else _plain(reward, weights)
+        chat = load_tokenizer(model).chat_template is not None
+        tables: dict[str, Any] = {
+            "model": {"path": str(model), "prompt": "chat" if chat else "raw"},
+            "system": chosen,
+            "data": {"train": self._file("train", prompts if questions is None else questions)},
+        }
+        if dev is not None:
+            tables["data"]["dev"] = self._file("dev", dev)
+        for key, value in keys.items():
+            _set(tables, key, value)
+        options: dict[str, Any] = chosen.get("options", {})
+        self.recipe: Recipe = make_recipe(tables, "GRPO", preset=lambda name: load_system(name, options).preset)
+
+    def train(self, resume: bool = False) -> dict[str, Any]:
+        """Train, printing the progress; return what summary.json holds. `resume` goes on from the last checkpoint."""
+        with console.progress_line("train", self.recipe.run.steps) as line:
+            return train(self.recipe, self.out, resume, progress_to(line, self.recipe))
+
+    def _file(self, name: str, records: Records | None) -> str:
+        """Return the file of these questions, which is written beside the run's folder unless it is one."""
+        if isinstance(records, str | Path):
+            return str(records)
+        rows = [_record(one, number) for number, one in enumerate(records or ())]
+        if not rows:
+            raise UserError(f"GRPO: the {name} questions are none; give at least one")
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        path = self.out.with_name(f"{self.out.name}.{name}.jsonl")
+        write_jsonl(path, rows)
+        return str(path)
+
+
+def _record(one: Mapping[str, Any] | Question | str, number: int) -> dict[str, Any]:
+    if isinstance(one, Question):
+        return question_record(one)
+    if isinstance(one, str):
+        return {"id": str(number), "question": one}
+    if not isinstance(one, Mapping):
+        raise UserError(f"GRPO: question {number} is {type(one).__name__}; expected a text, or a record with question")
+    return {"id": str(number), **one}
+
+
+def _plain(reward: Any, weights: Sequence[float] | None) -> dict[str, Any]:
+    rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    options: dict[str, Any] = {"rewards": [_name(one) for one in rewards]}
+    if weights is not None:
+        options["weights"] = [float(weight) for weight in weights]
+    return {"name": "plain", "options": options}
+
+
+def _name(reward: Any) -> str:
+    """Return the name of a reward: its file and function where a file has it, so that the run can be evaluated and
+    resumed by any process; else one that holds in this process."""
+    if isinstance(reward, str):
+        return reward
+    if not callable(reward):
+        raise UserError(f"GRPO: a reward is {type(reward).__name__}; expected a function, or FILE.py:FUNCTION")
+    name = getattr(reward, "__name__", type(reward).__name__)
+    try:
+        file = inspect.getsourcefile(reward)
+    except TypeError:
+        file = None
+    if file is not None and Path(file).is_file() and name.isidentifier() and reward.__qualname__ == name:
+        main = getattr(reward, "__module__", "") == "__main__"
+        if not main:  # a file that is imported anew must not train again
+            return f"{file}:{name}"
+    key = f"{IN_PROCESS}{name}"
+    while given.get(key, reward) is not reward:
+        key += "_"
+    given[key] = reward
+    return key
+
+
+def _set(tables: dict[str, Any], key: str, value: Any) -> None:
+    sections = {name: section_in(hint) for name, hint in hints(Recipe).items()}
+    if key in sections and isinstance(value, Mapping):
+        tables.setdefault(key, {}).update(value)
+        return
+    section, dot, name = key.partition(".")
+    if dot:
+        tables.setdefault(section, {})[name] = value
+        return
+    found = [one for one in BARE if (kind := sections[one]) is not None and key in hints(kind)]
+    if len(found) != 1:
+        what = f"is a key of {' and '.join(found)}" if found else "is no key of a recipe"
+        hint = f"write {found[0]}={{{key!r}: ..}}" if found else "docs/recipe.md has them all"
+        raise UserError(f"GRPO: {key} {what}; {hint}")
+    tables.setdefault(found[0], {})[key] = value

@@ -1,0 +1,37 @@
+"""What the progress line of a training run says."""
+
+from collections.abc import Callable
+from typing import Any
+
+from thresher.common.console import Line
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.store.run_folder import chosen_by
+from thresher.engine.training.train import Progress
+
+
+def progress_to(line: Line, recipe: Recipe) -> Callable[[Progress], None]:
+    """Return what `train` reports to, printing to `line`."""
+    evals: list[dict[str, Any]] = []
+
+    def watch(progress: Progress) -> None:
+        record = progress.record
+        if not record:
+            line.from_before(progress.step)
+            return
+        if "eval" in record:
+            evals.append(record)
+        metric = chosen_by([*evals, {"eval": record}], recipe.run.best_metric)
+        name = {"em": "EM", "f1": "F1"}.get(metric, metric)
+        greedy = evals[-1]["eval"].get(metric) if evals else None
+        if "eval" in record:
+            if progress.step == 0 and greedy is not None:
+                line.to(0, f"before: {name} {greedy:.3f} (greedy, {record['eval']['questions']} questions)")
+            return
+        sampled = record.get(metric)
+        text = f"reward {record['reward']:.3f}"
+        text += f"  {name} {sampled:.3f}" if sampled is not None and metric != "reward" else ""
+        text += f"  greedy {greedy:.3f}" if greedy is not None else ""
+        gap = f"log-prob gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "no update"
+        line.to(progress.step, f"{text}  {gap}")
+
+    return watch
