@@ -7,10 +7,27 @@ advantages of -1 and +1, as a group of {0, 1} does; with .1 it gets -.1 and +.1.
 group whose rewards are equal, so a group of one, has advantage 0 (verl gives a lone sample its raw reward).
 
 Groups are the caller's numbers, never equal prompts, so that two copies of a prompt do not merge into one.
+
+`advantages_by_group` has other baselines b and scales s too, A_i = (R_i - b_i) / s_i:
+
+    baseline "group"          b = mean of the group            GRPO; Dr. GRPO with scale "none" (arXiv 2503.20783)
+             "leave_one_out"  b = mean of the group's others   RLOO with scale "none" (arXiv 2402.14740)
+             "batch"          b = mean of the batch            REINFORCE++ with scale "batch" (arXiv 2501.03262)
+             "none"           b = 0                            REINFORCE
+    scale    "group"          s = max(std of the group's R, std_floor) + eps
+             "batch"          s = max(std of the batch's R - b, std_floor) + eps; with baseline "group" this is
+                              REINFORCE++-baseline
+             "none"           s = 1
+
+Leave-one-out is the group's rule times n / (n - 1), since R_i - mean of the others = n / (n - 1) (R_i - mean). With
+scale "none" every baseline gives an unbiased policy gradient: "leave_one_out" and "none" exactly, "group" and "batch"
+times (n - 1) / n of the group or batch. A scale other than "none" is a statistic of the same rewards and biases it
+(docs/results/credit.md). Papers average over tokens for "batch"; here a trajectory counts once.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from thresher.common.errors import UserError, as_number, shown
 
@@ -18,6 +35,16 @@ from thresher.common.errors import UserError, as_number, shown
 # this (times the largest reward, where that exceeds 1) are rounding; without a floor they would be blown up
 # to advantages of +-1.
 ROUNDING = 1e-12
+
+Baseline = Literal["group", "leave_one_out", "batch", "none"]
+Scale = Literal["group", "batch", "none"]
+# A group or a batch without spread would be divided by its floor, were its rewards not centred on its own mean.
+SCALES: dict[Baseline, tuple[Scale, ...]] = {
+    "group": ("group", "batch", "none"),
+    "leave_one_out": ("group", "batch", "none"),
+    "batch": ("batch", "none"),
+    "none": ("none",),
+}
 
 
 def group_advantages(
@@ -29,8 +56,61 @@ def group_advantages(
     `sample_std=True, std_floor=0, eps=1e-4` is ARENA's code (TRL's form). Sums are rounded once (fsum), so the order of
     a group does not change a bit. UserError for an empty group, a reward that is not finite, a negative floor or eps.
     """
-    if any(number is None or number < 0 for number in (as_number(std_floor), as_number(eps))):
-        raise UserError(f"std_floor and eps must be numbers and not negative, got {shown(std_floor)} and {shown(eps)}")
+    _check_scale(std_floor, eps)
+    found = finite_rewards(rewards)
+    centred = center(found)
+    if not any(centred):
+        return centred
+    scale = _deviation(centred, sample_std, std_floor) + eps
+    return [value / scale for value in centred]
+
+
+def advantages_by_group(
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    *,
+    baseline: Baseline = "group",
+    scale: Scale = "group",
+    std_floor: float = 0.1,
+    sample_std: bool = False,
+    eps: float = 0.0,
+) -> list[float]:
+    """Return each reward's advantage, by default within its group as `group_advantages`; members may lie anywhere.
+
+    baseline, scale: as the top of this file has them. A group of one has advantage 0 with baseline "leave_one_out" as
+    with "group". UserError as `group_advantages`, and for a scale that does not fit the baseline.
+    """
+    if scale not in SCALES.get(baseline, ()):
+        fitting = "; ".join(f"{name} with scale {' or '.join(scales)}" for name, scales in SCALES.items())
+        raise UserError(f"baseline {shown(baseline)} with scale {shown(scale)}: expected {fitting}")
+    _check_scale(std_floor, eps)
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    result = [0.0] * len(rewards)
+    for numbers in members.values():
+        own = finite_rewards([rewards[n] for n in numbers])
+        if baseline in ("batch", "none"):
+            values = own
+        elif scale == "group":
+            values = group_advantages(own, std_floor=std_floor, sample_std=sample_std, eps=eps)
+        else:
+            values = center(own)
+        if baseline == "leave_one_out" and len(own) > 1:
+            values = [value * len(own) / (len(own) - 1) for value in values]
+        for n, value in zip(numbers, values, strict=True):
+            result[n] = value
+    if baseline == "batch" and result:
+        result = center(result)
+    if scale == "batch" and any(result):
+        # Their mean is 0 by every baseline that has this scale.
+        divisor = _deviation(result, sample_std, std_floor) + eps
+        result = [value / divisor for value in result]
+    return result
+
+
+def finite_rewards(rewards: Sequence[float]) -> list[float]:
+    """Return the rewards of one group as floats. UserError for none, or for one that is not finite."""
     if not isinstance(rewards, Iterable):
         raise UserError(f"rewards is {shown(rewards)}: give a list of finite numbers")
     given = list(rewards)
@@ -40,33 +120,23 @@ def group_advantages(
     if None in found:
         i = found.index(None)
         raise UserError(f"reward {i} of the group is {shown(given[i])}: rewards must be finite numbers")
-    rewards = [reward for reward in found if reward is not None]
+    return [reward for reward in found if reward is not None]
+
+
+def center(rewards: Sequence[float]) -> list[float]:
+    """Return the rewards less their mean; exactly 0 where they differ by rounding alone."""
     # Tested on the rewards, not on the deviation: the rounded mean of seven times .1 is not .1.
     if max(rewards) - min(rewards) <= ROUNDING * max(1.0, *map(abs, rewards)):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
-    squares = math.fsum((reward - mean) ** 2 for reward in rewards)
-    std = math.sqrt(squares / (len(rewards) - (1 if sample_std else 0)))
-    scale = max(std, std_floor) + eps
-    return [(reward - mean) / scale for reward in rewards]
+    return [reward - mean for reward in rewards]
 
 
-def advantages_by_group(
-    rewards: Sequence[float],
-    groups: Sequence[int],
-    *,
-    std_floor: float = 0.1,
-    sample_std: bool = False,
-    eps: float = 0.0,
-) -> list[float]:
-    """Return each reward's advantage within its group, as `group_advantages`; members may lie anywhere."""
-    members: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
-    result = [0.0] * len(rewards)
-    for numbers in members.values():
-        own = [rewards[n] for n in numbers]
-        values = group_advantages(own, std_floor=std_floor, sample_std=sample_std, eps=eps)
-        for n, value in zip(numbers, values, strict=True):
-            result[n] = value
-    return result
+def _deviation(centred: Sequence[float], sample_std: bool, std_floor: float) -> float:
+    squares = math.fsum(value**2 for value in centred)
+    return max(math.sqrt(squares / (len(centred) - (1 if sample_std else 0))), std_floor)
+
+
+def _check_scale(std_floor: float, eps: float) -> None:
+    if any(number is None or number < 0 for number in (as_number(std_floor), as_number(eps))):
+        raise UserError(f"std_floor and eps must be numbers and not negative, got {shown(std_floor)} and {shown(eps)}")
