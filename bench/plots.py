@@ -533,6 +533,41 @@ def _kl_run(axes: Axes, run: Row, steps: Rows, key: str) -> None:
         )
 
 
+# study credit
+
+CREDIT_COLORS = {"exact": GREEN, "scaled": BLUE, "biased": ORANGE}
+CREDIT_LABELS = {
+    "exact": "the policy gradient in expectation",
+    "scaled": "a multiple of it",
+    "biased": "another direction",
+}
+
+
+def draw_credit(rows: Rows, path: Path) -> None:
+    """Draw how far the direction of each rule's expected gradient is off, and its variance: the median of the policies
+    a dot, the range a bar. rows: of studies/credit.py, each in the first setting that it was enumerated in."""
+    with _figure(path, 10.6, 1.2 + 0.24 * len(rows), {"axes.grid.axis": "x", "axes.titlepad": 10}) as figure:
+        panels = (
+            ("direction", "Bias in direction", "|mean − s · truth| / |s · truth|"),
+            ("variance", "Variance", "E|g − mean|² / |s · truth|²"),
+        )
+        for axes, (key, title, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+            for place, row in enumerate(rows):
+                figures, color = next(iter(row["settings"].values()))[key], CREDIT_COLORS[row["finding"]]
+                low, middle, high = (figures[part] for part in ("smallest", "median", "largest"))
+                axes.plot([low, high], [place, place], color=color, lw=5, alpha=0.3)
+                axes.plot(middle, place, "o", ms=5, color=color, clip_on=False, zorder=4)
+            axes.axhline(sum(not row["part"] for row in rows) - 0.5, color=AXIS, lw=0.8)
+            axes.set_title(title)
+            axes.set_xlabel(label)
+            axes.set_yticks(range(len(rows)), [row["rule"] for row in rows])
+            axes.set_ylim(len(rows) - 0.4, -0.6)
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        handles = [axes.plot([], [], "o", ms=6, color=CREDIT_COLORS[k], label=v)[0] for k, v in CREDIT_LABELS.items()]
+        figure.legend(handles=handles, loc="outside upper right", ncols=3, fontsize=8.5)
+
+
 # study mask
 
 TREATMENT_COLORS = {"in_loss": RED, "zeroed": ORANGE, "masked": GREEN, "removed": PURPLE}

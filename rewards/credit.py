@@ -74,7 +74,10 @@ def turn_advantages(
         means = [math.fsum(there) / len(there) for there in _by_turn(returns)]
         return [[g - b for g, b in zip(own, means, strict=False)] for own in returns]
     return [
-        [g - _others_mean(returns, i, 0 if baseline == "whole" else k, baseline == "reached") for k, g in enumerate(own)]
+        [
+            g - _others_mean(returns, i, 0 if baseline == "whole" else k, baseline == "reached")
+            for k, g in enumerate(own)
+        ]
         for i, own in enumerate(returns)
     ]
 

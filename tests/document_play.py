@@ -129,6 +129,7 @@ REDUCED = {
         ("kl.json", "training.png"),
         once=True,
     ),
+    "study credit": Row(("--draws", "1"), ("credit.json", "credit.png"), once=True),
     "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
     "study systems": Row(
         ("--system", "search_r1", "--system", "arena", "--seeds", "0", "--controls", "0", *STUDIED),

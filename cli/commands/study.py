@@ -63,6 +63,25 @@ class Kl(
         console.answer(read_json_object(Path(self.out) / "kl.json"))
 
 
+class Credit(
+    Command,
+    group=STUDY,
+    help="compare rules of credit with the policy gradient, enumerated",
+    place=15,
+    example="thresher study credit --draws 20",
+):
+    out: Annotated[str, "folder for credit.json and credit.png"] = "runs/study-credit"
+    draws: Annotated[Count, "random policies"] = 5
+    seed: Annotated[Seed, "of the policies"] = 0
+
+    def __call__(self) -> None:
+        from thresher.bench.studies.credit import run_study
+        from thresher.common.files import read_json_object
+
+        run_study(Path(self.out), self.draws, self.seed)
+        console.answer(read_json_object(Path(self.out) / "credit.json"))
+
+
 class Mask(
     OfModel,
     group=STUDY,
