@@ -297,10 +297,10 @@ class Batches:
         if rule.ratio == "trajectory":
             coefficients_BNK = advantages_BNK * np.exp((new_TK - old_TK).sum(1))[self.members_BN][..., None]
         elif rule.ratio == "token":
-            coefficients_BNK = _clipped(advantages_BNK, new_TK[self.members_BN], old_TK[self.members_BN], rule.clip)
+            coefficients_BNK = clipped(advantages_BNK, new_TK[self.members_BN], old_TK[self.members_BN], rule.clip)
         sampled_TK = new_TK if rule.ratio is None else old_TK
         probabilities_B = np.exp(sampled_TK.sum(1)[self.members_BN].sum(1))
-        weights_BN = self._weights(rule, advantages_BNK)
+        weights_BN = self.weights(rule, advantages_BNK)
         turns_BN = self.lengths_T[self.members_BN].astype(np.float64)
         if rule.dropped == "redrawn":
             kept_BN = weights_BN > 0
@@ -310,7 +310,7 @@ class Batches:
         gradients_BP = np.einsum("bn,bnk,bnkp->bp", weights_BN, coefficients_BNK, scores_TKP[self.members_BN])
         return Estimates(probabilities_B, gradients_BP, turns_BN.sum(1))
 
-    def _weights(self, rule: Rule, advantages_BNK: Floats) -> Floats:
+    def weights(self, rule: Rule, advantages_BNK: Floats) -> Floats:
         """Return the weight of a trajectory's tokens in each batch, [B, N], as engine/packing.py has it."""
         lengths_BN, kept_BN = self.lengths_T[self.members_BN], np.ones(self.members_BN.shape)
         if rule.dropped is not None:
@@ -329,7 +329,7 @@ class Batches:
         return weights_BN
 
 
-def _clipped(advantages_BNK: Floats, new_BNK: Floats, old_BNK: Floats, clip: float | None) -> Floats:
+def clipped(advantages_BNK: Floats, new_BNK: Floats, old_BNK: Floats, clip: float | None) -> Floats:
     """Return ratio * A of every token, 0 where the clip takes the gradient, by the product's own objective."""
     advantages_R, new_R, old_R = (torch.from_numpy(x).reshape(-1) for x in (advantages_BNK, new_BNK, old_BNK))
     rows = LossRows(None, torch.zeros(len(new_R), dtype=torch.int64), old_R, advantages_R, torch.ones_like(new_R), None)

@@ -14,6 +14,7 @@ from thresher.bench.studies.credit import (
     Policy,
     Rule,
     by_group,
+    clipped,
     compare,
     enumerate_all,
     joined,
@@ -206,7 +207,7 @@ def test_rules_are_what_they_are_said_to_be(rows: list[dict[str, Any]]) -> None:
     assert len(rows) == 28 and [row["rule"] for row in rows if row["finding"] != row["expected"]] == []
     assert {row["expected"] for row in rows} == {"exact", "scaled", "biased"}
     for row in rows:
-        first = next(iter(row["settings"].values()))
+        first = first_setting(row)
         for figures in row["settings"].values() if row["expected"] != "biased" else [first]:
             assert figures["direction"]["largest"] < EXACT or row["expected"] == "biased", row["rule"]
             assert (figures["bias"]["largest"] < EXACT) == (row["expected"] == "exact"), row["rule"]
@@ -234,6 +235,44 @@ def test_a_baseline_saves_variance_and_a_turns_own_return_more(rows: list[dict[s
     names = ("REINFORCE, no baseline", "leave-one-out (RLOO)", "turn, leave-one-out")
     variances = [settings[name]["variance"]["median"] for name in names]
     assert variances == sorted(variances, reverse=True) and len(set(variances)) == 3
+
+
+def test_no_two_biased_rules_are_one_rule(rows: list[dict[str, Any]]) -> None:
+    """Or an ingredient that is left out by mistake would pass for biased, as what is left is."""
+    biased = [row for row in rows if row["expected"] == "biased"]
+    found = {tuple(round(one[key]["median"], 9) for key in ("bias", "scale")) for one in map(first_setting, biased)}
+    assert len(biased) == 17 and len(found) == 17
+
+
+def first_setting(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(iter(row["settings"].values()))
+    return found
+
+
+def test_weights_and_clip_by_hand() -> None:
+    batches, (policy, old) = Batches(WORLDS, 2), policies(1, seed=2)[0]
+    advantages_BNK = batches.advantages(by_group)
+    equal = batches.members_BN.tolist().index([0, 0, 7, 10])  # a group without a signal; lengths 1, 1, 1, 3
+    expected = {
+        (("weight", "constant"),): [1 / 4] * 4,
+        (("weight", "trajectory"),): [1 / 4, 1 / 4, 1 / 4, 1 / 12],
+        (("weight", "token"),): [1 / 6] * 4,
+        (("dropped", "counted"),): [0, 0, 1 / 4, 1 / 4],
+        (("dropped", "uncounted"),): [0, 0, 1 / 2, 1 / 2],
+    }
+    for options, weights in expected.items():
+        rule = Rule(name="", expected="", **dict(options))
+        assert batches.weights(rule, advantages_BNK)[equal].tolist() == pytest.approx(weights)
+    redrawn = batches.estimates(Rule(name="", expected="", dropped="redrawn"), advantages_BNK, policy, old)
+    assert redrawn.probabilities_B[equal] == 0 and redrawn.probabilities_B.sum() == pytest.approx(1, abs=1e-13)
+    plain = batches.estimates(Rule(name="", expected=""), advantages_BNK, policy, old)
+    assert redrawn.turns_B.min() == redrawn.turns_B.max() > plain.probabilities_B @ plain.turns_B
+
+    advantages_R, ratios_R = np.array([1.0, 1, 1, -1, -1, -1]), np.array([0.5, 1.1, 1.5, 0.5, 0.9, 1.5])
+    shape = (1, 2, 3)
+    args = advantages_R.reshape(shape), np.log(ratios_R).reshape(shape), np.zeros(shape)
+    assert clipped(*args, None).reshape(-1) == pytest.approx(advantages_R * ratios_R)
+    assert clipped(*args, 0.2).reshape(-1) == pytest.approx([0.5, 1.1, 0, 0, -0.9, -1.5])
 
 
 def test_the_truth_is_autograds() -> None:
