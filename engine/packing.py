@@ -1,6 +1,7 @@
 """Trajectories with their rewards, packed into the micro-batches of one optimiser step.
 
-    A[i]  = (R[i] - mean_G R) / (max(std_G R, floor) + eps)                 a group's samples, see rewards/advantages.py
+    A[i]  = (R[i] - mean_G R) / (max(std_G R, floor) + eps)                 a group's samples; rewards/advantages.py has
+                                                                            other baselines and scales
     w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
 
 N counts all trajectories of the optimiser step, also those of groups without a signal; sums are over all of them, on
@@ -70,8 +71,16 @@ class TrainSequence:
 
 
 def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
-    """Return each reward's advantage within its group, as the recipe has it. groups: the group of each reward."""
-    return advantages_by_group(rewards, groups, std_floor=grpo.std_floor, sample_std=grpo.sample_std, eps=grpo.std_eps)
+    """Return each reward's advantage, as the recipe has it. groups: the group of each reward."""
+    return advantages_by_group(
+        rewards,
+        groups,
+        baseline=grpo.baseline,
+        scale=grpo.scale,
+        std_floor=grpo.std_floor,
+        sample_std=grpo.sample_std,
+        eps=grpo.std_eps,
+    )
 
 
 def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:

@@ -37,7 +37,7 @@ import torch
 from thresher.bench.harness import facts
 from thresher.bench.studies.runs import check_out, write_json
 from thresher.common import console
-from thresher.kernels.objective import LossRows, LossSettings, clipped_objective
+from thresher.kernels.objective import LossRows, LossSettings, surrogate_of
 from thresher.rewards.advantages import advantages_by_group
 from thresher.rewards.credit import TurnBaseline, anchor_advantages, tree_advantages, turn_advantages
 
@@ -334,7 +334,7 @@ def clipped(advantages_BNK: Floats, new_BNK: Floats, old_BNK: Floats, clip: floa
     advantages_R, new_R, old_R = (torch.from_numpy(x).reshape(-1) for x in (advantages_BNK, new_BNK, old_BNK))
     rows = LossRows(None, torch.zeros(len(new_R), dtype=torch.int64), old_R, advantages_R, torch.ones_like(new_R), None)
     low, high = (1.0, 1e9) if clip is None else (clip, clip)
-    ratios_R, _, clipped_R = clipped_objective(new_R, rows, LossSettings(clip_low=low, clip_high=high))
+    ratios_R, _, clipped_R = surrogate_of(new_R, rows, LossSettings(clip_low=low, clip_high=high))
     result_BNK: Floats = (ratios_R * advantages_R).masked_fill(clipped_R, 0.0).reshape(advantages_BNK.shape).numpy()
     return result_BNK
 

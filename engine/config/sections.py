@@ -28,6 +28,7 @@ from thresher.engine.config.tables import (
     Within,
     shown,
 )
+from thresher.rewards.advantages import SCALES
 
 Estimator = Literal["k1", "k2", "k3", "k3_ratio", "none"]
 Attention = Literal["auto", "torch", "triton", "flash", "xformers"]  # kernels/attention/backends/choice.py has them
@@ -148,6 +149,9 @@ class GrpoSection(Section):
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
     def check(self) -> None:
+        if self.scale not in SCALES[self.baseline]:
+            fitting = " or ".join(SCALES[self.baseline])
+            raise FieldError("scale", f"expected {fitting} with baseline = {shown(self.baseline)}, got {self.scale}")
         path, colon, function = self.objective.rpartition(":")
         if self.objective not in OBJECTIVES and not (colon and path.endswith(".py") and function.isidentifier()):
             near = get_close_matches(self.objective, OBJECTIVES, n=1)

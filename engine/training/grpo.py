@@ -100,7 +100,8 @@ def _record(one: Mapping[str, Any] | Question | str, number: int) -> dict[str, A
 
 
 def _plain(reward: Any, weights: Sequence[float] | None) -> dict[str, Any]:
-    rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    several = isinstance(reward, Sequence) and not isinstance(reward, str)
+    rewards = list(reward) if several else [reward]
     options: dict[str, Any] = {"rewards": [_name(one) for one in rewards]}
     if weights is not None:
         options["weights"] = [float(weight) for weight in weights]

@@ -50,6 +50,7 @@ from thresher.engine.training.importance import RecomputedLogprobs, recompute_lo
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
+from thresher.rewards.reward import Source
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +112,11 @@ class GrpoStep:
         started = perf_counter()
         scored = self._score(jobs, trajectories)
         check_all(scored, self.context.tokenizer, self.context.system.tags, self.context.limits.max_context)
-        rewards = [entry.result.reward for entry in scored]
+        most, buffer = self.context.limits.max_policy_tokens, recipe.grpo.overlong_tokens
+        rewards = [
+            entry.result.reward - overlong_penalty(entry.trajectory.count(Source.POLICY), most, buffer)
+            for entry in scored
+        ]
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
         advantages = grpo_advantages(rewards, [job.group for job in jobs], recipe.grpo)
@@ -180,6 +185,12 @@ class GrpoStep:
     ) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
         recipe = self.context.recipe
         return recompute_logprobs(self.updater, by_update, recipe.grpo, recipe.rollout.temperature)
+
+
+def overlong_penalty(length: int, most: int, buffer: int) -> float:
+    """Return what a trajectory of so many sampled tokens loses: nothing up to most - buffer, 1 at most and beyond,
+    linear between (DAPO, 2503.14476, eq. 13); 0 for a buffer of 0."""
+    return min(max((length - (most - buffer)) / buffer, 0.0), 1.0) if buffer else 0.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -115,7 +115,7 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         "optimizer_state_dtype": "8bit",
         "offload": "moments",
         "objective": "dapo",
-        "baseline": "none",
+        "baseline": "leave_one_out",
         "scale": "batch",
         "guard": "llds",
     }

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from documents import table_rows
 
 from thresher.common.errors import UserError
+from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.reference import explain, keys_of, markdown, meanings_of
 from thresher.engine.config.tables import hints, section_in
@@ -70,3 +72,22 @@ def test_a_key_is_explained_by_any_of_its_names() -> None:
     for asked, hint in (("group_sze", "did you mean group_size"), ("zzzz", "docs/recipe.md lists them")):
         with pytest.raises(UserError, match=hint):
             explain(KEYS, asked)
+
+
+def test_the_page_of_objectives_is_what_they_are() -> None:
+    rows = table_rows("docs/objectives.md", "`objective`")
+    said = {
+        name.strip("`"): (
+            surrogate.strip("`"),
+            source,
+            {
+                key.strip("`"): value
+                for key, _, value in (one.partition(" ") for one in presets.split(", ") if one != "-")
+            },
+        )
+        for name, surrogate, presets, source in rows
+    }
+    assert said == {
+        name: (one.surrogate, one.source, {key: str(value) for key, value in one.grpo.items()})
+        for name, one in OBJECTIVES.items()
+    }

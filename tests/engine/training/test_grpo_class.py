@@ -1,0 +1,136 @@
+"""`thresher.engine.GRPO`: rewards by what their parameters ask for, the run that it makes, and what is refused."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_cases import stored
+
+from thresher.common.errors import UserError
+from thresher.engine import GRPO
+from thresher.engine.store.run_folder import RunFolder, best_checkpoint
+from thresher.engine.systems import _plain, load_system
+from thresher.retrieval.questions import Question
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
+
+SMALL: dict[str, Any] = {"questions_per_step": 2, "group_size": 4, "max_turn_tokens": 6, "max_context": 128}
+
+
+def attempt_of(text: str = "one two<|im_end|>", **metadata: Any) -> RewardInput:
+    pieces = [TextSegment(Source.PROMPT, b"Q"), TextSegment(Source.POLICY, text.encode())]
+    return RewardInput(pieces=pieces, golds=("gold",), question="Who?", metadata=metadata)
+
+
+def reward_of(*functions: Any, weights: tuple[float, ...] | None = None) -> Any:
+    names = []
+    for number, function in enumerate(functions):
+        names.append(f"{_plain.IN_PROCESS}test_{number}")
+        _plain.given[names[-1]] = function
+    options: dict[str, Any] = {"rewards": names} | ({"weights": list(weights)} if weights else {})
+    return load_system("plain", options).reward
+
+
+def letters(text: str) -> float:
+    """A reward of the text alone, in a file that another process can import."""
+    return text.count("a") / 10
+
+
+def test_a_reward_gets_what_its_parameters_ask_for() -> None:
+    def whole(x: RewardInput) -> float:
+        return len(x.golds)
+
+    assert reward_of(lambda text: len(text))(attempt_of()).reward == len("one two")
+    assert reward_of(whole)(attempt_of()).reward == 1
+    assert reward_of(lambda attempt: len(attempt.pieces))(attempt_of()).reward == 2
+    found = reward_of(lambda text, question, golds, level, missing=3: (question, golds, level, missing) and level)
+    assert found(attempt_of(level=7)).reward == 7
+    assert reward_of(lambda text, **columns: len(columns))(attempt_of(level=7, more=1)).reward == 6
+    with pytest.raises(UserError, match=r"it asks for level, which the question 'Who\?' has not; its keys are"):
+        found(attempt_of())
+    with pytest.raises(UserError, match="expected a first parameter for the text"):
+        reward_of(lambda *, question: 1.0)
+
+
+def test_rewards_are_added_up_and_their_parts_kept() -> None:
+    def judged(text: str) -> RewardResult:
+        return RewardResult(0.5, {"em": True, "f1": 0.25}, "two")
+
+    alone = reward_of(judged)(attempt_of())
+    assert (alone.reward, alone.parts, alone.answer) == (0.5, {"em": True, "f1": 0.25}, "two")
+    both = reward_of(judged, lambda text: True, weights=(2.0, -0.5))(attempt_of())
+    assert both.reward == 0.5 and both.answer == "two"
+    assert both.parts == {"em": True, "f1": 0.25, "test_0": 0.5, "test_1": 1.0}
+    for wrong in (float("nan"), "high", None, 1e300):
+        with pytest.raises(UserError, match="expected a finite number"):
+            reward_of(lambda text, wrong=wrong: wrong)(attempt_of())
+    with pytest.raises(UserError, match="2 rewards have 1 weights"):
+        reward_of(judged, judged, weights=(1.0,))
+
+
+def test_a_run_is_one_of_any_recipe(tiny_model_folder: Path, tmp_path: Path) -> None:
+    questions = [{"question": f"Say {n}", "level": n % 2} for n in range(4)]
+    trainer = GRPO(
+        tiny_model_folder,
+        lambda text, level: text.count("e") * level,
+        questions=questions,
+        dev=[Question("d", "Say more", (), {"level": 1})],
+        out=tmp_path / "run",
+        steps=2,
+        lr=1e-3,
+        run={"save_every": 1, "eval_every": 1},
+        **SMALL,
+    )
+    summary = trainer.train()
+    assert summary["steps"] == 2 and "reward_before" in summary and summary["em_after"] is None
+    assert best_checkpoint(tmp_path / "run").metric == "reward"
+    recipe = trainer.recipe
+    assert (recipe.optim.lr, recipe.rollout.group_size, recipe.run.save_every) == (1e-3, 4, 1)
+    records = stored(tmp_path / "run" / "trajectories" / "step_000001.jsonl")
+    assert {record["metadata"]["level"] for record in records} <= {0, 1}
+    for record in records:
+        text = b"".join(bytes(s["text"], "utf-8") for s in record["segments"] if s["source"] == "policy").decode()
+        if "\ufffd" not in text:
+            assert record["reward"] == text.count("e") * record["metadata"]["level"]
+    assert "em" not in json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
+    with pytest.raises(UserError, match="exists"):
+        trainer.train()
+    assert trainer.train(resume=True)["steps"] == 2
+    # Its functions are of this process: another one can report on the run, and is told why it cannot go on.
+    name = recipe.need(type(recipe.system)).options["rewards"][0]  # type: ignore[arg-type]
+    del _plain.given[name]
+    with pytest.raises(UserError, match="was a function of the program that trained, and of no file"):
+        load_system("plain", {"rewards": [name]}).reward(attempt_of())
+    assert RunFolder.existing(tmp_path / "run").path == tmp_path / "run"
+
+
+def test_a_function_of_a_file_is_named_by_it(tiny_model_folder: Path, tmp_path: Path) -> None:
+    trainer = GRPO(tiny_model_folder, letters, prompts=["Say a"], out=tmp_path / "run", steps=1, **SMALL)
+    assert trainer.recipe.system is not None
+    assert trainer.recipe.system.options["rewards"] == [f"{inspect.getsourcefile(letters)}:letters"]
+    own = tmp_path / "own.py"
+    own.write_text("def two(text):\n    return 2\n")
+    given = GRPO(tiny_model_folder, f"{own}:two", prompts=["Say a"], out=tmp_path / "other", steps=1, **SMALL)
+    assert load_system("plain", given.recipe.system.options).reward(attempt_of()).reward == 2  # type: ignore[union-attr]
+
+
+def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
+    def make(reward: Any = letters, **keys: Any) -> GRPO:
+        return GRPO(tiny_model_folder, reward, **{"prompts": ["Say a"], "out": tmp_path / "run"} | keys)
+
+    for keys, why in (
+        ({"reward": None}, "expected either reward, a function, or system"),
+        ({"system": "search_r1"}, "expected either reward, a function, or system"),
+        ({"questions": ["Say a"]}, "expected either prompts, texts, or questions"),
+        ({"prompts": []}, "the train questions are none"),
+        ({"prompts": [3]}, "question 0 is int; expected a text, or a record"),
+        ({"reward": 3}, "a reward is int; expected a function"),
+        ({"reward": ["nowhere.py:f"]}, "nowhere.py: no such Python file"),
+        ({"share_prefix": False}, r"share_prefix is a key of rollout and optim; write rollout=\{'share_prefix': ..\}"),
+        ({"stepps": 3}, "stepps is no key of a recipe"),
+        ({"lr": -1.0}, "lr: expected a number >= 0"),
+    ):
+        reward = keys.pop("reward", letters)
+        with pytest.raises(UserError, match=why):
+            make(reward, **keys)

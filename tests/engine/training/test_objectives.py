@@ -1,0 +1,151 @@
+"""Objectives of a recipe: what a name presets, and that an update's gradient is the named one's, with prefixes shared
+and not, in float64; a function of one's own, and the guard; overlong shaping."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_cases import make_config
+from surrogate_cases import BY_HAND, DELTA, HIGH, LOW
+from update_cases import ADVANTAGES, logprobs, spoken, update
+
+from thresher.common.errors import UserError
+from thresher.engine.config.objectives import OBJECTIVES
+from thresher.engine.config.recipe import make_recipe
+from thresher.engine.config.sections import GrpoSection
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.training.step import overlong_penalty
+from thresher.policy.model import Policy, init_policy
+
+PRESET = {"grpo": {"beta": 0.5, "clip_high": 0.2, "kl_value": "k1"}}
+
+
+def policy_of(seed: int = 0) -> Policy:
+    config = make_config(vocab_size=37, hidden_size=24, intermediate_size=40, initializer_range=0.3)
+    return init_policy(config, seed).double().requires_grad_(True)
+
+
+def expected(
+    policy: Policy, trajectories: list[Trajectory], surrogate: str, weights: list[float]
+) -> list[torch.Tensor]:
+    loss = torch.zeros((), dtype=torch.float64)
+    for trajectory, advantage, weight in zip(trajectories, ADVANTAGES, weights, strict=True):
+        own = logprobs(policy, trajectory)
+        old = torch.tensor(trajectory.policy_logprobs(), dtype=torch.float64)
+        A = torch.full_like(own, torch.tensor(advantage, dtype=torch.float32).item()).detach()
+        loss = loss - torch.tensor(weight, dtype=torch.float32).item() * BY_HAND[surrogate](own, old, A).sum()
+    return list(torch.autograd.grad(loss, list(policy.parameters())))
+
+
+def found(policy: Policy, gradients: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [gradients[name] for name, _ in policy.named_parameters()]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_an_update_has_the_objectives_gradient(objective: str, gradients: dict[str, torch.Tensor]) -> None:
+    policy = policy_of()
+    trajectories = spoken(policy, 0, 0.5)
+    aggregation = OBJECTIVES[objective].grpo.get("aggregation", "trajectory")
+    lengths = [len(trajectory.policy_positions()) for trajectory in trajectories]
+    constant = 40.0 if aggregation == "constant" else None
+    per_token = {"token": [1 / sum(lengths)] * 3, "constant": [1 / (3 * 40.0)] * 3}
+    weights = per_token.get(aggregation, [1 / (3 * n) for n in lengths])
+    wanted = expected(policy, trajectories, OBJECTIVES[objective].surrogate, weights)
+    grpo = GrpoSection(
+        objective=objective,
+        clip_low=LOW,
+        clip_high=HIGH,
+        divergence=DELTA,
+        beta=0.0,
+        aggregation=aggregation,
+        aggregation_constant=constant,
+    )
+    for share in (True, False):
+        update(policy, None, trajectories, ADVANTAGES, grpo, share_prefix=share, micro_batch_tokens=10_000)
+        for gradient, exact in zip(found(policy, gradients), wanted, strict=True):
+            assert float((gradient - exact).norm()) <= 1e-12 * float(exact.norm())
+
+
+def test_an_objective_presets_keys_between_the_systems_and_ones_own() -> None:
+    def grpo(**keys: Any) -> GrpoSection:
+        tables = {"model": {"path": "m"}, "system": {"name": "s"}, "grpo": keys, "rollout": {"max_policy_tokens": 77}}
+        return make_recipe(tables, "here", preset=lambda name: PRESET).grpo
+
+    assert (grpo().objective, grpo().beta, grpo().clip_high, grpo().kl_value) == ("grpo", 0.5, 0.2, "k1")
+    dapo = grpo(objective="dapo")
+    assert (dapo.beta, dapo.clip_high, dapo.aggregation, dapo.kl_value) == (0.0, 0.28, "token", "k1")
+    own = grpo(objective="dapo", beta=0.1, aggregation="trajectory")
+    assert (own.beta, own.clip_high, own.aggregation) == (0.1, 0.28, "trajectory")
+    dr = grpo(objective="dr_grpo")
+    assert (dr.aggregation, dr.aggregation_constant, dr.scale) == ("constant", 77.0, "none")
+    assert grpo(objective="dr_grpo", aggregation="token").aggregation_constant is None
+    assert grpo(objective="dr_grpo", aggregation_constant=9.0).aggregation_constant == 9.0
+    tables = {"model": {"path": "m"}, "grpo": {"objective": "dapo"}}
+    assert make_recipe(tables, "here", ["grpo.objective=rloo"]).grpo.baseline == "leave_one_out"
+    with pytest.raises(
+        UserError, match=r'objective: expected the name of an objective, got "dappo"; did you mean dppo'
+    ):
+        grpo(objective="dappo")
+    with pytest.raises(UserError, match=r'scale: expected none with baseline = "none", got batch'):
+        grpo(objective="reinforce", scale="batch")
+
+
+def test_the_guard_sees_turns(gradients: dict[str, torch.Tensor]) -> None:
+    """A trajectory's turns, each a run of sampled tokens, are held one by one."""
+    policy = policy_of()
+    trajectories = spoken(policy, 3, 0.5)
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0.0), share_prefix=False)
+    without = [gradient.clone() for gradient in found(policy, gradients)]
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(beta=0.0, guard="llds", guard_weight=0.7))
+    penalty, held = torch.zeros((), dtype=torch.float64), 0
+    for trajectory, advantage in zip(trajectories, ADVANTAGES, strict=True):
+        own, start = logprobs(policy, trajectory), 0
+        old = torch.tensor(trajectory.policy_logprobs(), dtype=torch.float64)
+        for segment in trajectory.segments:
+            if not segment.logprobs:
+                continue
+            fallen = (old - own)[start : start + len(segment.ids)]
+            start += len(segment.ids)
+            if advantage >= 0 and float(fallen.detach().sum()) > 0:
+                weight = torch.tensor(1 / (3 * len(own)), dtype=torch.float32).item()
+                penalty, held = penalty + 0.7 * weight * fallen.clamp(min=0).sum(), held + 1
+    assert held == 1  # of the two turns that were right
+    wanted = torch.autograd.grad(penalty, list(policy.parameters()))
+    for gradient, before, exact in zip(found(policy, gradients), without, wanted, strict=True):
+        assert float((gradient - before - exact).norm()) <= 1e-12 * float(gradient.norm())
+
+
+def test_an_objective_of_ones_own(tmp_path: Path, gradients: dict[str, torch.Tensor]) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def twice(logprobs, old, ref, advantages, mask, sequence):\n"
+        "    return -2 * advantages * logprobs\n\n"
+        "def short(logprobs, *others):\n    return logprobs[1:]\n\n"
+        "def fails(logprobs, *others):\n    return logprobs.nonsense\n"
+    )
+    policy = policy_of()
+    trajectories = spoken(policy, 0, 0.5)
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(objective="reinforce", beta=0.0))
+    once = [gradient.clone() for gradient in found(policy, gradients)]
+    update(policy, None, trajectories, ADVANTAGES, GrpoSection(objective=f"{own}:twice", beta=0.0))
+    for gradient, half in zip(found(policy, gradients), once, strict=True):
+        assert float((gradient - 2 * half).norm()) <= 1e-12 * float(gradient.norm())
+    for function, why in (
+        (
+            "short",
+            r"own.py:short: short returned a tensor of shape \[19\]; expected the loss of each row, of shape",
+        ),
+        ("fails", r"own.py: fails\(..\) raised AttributeError .* at line 8; fix the file"),
+        ("absent", r"own.py: has no function absent, which grpo.objective .* names; add it, or correct the name"),
+    ):
+        with pytest.raises(UserError, match=why):
+            update(policy, None, trajectories, ADVANTAGES, GrpoSection(objective=f"{own}:{function}", beta=0.0))
+
+
+def test_overlong_shaping_is_trls() -> None:
+    """TRL 1.16's get_soft_overlong_punishment(100, 20) of these lengths."""
+    lengths = [10, 60, 79, 80, 81, 90, 99, 100, 101, 130]
+    wanted = [0.0, 0.0, 0.0, 0.0, 0.05, 0.5, 0.95, 1.0, 1.0, 1.0]
+    assert [overlong_penalty(length, 100, 20) for length in lengths] == pytest.approx(wanted)
+    assert overlong_penalty(130, 100, 0) == 0.0
