@@ -40,7 +40,7 @@ class HttpAnswer:
 
 
 class TooLarge(Exception):
-    """Error for an answer of more than MOST_BYTES bytes, in words."""
+    """Error for an answer of more bytes than are read, in words."""
 
 
 class TooSlow(urllib3.exceptions.HTTPError):
@@ -55,10 +55,11 @@ def request(
     headers: Mapping[str, str],
     seconds: float,
     connect_seconds: float,
+    most: int = MOST_BYTES,
 ) -> HttpAnswer:
     """Send one request and read the whole answer within `seconds`.
 
-    TooLarge as soon as more than MOST_BYTES decompressed bytes have come; urllib3's HTTPError where the attempt fails.
+    TooLarge as soon as more than `most` decompressed bytes have come; urllib3's HTTPError where the attempt fails.
     The headers may take longer: urllib3 limits each read from the socket, and only reads of the body are limited
     together.
     """
@@ -71,8 +72,8 @@ def request(
     try:
         while part := response.read1(2**16):
             data += part
-            if len(data) > MOST_BYTES:
-                raise TooLarge(f"an answer of more than {MOST_BYTES:,} bytes")
+            if len(data) > most:
+                raise TooLarge(f"an answer of more than {most:,} bytes")
             if time.monotonic() > deadline:
                 raise TooSlow
     except BaseException:

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.rollout.rollout import Limits, Rollout
+from thresher.engine.rollout.tools import Toolbox, load_tools
 from thresher.engine.scoring.judges import load_judge, load_verdicts
 from thresher.engine.scoring.score import Judges
 from thresher.engine.systems import load_system, own_digest
@@ -36,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptContext:
     """A system with its prompt, limits and tokenizer, for any writer of turns. `system_digest` is that of a user's own
-    system file, None for a built-in system."""
+    system file, None for a built-in system; `tools_digest` that of the files of tools, None without any."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -45,6 +47,8 @@ class PromptContext:
     episode_config: EpisodeConfig
     limits: Limits
     system_digest: str | None = None
+    tools: Toolbox = field(default_factory=Toolbox)
+    tools_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ class RunContext(PromptContext):
             self.renderer,
             limits,
             shuffle=shuffle,
+            tools=self.tools,
         )
 
 
@@ -127,6 +132,11 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
     if section.template is not None:
         template = read_template(section.template, "{passages}" in template)
     retrieval = recipe.retrieval or RetrievalSection()
+    if missing := [name for name in system.tools if name not in (recipe.tools or {})]:
+        raise UserError(
+            f"{system.name} calls the tool {missing[0]}, which the recipe does not name; add a section "
+            f'[tools.{missing[0]}] with function = "FILE.py:FUNCTION" or the url of a server'
+        )
     return PromptContext(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -151,7 +161,18 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
             num_draft_tokens=rollout.num_draft_tokens,
         ),
         system_digest=digest,
+        tools=load_tools(recipe.tools, rollout.tools_replay, _say),
+        tools_digest=tools_digest(recipe),
     )
+
+
+def tools_digest(recipe: Recipe) -> str | None:
+    """Return the SHA-256, in hex, of the files of a recipe's tools; None where there are none, or none is called."""
+    functions = [tool.function for tool in (recipe.tools or {}).values() if tool.function is not None]
+    if not functions or recipe.rollout.tools_replay is not None:
+        return None
+    digests = [own_digest(function.rpartition(":")[0]) for function in functions]
+    return sha256(repr(digests).encode()).hexdigest()
 
 
 def load_on_device(recipe: Recipe, folder: str | Path) -> Policy:

@@ -7,6 +7,7 @@ never sees a tensor, a batch or another episode.
     Prompt(...)     -> None         the first request, once
     Generate(stop)  -> Turn         the policy writes until a stop tag, the end of text, or a limit
     Search(query)   -> [Hit]        waits for the next retrieval, which serves all waiting episodes in one call
+    Tool(name, arguments) -> Result waits for a tool of the recipe, while other episodes go on
     SubCall(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
     Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
@@ -66,6 +67,24 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A call of a tool that the recipe names. arguments: JSON values by name, as the policy may have written them. They
+    are data: nothing in them is executed."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The text that a tool returned, cut to the tool's limit. error: the call failed, and the text says why in one
+    sentence."""
+
+    text: str
+    error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Retrieved:
     """Passages to show, or a text in their place, such as what a call made of them; between `before` and `after`
     (template text: the tags are here and nowhere else)."""
@@ -117,7 +136,7 @@ class SubCall:
     context: BranchPrompt
 
 
-Request = Prompt | Generate | Search | SubCall | Retrieved | Feedback | SpawnBranches
+Request = Prompt | Generate | Search | Tool | SubCall | Retrieved | Feedback | SpawnBranches
 Episode = Generator[Request, Any, str]
 
 
@@ -169,6 +188,7 @@ class System:
     answer(attempt), the one that the reward reads; None without one.
     needs_golds: a question without gold answers is refused.
     searches: it asks an index or a server; None: it does if `information` is one of its tags.
+    tools: names of tools that its episodes call; the recipe must have them all.
     needs_gold_indices: part of the reward can be earned only where it is known which of the passages are gold.
     """
 
@@ -185,6 +205,7 @@ class System:
     needs_gold_indices: bool = False
     needs_golds: bool = True
     searches: bool | None = None
+    tools: tuple[str, ...] = ()
 
     @property
     def needs_index(self) -> bool:

@@ -285,7 +285,7 @@ def tiny_rollout(
     request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer, tiny_index: Index
 ) -> Callable[..., Rollout]:
     """make(system="eval_rar", *, policy, index, tokenizer, template, max_turns, k, chat, max_passage_tokens, shuffle,
-    **limits) -> Rollout; everything has a default. `system` is a name or a System."""
+    tools, **limits) -> Rollout; everything has a default. `system` is a name or a System."""
     from thresher.engine.episode import EpisodeConfig
     from thresher.engine.protocol.prompts import Renderer
     from thresher.engine.rollout.rollout import Limits, Rollout
@@ -303,6 +303,7 @@ def tiny_rollout(
         chat: bool = False,
         max_passage_tokens: int = 40,
         shuffle: bool = False,
+        tools: Any = None,
         **limits: int,
     ) -> Rollout:
         system = load_system(system, {}) if isinstance(system, str) else system
@@ -325,6 +326,7 @@ def tiny_rollout(
             renderer,
             Limits(**sizes),
             shuffle=shuffle,
+            tools=tools,
         )
 
     return make

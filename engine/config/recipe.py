@@ -9,6 +9,7 @@ absent; a command asks for one with `recipe.need(DataSection)`.
 import hashlib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from thresher.engine.config.sections import (
     RunSection,
     SftSection,
     SystemSection,
+    ToolSection,
 )
 from thresher.engine.config.tables import (
     FieldError,
@@ -71,6 +73,7 @@ MAY_CHANGE = frozenset(
     }.items()
     for key in keys.split()
 )
+TOOL = re.compile(r"tools\.[^.]+\.(url|concurrency)")  # keys of every tool that a resumed run may change as well
 # Keys that decide where and in which portions a rollout is computed, and no trajectory.
 COMPUTING_KEYS = (
     "model.device",
@@ -86,6 +89,7 @@ class Recipe(Section):
     data: DataSection | None = None
     retrieval: RetrievalSection | None = None
     system: SystemSection | None = None
+    tools: dict[str, ToolSection] | None = None
     rollout: RolloutSection = field(default_factory=RolloutSection)
     grpo: GrpoSection = field(default_factory=GrpoSection)
     optim: OptimSection = field(default_factory=OptimSection)
@@ -102,6 +106,15 @@ class Recipe(Section):
                 f"expected at most rollout.questions_per_step = {groups}, for a group is not split,"
                 f" got {self.grpo.updates_per_batch}",
             )
+        for name, tool in (self.tools or {}).items():
+            if not re.fullmatch("[A-Za-z0-9_-]+", name):
+                raise FieldError(f"tools.{name}", "expected a name of letters, digits, _ and -; give it another")
+            if (tool.max_tokens or 0) > (most := self.rollout.max_passage_tokens):
+                raise FieldError(
+                    f"tools.{name}.max_tokens",
+                    f"expected at most rollout.max_passage_tokens = {most}, to which all retrieved text is cut, got "
+                    f"{tool.max_tokens}",
+                )
         if self.grpo.reference == "cpu" and self.lora is not None:
             raise FieldError(
                 "grpo.reference", 'expected "auto" with [lora], whose reference is the policy itself with adapters off'
@@ -180,7 +193,7 @@ class Recipe(Section):
         ]
 
     def _fixed(self) -> dict[str, Any]:
-        fixed = {key: value for key, value in self.keys().items() if key not in MAY_CHANGE}
+        fixed = {key: value for key, value in self.keys().items() if key not in MAY_CHANGE and not TOOL.fullmatch(key)}
         if (targets := fixed.get("lora.targets")) is not None:
             # The default had none of these before there were layers with them; adapters are held to their checkpoint.
             fixed["lora.targets"] = [target for target in targets if not target.startswith("linear_")]

@@ -15,9 +15,10 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.config.tables import expected, hints, section_in, toml_value
+from thresher.engine.config.tables import expected, hints, named_section_in, section_in, toml_value
 
 Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]  # system -> section -> key -> value
+NAMED = {section for section, hint in hints(Recipe).items() if named_section_in(hint)}  # [section.NAME], of any name
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,14 @@ class Key:
 
     @property
     def dotted(self) -> str:
-        return f"{self.section}.{self.name}"
+        return f"{self.section}.{'NAME.' * (self.section in NAMED)}{self.name}"
 
 
 def keys_of(presets: Presets) -> list[Key]:
     """Return all keys, in the order of the sections and of their fields."""
     found = []
-    for section, hint in hints(Recipe).items():
-        cls = section_in(hint)
-        assert cls is not None
+    for section in hints(Recipe):
+        cls = _class_of(section)
         meanings, kinds = meanings_of(cls), hints(cls)
         for one in fields(cls):
             preset = {
@@ -56,9 +56,15 @@ def keys_of(presets: Presets) -> list[Key]:
 
 def about(section: str) -> str:
     """Return the purpose of a section: its docstring, without its name."""
-    cls = section_in(hints(Recipe)[section])
-    text = " ".join(((cls and inspect.getdoc(cls)) or "").split())
-    return text.removeprefix(f"[{section}] ")
+    text = " ".join((inspect.getdoc(_class_of(section)) or "").split())
+    return text.removeprefix(f"[{section}] ").removeprefix(f"[{section}.NAME] ")
+
+
+def _class_of(section: str) -> type[Any]:
+    hint = hints(Recipe)[section]
+    cls = section_in(hint) or named_section_in(hint)
+    assert cls is not None
+    return cls
 
 
 def meanings_of(cls: type) -> dict[str, str]:
@@ -110,7 +116,14 @@ def markdown(keys: Sequence[Key]) -> str:
     for key in keys:
         if key.section != section:
             section = key.section
-            lines += ["", f"## {section}", "", about(section), "", "| key | default | takes | meaning | presets |"]
+            lines += [
+                "",
+                f"## {section}{'.NAME' * (section in NAMED)}",
+                "",
+                about(section),
+                "",
+                "| key | default | takes | meaning | presets |",
+            ]
             lines += ["|---|---|---|---|---|"]
         presets = "; ".join(f"{_code(value)}: {', '.join(systems)}" for value, systems in by_value(key).items())
         cells = (f"`{key.name}`", _code(key.default), key.takes, key.meaning, presets)

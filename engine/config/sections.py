@@ -101,11 +101,32 @@ class RolloutSection(Section):
     num_draft_tokens: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
     attention: Attention = "auto"  # backend of attention
     share_prefix: bool = True  # compute attention to a shared prefix once, not for each sample; same results
+    # stored run whose results of tools are taken while no tool is called: the folder of a run or evaluation, or a file
+    # of `thresher rollout`
+    tools_replay: str | None = None
 
     FORMER: ClassVar[Mapping[tuple[str, str], str]] = {
         ("attention", "shared"): "leave it out, for what it meant is rollout.share_prefix = true, the default",
         ("attention", "separate"): "what it meant is now written rollout.share_prefix = false",
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolSection(Section):
+    """[tools.NAME] a tool that episodes call by its NAME: a Python function, or a server (docs/systems.md)."""
+
+    function: str | None = None  # FILE.py:FUNCTION, called with the arguments by keyword; it returns a string
+    url: str | None = None  # of a server that is sent {"name", "arguments"} and answers {"result"} or {"error"}
+    timeout: Positive = 10.0  # seconds of a call; then its result is an error, and what comes later is dropped
+    max_tokens: Count | None = None  # of a result, the rest is cut off; None: rollout.max_passage_tokens
+    concurrency: SmallCount = 8  # calls at once; when as many others hang beyond their timeout, no more are begun
+
+    def check(self) -> None:
+        if (self.function is None) == (self.url is None):
+            got = "neither" if self.url is None else "both"
+            raise FieldError("function", f"expected either function, FILE.py:FUNCTION, or url, a server, got {got}")
+        if self.function is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", self.function):
+            raise FieldError("function", f"expected FILE.py:FUNCTION, got {shown(self.function)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 A field's name, type and default are its whole definition. A bound on a number is part of its type (`Count`,
 `Annotated[float, Within(..)]`); rules between fields are in `check`. Types: int, float, bool, str, Literal of strings,
-tuple, dict[str, Any] (a free table), another Section, each also `| None`. The default of an optional field is None, for
-a file cannot say "nothing".
+tuple, dict[str, Any] (a free table), another Section, dict[str, Section] (sections by name), each also `| None`. The
+default of an optional field is None, for a file cannot say "nothing".
 """
 
 import difflib
@@ -102,7 +102,13 @@ def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str]
         if name in table:
             nested = section_in(hint)
             value = table[name]
-            values[name] = from_dict(nested, value, where, flags=flags, path=here) if nested else value
+            if nested:
+                value = from_dict(nested, value, where, flags=flags, path=here)
+            elif (named := named_section_in(hint)) and isinstance(value, Mapping):
+                value = {
+                    key: from_dict(named, part, where, flags=flags, path=(*here, key)) for key, part in value.items()
+                }
+            values[name] = value
         elif name in required(cls):
             raise UserError(f"{_place(where, here, flags)}: expected {expected(hint)}, got nothing; add it")
     try:
@@ -116,6 +122,9 @@ def check_key(cls: type, dotted: str) -> None:
     """Raise UserError unless there is a field of that dotted key; a free table may hold any."""
     here: Any = cls
     for key in (part.strip() for part in dotted.split(".")):
+        if (named := named_section_in(here)) is not None:
+            here = named  # of any name
+            continue
         if get_origin(here) is dict:
             return
         nested = section_in(here)
@@ -141,6 +150,12 @@ def section_in(hint: Any) -> type[Any] | None:
     """Return the dataclass that a hint (or hint `| None`) names, if it names one."""
     inner = _inner(hint)
     return inner if isinstance(inner, type) and is_dataclass(inner) else None
+
+
+def named_section_in(hint: Any) -> type[Any] | None:
+    """Return the dataclass X of a hint dict[str, X] (or that `| None`), None for other hints."""
+    inner = _inner(hint)
+    return section_in(get_args(inner)[1]) if get_origin(inner) is dict else None
 
 
 def _inner(hint: Any) -> Any:
@@ -184,6 +199,8 @@ def _converted(hint: Any, value: Any) -> Any:
         items = args[:1] * len(value) if args[-1] is Ellipsis else args
         _require(len(items) == len(value), value)
         return tuple(_converted(item, part) for item, part in zip(items, value, strict=True))
+    if origin is dict and (named := named_section_in(inner)):
+        return dict(_require(isinstance(value, dict) and all(isinstance(x, named) for x in value.values()), value))
     if origin is dict:
         return plain(_require(isinstance(value, dict), value))
     if inner is str:
@@ -233,6 +250,8 @@ def expected(hint: Any) -> str:
     if origin is tuple:
         count = "" if args[-1] is Ellipsis else f"{len(args)} values, "
         return f"a list of {count}each {expected(args[0])}"
+    if named_section_in(inner):
+        return "a section under each name"
     if origin is dict:
         return "a table of strings, numbers, booleans, lists and tables"
     words = {str: "a string that is not empty", int: "an integer", float: "a number", bool: "true or false"}

@@ -169,6 +169,7 @@ class ApiRunContext(PromptContext):
             self.limits,
             (self.recipe.retrieval or RetrievalSection()).shuffle,
             self.unit,
+            self.tools,
         )
 
     def facts(self, seconds: float) -> dict[str, Any]:

@@ -237,6 +237,7 @@ FACTS = {  # what an evaluation says of itself, and how the table calls it
     "verdict_judge": "Answers judged by",
     "latency": "Latency",
     "ended": "Ended",
+    "tools": "Calls of tools",
 }
 
 

@@ -32,6 +32,7 @@ from thresher.engine.assemble import (
     load_judges,
     load_retrieval,
     load_run_context,
+    tools_digest,
 )
 from thresher.engine.baselines import load_baseline
 from thresher.engine.config.recipe import COMPUTING_KEYS, Recipe
@@ -170,12 +171,14 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
     tables = recipe.to_dict()
     settings = {
         f"{section}.{key}": value
-        for section in ("model", "retrieval", "system", "rollout")
+        for section in ("model", "retrieval", "system", "tools", "rollout")
         for key, value in tables.get(section, {}).items()
         if f"{section}.{key}" not in _FREE
     }
     settings |= asked.answered_by.settings() if asked.answered_by else {}
     content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
+    if (digest := tools_digest(recipe)) is not None:
+        settings["the content of the tools' files"] = digest
     return settings | {
         "baseline": asked.baseline,
         "the system file's content": own_digest(recipe.system.name) if recipe.system else None,
@@ -408,6 +411,9 @@ def _trajectory(record: Mapping[str, Any]) -> Trajectory:
     _require(all(isinstance(text, str) for text in (found.question_id, found.reason, *branches)))
     _require(_whole(found.group) and _whole(found.sample) and isinstance(found.searches, list))
     _require(all(isinstance(search, dict) and isinstance(search["query"], str) for search in found.searches))
+    _require(isinstance(found.tools, list) and all(isinstance(call, dict) for call in found.tools))
+    _require(all(isinstance(call["error"], bool) for call in found.tools))
+    _require(all(isinstance(call[key], str) for call in found.tools for key in ("name", "text")))
     return found
 
 
@@ -489,8 +495,16 @@ def _facts(
         "rewarded_by": rewarded_by(context),
         "reasons": reasons,
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
+        "tools": _tools([call for entry in scored for call in entry.trajectory.tools]),
         **(context.facts(each) if isinstance(context, ApiRunContext) else {}),
     }
+
+
+def _tools(calls: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return how often each tool was called, in words; None if none was."""
+    counts, errors = Counter(call["name"] for call in calls), sum(call["error"] for call in calls)
+    named = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
+    return f"{named}; {errors:,} errors" if calls else None
 
 
 def rewarded_by(context: PromptContext) -> str:

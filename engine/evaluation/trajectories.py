@@ -84,6 +84,7 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
         clock = rollout.clock
         seconds += clock.total
         totals.update(sampled=clock.sampled_tokens, prefilled=clock.prefilled_tokens, searches=clock.search_queries)
+        totals.update(tools=clock.tool_calls, errors=clock.tool_errors)
 
     try:
         with context.threads():
@@ -99,6 +100,7 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
         "sampled tokens": totals["sampled"],
         "prefilled tokens": totals["prefilled"],
         "searches": totals["searches"],
+        **({"calls of tools": totals["tools"], "of them errors": totals["errors"]} if totals["tools"] else {}),
         "seconds": seconds,
         "tokens/s": totals["sampled"] / seconds if seconds else None,
         "ended": ", ".join(f"{reason} {count:,}" for reason, count in sorted(reasons.items())) or None,

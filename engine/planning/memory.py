@@ -258,7 +258,8 @@ class PlanSetting:
 def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
     """Return the setting of a recipe that its system's preset has filled."""
     rollout, lora, system = recipe.rollout, recipe.lora, recipe.system
-    searches = rollout.max_turns - 1 if system is None or load_system(system.name, system.options).needs_index else 0
+    played = None if system is None else load_system(system.name, system.options)
+    searches = rollout.max_turns - 1 if played is None or played.needs_index or played.tools else 0
     written = min(rollout.max_policy_tokens or rollout.max_context, rollout.max_turns * rollout.max_turn_tokens)
     return PlanSetting(
         rollout=rollout,

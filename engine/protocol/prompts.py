@@ -24,6 +24,8 @@ from thresher.rewards.text import contains_answer
 # Placeholders of the question and the passages while a chat template is rendered.
 _QUESTION = "\ue000question\ue000"
 _PASSAGES = "\ue000passages\ue000"
+CUT_OFF = " [cut off]"  # ends a tool's result that is longer than its limit
+MOST_CHARACTERS = 64  # of a token, on average, beyond which a tool's result is not encoded to see what fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,23 @@ class Renderer:
             passages = self.passages([hit.passage for hit in request.hits])
         encode, most = self.tokenizer.encode_template, self.max_passage_tokens
         return encode(request.before) + passages[:most] + encode(request.after), max(len(passages) - most, 0)
+
+    def cut_text(self, text: str, most: int | None) -> str:
+        """Return a tool's text as it is if it has at most `most` tokens (None: the budget of a search); else what fits
+        of it before CUT_OFF."""
+        most = self.max_passage_tokens if most is None else min(most, self.max_passage_tokens)
+        encode = self.tokenizer.encode
+        head = text[: MOST_CHARACTERS * most]
+        ids = encode(escape_tags(head, self.tags))
+        if len(ids) <= most and head == text:
+            return text
+        keep = most - len(encode(CUT_OFF))
+        while True:
+            shown = self.tokenizer.decode_bytes(ids[: max(keep, 0)]).decode("utf-8", "ignore") + CUT_OFF
+            over = len(encode(escape_tags(shown, self.tags))) - most
+            if over <= 0 or keep <= 0:
+                return shown
+            keep -= over  # side by side, the two may take more tokens
 
     def feedback(self, request: Feedback) -> list[int]:
         return self.tokenizer.encode(escape_tags(request.text, self.tags))

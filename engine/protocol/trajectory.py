@@ -34,6 +34,7 @@ class Trajectory:
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
     branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids() or of
     the loss.
+    tools: each call of a tool with its result, in order: name, arguments, text, error.
     from_api: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
     """
 
@@ -45,6 +46,7 @@ class Trajectory:
     searches: list[dict[str, Any]] = field(default_factory=list)
     branches: dict[str, "Trajectory"] = field(default_factory=dict)
     from_api: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     def ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.ids]
@@ -85,6 +87,8 @@ class Trajectory:
             "searches": self.searches,
             "segments": self._segments(tokenizer),
         }
+        if self.tools:
+            record["tools"] = self.tools
         if self.branches:
             record["branches"] = {name: branch._segments(tokenizer) for name, branch in self.branches.items()}
         return record

@@ -1,9 +1,10 @@
 """Play many episodes at once into trajectories; `Rollout` has their turns written by the decoder.
 
-An episode asks for turns, searches and text of the engine's (engine/episode.py). `EpisodeRunner` renders, searches,
-keeps the limits, and begins branches and calls; a `TurnWriter` writes the turns, here the decoder, in
-engine/evaluation/api_rollout.py a server. Searches that are due together are one call of the retriever. A sample does
-not depend on the others: its noise is a function of its seed and position, and the decoder's sequences are independent.
+An episode asks for turns, searches, tools and text of the engine's (engine/episode.py). `EpisodeRunner` renders,
+searches, calls tools (tools.py), keeps the limits, and begins branches and calls; a `TurnWriter` writes the turns, here
+the decoder, in engine/evaluation/api_rollout.py a server. Searches that are due together are one call of the retriever.
+Calls of tools go on beside the writing. A sample does not depend on the others: its noise is a function of its seed and
+position, and the decoder's sequences are independent.
 
 The way of a sample: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
 writer, and `_store_turn` puts the written turn on the trajectory.
@@ -38,15 +39,18 @@ from thresher.engine.episode import (
     KeptSpan,
     Prompt,
     Request,
+    Result,
     Retrieved,
     Search,
     SpawnBranches,
     SubCall,
     System,
+    Tool,
     Turn,
 )
 from thresher.engine.protocol.prompts import PromptBatch, Renderer, first_prompt, fit, truncate_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
+from thresher.engine.rollout.tools import Call, Toolbox
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer, UnencodableText
@@ -104,6 +108,8 @@ class RolloutClock(DecodeClock):
     cut_search_tokens: int = 0
     branches: int = 0
     branches_without_room: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
 
     @property
     def rest(self) -> float:
@@ -193,10 +199,11 @@ class EpisodeRunner:
         limits: Limits,
         shuffle: bool = False,
         unit: int = 1,
+        tools: Toolbox | None = None,
     ) -> None:
         self.tokenizer, self.retriever = tokenizer, retriever
         self.system, self.episode_config, self.renderer, self.limits = system, config, renderer, limits
-        self.shuffle, self.unit = shuffle, unit
+        self.shuffle, self.unit, self.tools = shuffle, unit, tools or Toolbox()
         self.clock = RolloutClock()
         self.under_way: tuple[int, int] | None = None  # of `play_all`: trajectories that have ended, and all
 
@@ -288,6 +295,8 @@ class EpisodeRunner:
         """Return how far `play_all` is, for `console.polling`; None while nothing is under way."""
         under_way = self.under_way  # once: the run goes on while this is asked
         text = f"{self.clock.sampled_tokens:,} tokens, {self.clock.search_queries:,} searches"
+        if self.clock.tool_calls:
+            text += f", {self.clock.tool_calls:,} calls of tools"
         return None if under_way is None else Stage("rollout", *under_way, text)
 
 
@@ -304,8 +313,9 @@ class Rollout(EpisodeRunner):
         renderer: Renderer,
         limits: Limits,
         shuffle: bool = False,
+        tools: Toolbox | None = None,
     ) -> None:
-        super().__init__(tokenizer, retriever, system, config, renderer, limits, shuffle)
+        super().__init__(tokenizer, retriever, system, config, renderer, limits, shuffle, tools=tools)
         self.policy = policy
         self.decoder = make_decoder(
             policy,
@@ -418,14 +428,21 @@ class _Play:
 
     def steps(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Step until all of them, and the branches that they ask for, have ended."""
-        self._serve([(sample, None) for sample in samples])
-        yield self._take_ended()
-        while self.asked or self.search is not None or not self.writer.idle:
-            self._search_beside()
-            if not self.writer.idle:
-                ended = [(sample, self._store_turn(sample, written)) for sample, written in self.writer.step()]
-                self._serve([(sample, turn) for sample, turn in ended if turn is not None])
+        tools = self.runner.tools
+        try:
+            self._serve([(sample, None) for sample in samples])
             yield self._take_ended()
+            while self.asked or self.search is not None or tools.waiting or not self.writer.idle:
+                self._search_beside()
+                if tools.waiting:
+                    self._serve(self._tool_results())
+                if not self.writer.idle:
+                    ended = [(sample, self._store_turn(sample, written)) for sample, written in self.writer.step()]
+                    self._serve([(sample, turn) for sample, turn in ended if turn is not None])
+                yield self._take_ended()
+        finally:
+            if tools.waiting:
+                tools.drop()
         for owner, name, branch in self.branches:
             owner.branches[name] = branch
 
@@ -556,6 +573,30 @@ class _Play:
             Random(f"{sample.job.seed} {len(sample.trajectory.searches)}").shuffle(hits)
         sample.trajectory.searches.append({"query": query, "passages": [hit.passage.id for hit in hits]})
 
+    def _begin_tool(self, sample: Sample, request: Tool) -> Result | None:
+        """Begin a call of a tool; return its result where that is known at once, None where the sample waits."""
+        call = self.runner.tools.call(sample, sample.trajectory, request)
+        return None if call.result is None else self._store_result(call, call.result)
+
+    def _tool_results(self) -> list[tuple[Sample, object]]:
+        """Return the samples whose calls of tools have ended, with the results; wait for one where nothing else goes
+        on."""
+        wait = self.writer.idle and not self.asked and self.search is None
+        ended = self.runner.tools.ended(wait)
+        return [(call.owner, self._store_result(call, call.result)) for call in ended if call.result is not None]
+
+    def _store_result(self, call: Call, result: Result) -> Result:
+        """Put a call of a tool on its trajectory; return its result, cut to the tool's limit."""
+        try:
+            text = self.runner.renderer.cut_text(result.text, self.runner.tools.limit(call.name))
+        except UserError:
+            result, text = Result("", True), f"{call.name} returned a text that the tokenizer cannot encode."
+        call.result = Result(text, result.error)
+        call.owner.trajectory.tools.append(call.record())
+        self.clock.tool_calls += 1
+        self.clock.tool_errors += call.result.error
+        return call.result
+
     def _retriever(self) -> Retriever:
         if self.runner.retriever is None:
             raise UserError(
@@ -582,6 +623,10 @@ class _Play:
             if isinstance(request, Generate):
                 self._open_turn(sample, request)
                 return []
+            if isinstance(request, Tool):
+                if (answer := self._begin_tool(sample, request)) is None:
+                    return []
+                continue
             if isinstance(request, SubCall):
                 self._call(sample, request.context)
                 return []

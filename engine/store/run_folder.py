@@ -77,6 +77,7 @@ TRAJECTORY = {
     "branches": {"*": SEGMENTS},
     "passages": [{"*": ANYTHING, "text": TEXT}],
     "searches": [{"*": ANYTHING, "query": TEXT, "passages": [ANYTHING]}],
+    "tools": [{"*": ANYTHING, "name": TEXT, "text": TEXT}],
 }
 
 

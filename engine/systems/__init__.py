@@ -14,9 +14,15 @@ from typing import Any
 from thresher.common.errors import UserError
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System
-from thresher.engine.systems._own_file import is_path, load_own_function, load_own_system, own_digest
+from thresher.engine.systems._own_file import (
+    is_path,
+    load_functions,
+    load_own_function,
+    load_own_system,
+    own_digest,
+)
 
-__all__ = ["NAMES", "built_in", "load_own_function", "load_system", "own_digest"]
+__all__ = ["NAMES", "built_in", "load_functions", "load_own_function", "load_system", "own_digest"]
 
 # Systems in the file of another: the file, and its names in the place of `Options` and `system`.
 VARIANTS = {

@@ -77,18 +77,33 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
     return made
 
 
-def load_own_function(name: str, what: str) -> Callable[..., Any]:
-    """Return a function of a user's file, named as FILE.py:FUNCTION; what it raises becomes a UserError."""
-    path, colon, function = name.rpartition(":")
-    if not colon or not path.endswith(".py") or not function.isidentifier():
-        raise UserError(f"{what} {name!r}: expected FILE.py:FUNCTION")
-    found = getattr(_import_file(Path(path)), function, None)
-    if not callable(found):
-        raise UserError(f"{path}: has no function {function}, which {what} {name!r} names; add it, or correct the name")
+def load_functions(wanted: Mapping[str, str]) -> dict[str, Callable[..., object]]:
+    """Return functions of a user's files. wanted: key of the recipe -> "FILE.py:FUNCTION"; a file is imported once for
+    all of them. UserError for a file that cannot be imported or lacks the function."""
+    modules: dict[Path, ModuleType] = {}
+    found = {}
+    for key, named in wanted.items():
+        file, _, name = named.rpartition(":")
+        path = Path(file)
+        if not path.is_file():
+            raise UserError(f"{key}: {file}: no such file; give FILE.py:FUNCTION")
+        if path not in modules:
+            modules[path] = _import_file(path)
+        function = getattr(modules[path], name, None)
+        if not callable(function):
+            raise UserError(f"{key}: {file} has no function {name}; add it, or name another")
+        found[key] = function
+    return found
+
+
+def load_own_function(named: str, key: str) -> Callable[..., Any]:
+    """Return the function of a user's file that a key of the recipe names; what it raises becomes a UserError."""
+    found = load_functions({key: named})[key]
+    file, _, name = named.rpartition(":")
 
     @wraps(found)
-    def guarded(*given: Any, **named: Any) -> Any:
-        return _called(partial(found, *given, **named), f"{function}(..)", Path(path))
+    def guarded(*given: Any, **others: Any) -> Any:
+        return _called(partial(found, *given, **others), f"{name}(..)", Path(file))
 
     return guarded
 

@@ -39,7 +39,7 @@ from thresher.engine.store.checkpoint import (
     save_checkpoint,
     start_record,
 )
-from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev
+from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev, step_name
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.trackers import check_trackers, tracking
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
@@ -212,6 +212,7 @@ class Trainer:
             "seconds": time.perf_counter() + offset,
             "index": retriever.identity if retriever else None,
             "system": self.context.system_digest,
+            "tools": self.context.tools_digest,
             "metrics": self.run_folder.metrics_mark(),
         }
         folder = self.run_folder.checkpoints
@@ -232,6 +233,7 @@ class Trainer:
         with explain_out_of_memory(self.updater, self.rollout):
             if not self.ranks.is_distributed:
                 check()  # a signal that came since the last step's rollout; several ranks leave theirs together
+            self.rollout.tools.place = f"trajectories/{step_name(step)}"
             result = self.grpo_step(step, recorder)
         self._warn_of_cuts(result.shown.warning())
         if stored:
@@ -287,6 +289,7 @@ class Trainer:
             console.stage("evaluation"),
         ):
             asked = shown.questions
+            self.rollout.tools.place = f"evaluations/{step_name(step)}"
             with divergence(step):
                 judges = self.grpo_step.judges
                 scored = evaluate(self.rollout, asked, judges=judges, first=mine.start, ranks=self.ranks)
@@ -322,6 +325,11 @@ def _check_unchanged(checkpoint: Checkpoint, index: str | None, context: RunCont
         raise UserError(
             f"retrieval.url: the server has another index ({index or 'unnamed'}) than the one that the run has "
             f"searched ({before}); start it with that one"
+        )
+    if checkpoint.state.get("tools") not in (None, context.tools_digest):
+        raise UserError(
+            "[tools]: a tool's file has changed since the run's last checkpoint was trained with it; put the old one "
+            "back, or start a new run"
         )
     if checkpoint.state.get("system") not in (None, context.system_digest):
         raise UserError(

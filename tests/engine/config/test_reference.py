@@ -10,7 +10,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.reference import explain, keys_of, markdown, meanings_of
-from thresher.engine.config.tables import hints, section_in
+from thresher.engine.config.tables import hints, named_section_in, section_in
 from thresher.engine.systems import NAMES, load_system
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,9 +40,12 @@ def test_a_meaning_is_the_comment_behind_a_field_or_above_it() -> None:
 
 
 def test_every_key_is_there_and_has_a_meaning() -> None:
-    sections = {name: section_in(hint) for name, hint in hints(Recipe).items()}
+    found = hints(Recipe).items()
+    sections = {f"{name}.NAME" if named_section_in(hint) else name: hint for name, hint in found}
     assert [key.dotted for key in KEYS] == [
-        f"{name}.{key}" for name, cls in sections.items() if cls for key in hints(cls)
+        f"{name}.{key}"
+        for name, hint in sections.items()
+        for key in hints(section_in(hint) or named_section_in(hint) or Recipe)
     ]
     assert [key.dotted for key in KEYS if len(key.meaning) < 6] == []
 

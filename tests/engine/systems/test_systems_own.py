@@ -28,8 +28,8 @@ PAGE = DOCS.read_text(encoding="utf-8")
 
 @pytest.fixture
 def quote(tmp_path: Path) -> Path:
-    """The one block of Python on the page, as a file."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    """The worked example of the page, as a file."""
+    _, code = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     path = tmp_path / "quote.py"
     path.write_text(code, encoding="utf-8")
     return path

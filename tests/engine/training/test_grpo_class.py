@@ -126,7 +126,7 @@ def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
         ({"prompts": []}, "the train questions are none"),
         ({"prompts": [3]}, "question 0 is int; expected a text, or a record"),
         ({"reward": 3}, "a reward is int; expected a function"),
-        ({"reward": ["nowhere.py:f"]}, "nowhere.py: no such Python file"),
+        ({"reward": ["nowhere.py:f"]}, "reward: nowhere.py: no such file; give FILE.py:FUNCTION"),
         ({"share_prefix": False}, r"share_prefix is a key of rollout and optim; write rollout=\{'share_prefix': ..\}"),
         ({"stepps": 3}, "stepps is no key of a recipe"),
         ({"lr": -1.0}, "lr: expected a number >= 0"),

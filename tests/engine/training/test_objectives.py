@@ -137,7 +137,7 @@ def test_an_objective_of_ones_own(tmp_path: Path, gradients: dict[str, torch.Ten
             r"own.py:short: short returned a tensor of shape \[19\]; expected the loss of each row, of shape",
         ),
         ("fails", r"own.py: fails\(..\) raised AttributeError .* at line 8; fix the file"),
-        ("absent", r"own.py: has no function absent, which grpo.objective .* names; add it, or correct the name"),
+        ("absent", r"grpo.objective: .*own.py has no function absent; add it, or name another"),
     ):
         with pytest.raises(UserError, match=why):
             update(policy, None, trajectories, ADVANTAGES, GrpoSection(objective=f"{own}:{function}", beta=0.0))

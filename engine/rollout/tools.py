@@ -1,0 +1,312 @@
+"""Call the tools of a recipe for episodes: Python functions in threads, servers by HTTP, or results of a stored run.
+
+A call waits until fewer than `concurrency` calls of its tool run, and then at most `timeout` seconds. The thread that
+plays the episodes does all accounting; another runs the call and puts its outcome into a queue.
+
+A thread that hangs cannot be ended. After the timeout its episode goes on with an error, another call takes its place,
+and what it returns later is dropped. While `concurrency` calls of a tool hang, or more, no others of it are begun, and
+each is an error at once. So no episode waits for ever, and a tool has at most 2 x concurrency threads, which do not
+keep the program from ending. A function that holds Python's global lock cannot be left behind.
+
+A call's arguments are kept as JSON text. A function gets a copy of its own, by keyword; nothing in them is executed.
+"""
+
+import json
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any
+
+import urllib3
+
+from thresher.common.background import Background
+from thresher.common.errors import UserError
+from thresher.common.http import TooLarge, in_words, json_of, request, service_address
+from thresher.common.records import read_records
+from thresher.engine.config.sections import ToolSection
+from thresher.engine.episode import Result, Tool
+from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.store.run_folder import TRAJECTORY, check_shape
+from thresher.engine.systems import load_functions
+
+MOST_BYTES = 1_000_000  # of a result; a longer one is an error
+MOST_WORDS = 300  # characters of what a tool's exception says
+LONGEST_WAIT = 3600.0  # seconds of one wait for a result, after which it is waited for again
+CONNECT_SECONDS = 5.0
+
+
+class ToolFailure(Exception):
+    """Error for a server that gives no result, in words."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call. owner: who waits. arguments: as JSON; None if they are no JSON object. result: once there is one."""
+
+    owner: Any
+    name: str
+    arguments: str | None
+    begun: float = 0.0
+    result: Result | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return the call with its result, as a trajectory keeps it."""
+        assert self.result is not None
+        arguments = None if self.arguments is None else json.loads(self.arguments)
+        return {"name": self.name, "arguments": arguments, "text": self.result.text, "error": self.result.error}
+
+
+@dataclass(eq=False, kw_only=True)
+class HostedTool:
+    """A tool with its limits, and its calls: `queue` those not begun, `hung` those that nobody waits for any more."""
+
+    name: str
+    function: Callable[[dict[str, Any]], object]
+    timeout: float = 10.0
+    max_tokens: int | None = None
+    concurrency: int = 8
+    queue: deque[Call] = field(default_factory=deque)
+    running: set[Call] = field(default_factory=set)
+    hung: set[Call] = field(default_factory=set)
+    reported: bool = False  # a failure of it
+
+    def __post_init__(self) -> None:
+        self.threads = Background[None](2 * self.concurrency, f"tool {self.name}")
+
+    @property
+    def too_late(self) -> Result:
+        return Result(f"{self.name} gave no result within {self.timeout:g} s.", True)
+
+    def outcome(self, arguments: str) -> Result:
+        """Call the function; return its text, or a sentence on why there is none."""
+        try:
+            text = self.function(json.loads(arguments))
+        except ToolFailure as error:
+            return Result(f"{self.name} failed: {error}", True)
+        except BaseException as error:  # whatever it is, the run goes on
+            words = " ".join("".join(traceback.format_exception_only(error)).split())[:MOST_WORDS]
+            return Result(f"{self.name} raised {words}", True)
+        if not isinstance(text, str):
+            return Result(f"{self.name} returned {type(text).__name__}, not a string.", True)
+        data = text.encode("utf-8", "replace")
+        if len(data) > MOST_BYTES:
+            return Result(
+                f"{self.name} returned {len(data):,} bytes, more than the {MOST_BYTES:,} that are read.", True
+            )
+        return Result(data.decode())
+
+
+class Toolbox:
+    """The tools of a run. waiting: calls without a result yet. place: the file that a replay reads next, see Replay.
+
+    say: called with a sentence at the first failure of each tool.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, HostedTool] | None = None,
+        replay: "Replay | None" = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.tools, self.replay, self._say = tools or {}, replay, say
+        self.place: str | None = None
+        self.waiting: set[Call] = set()
+        self._outcomes: SimpleQueue[tuple[Call, Result, float]] = SimpleQueue()
+
+    def call(self, owner: object, trajectory: Trajectory, asked: Tool) -> Call:
+        """Return a call, which `ended` begins; it has its result already if it is replayed or cannot be made."""
+        call = Call(owner, str(asked.name)[:100], _as_json(asked.arguments))
+        tool = self.tools.get(call.name)
+        if self.replay is not None:
+            call.result = self.replay.result(self.place, trajectory, call)
+        elif tool is None:
+            names = f"the tools are {', '.join(self.tools)}" if self.tools else "the recipe names none"
+            call.result = Result(f"There is no tool {call.name}; {names}.", True)
+        elif call.arguments is None:
+            call.result = Result(f"{call.name} was called with arguments that are no JSON object.", True)
+        else:
+            self.waiting.add(call)
+            tool.queue.append(call)
+        return call
+
+    def limit(self, name: str) -> int | None:
+        """Return `max_tokens` of a tool."""
+        return self.tools[name].max_tokens if name in self.tools else None
+
+    def ended(self, wait: bool) -> list[Call]:
+        """Begin calls that are due, and return those with a result since the last time. wait: until there is one."""
+        found: list[Call] = []
+        pause = 0.0
+        while True:
+            self._receive(found, pause)
+            for tool in self.tools.values():
+                self._expire(tool, found)
+                self._begin(tool, found)
+            if found or not wait or not self.waiting:
+                return found
+            ends = [call.begun + tool.timeout for tool in self.tools.values() for call in tool.running]
+            pause = min(max(min(ends) - monotonic(), 1e-3), LONGEST_WAIT)
+
+    def drop(self) -> None:
+        """Wait for no call any more: the run has ended without them."""
+        self.waiting.clear()
+        for tool in self.tools.values():
+            tool.queue.clear()
+            tool.hung |= tool.running
+            tool.running.clear()
+
+    def _receive(self, found: list[Call], pause: float) -> None:
+        """Take what threads have put into the queue; wait at most `pause` seconds for the first."""
+        try:
+            while True:
+                call, result, seconds = self._outcomes.get(timeout=pause) if pause else self._outcomes.get_nowait()
+                pause, tool = 0.0, self.tools[call.name]
+                if call in tool.hung:
+                    tool.hung.remove(call)
+                else:
+                    tool.running.remove(call)
+                    self._close(tool, call, result if seconds <= tool.timeout else tool.too_late, found)
+        except Empty:
+            return
+
+    def _expire(self, tool: HostedTool, found: list[Call]) -> None:
+        now = monotonic()
+        for call in [call for call in tool.running if now - call.begun > tool.timeout]:
+            tool.running.remove(call)
+            tool.hung.add(call)
+            self._close(tool, call, tool.too_late, found)
+
+    def _begin(self, tool: HostedTool, found: list[Call]) -> None:
+        while tool.queue and len(tool.hung) >= tool.concurrency:
+            hang = Result(f"{tool.name} was not called: too many calls of it hang ({len(tool.hung)}).", True)
+            self._close(tool, tool.queue.popleft(), hang, found)
+        while tool.queue and len(tool.running) < tool.concurrency:
+            call = tool.queue.popleft()
+            tool.running.add(call)
+            call.begun = monotonic()
+            tool.threads.submit(partial(self._run, tool, call))
+
+    def _run(self, tool: HostedTool, call: Call) -> None:
+        assert call.arguments is not None
+        started = monotonic()
+        result = tool.outcome(call.arguments)
+        self._outcomes.put((call, result, monotonic() - started))
+
+    def _close(self, tool: HostedTool, call: Call, result: Result, found: list[Call]) -> None:
+        call.result = result
+        self.waiting.remove(call)
+        found.append(call)
+        if result.error and not tool.reported:
+            tool.reported = True
+            self._say(f"tool {tool.name}: {result.text} (reported once; trajectories hold every call)")
+
+
+def _as_json(arguments: object) -> str | None:
+    """Return arguments as JSON; None for what is no object of JSON values."""
+    try:
+        return json.dumps(arguments, allow_nan=False) if isinstance(arguments, Mapping) else None
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+class HttpTool:
+    """A tool that a server runs: it is sent {"name", "arguments"}, and answers {"result": text} or {"error": text}."""
+
+    def __init__(self, name: str, section: ToolSection) -> None:
+        whose, example = f"the server of a tool ([tools.{name}] url)", "http://127.0.0.1:9000/call"
+        self.name, self.timeout = name, section.timeout
+        self.url = service_address(section.url or "", "", whose, example)
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=2 * section.concurrency, retries=False)
+
+    def __call__(self, arguments: dict[str, Any]) -> str:
+        """Return the server's result. ToolFailure where it gives none."""
+        body = json.dumps({"name": self.name, "arguments": arguments}).encode("ascii")
+        headers, most = {"content-type": "application/json"}, 8 * MOST_BYTES  # JSON may escape each character
+        try:
+            response = request(self._pool, "POST", self.url, body, headers, self.timeout, CONNECT_SECONDS, most)
+        except TooLarge as error:
+            raise ToolFailure(f"its server gave {error}.") from None
+        except urllib3.exceptions.HTTPError as error:
+            raise ToolFailure(f"its server gave {in_words(error, self.timeout, 'an answer')}.") from None
+        answer = json_of(response) if response.status == 200 else None
+        found = answer if isinstance(answer, dict) else {}
+        if isinstance(error_text := found.get("error"), str):
+            raise ToolFailure(error_text[:MOST_BYTES])
+        if not isinstance(result := found.get("result"), str):
+            what = 'neither a string "result" nor "error"' if response.status == 200 else f"status {response.status}"
+            raise ToolFailure(f"its server gave {what}.")
+        return result
+
+
+class Replay:
+    """Results of tools as a stored run has them. source: the folder of a run of `train`, whose files `place` names
+    (trajectories/step_000003), that of an evaluation, or a file of `thresher rollout`."""
+
+    def __init__(self, source: str) -> None:
+        self.source = Path(source)
+        self._read: tuple[str | None, Path, dict[tuple[str, int, int], list[dict[str, Any]]]] | None = None
+
+    def result(self, place: str | None, trajectory: Trajectory, call: Call) -> Result:
+        """Return the stored result of a trajectory's next call. UserError where there is none, or one of another
+        call."""
+        if self._read is None or self._read[0] != place:
+            whole = place is None and self.source.is_file()
+            file = self.source if whole else self.source / f"{place or 'trajectories'}.jsonl"
+            self._read = place, file, self._load(file)
+        _, file, recorded = self._read
+        key, number = (trajectory.question_id, trajectory.group, trajectory.sample), len(trajectory.tools)
+        where = f"{file}: question {key[0]}, group {key[1]}, sample {key[2]}, call {number + 1} of a tool"
+        remedy = "replay a run of the same recipe, model and seed, or leave out rollout.tools_replay"
+        stored = recorded.get(key, [])[number : number + 1]
+        if not stored:
+            raise UserError(f"{where}: is not recorded; {remedy}")
+        now = None if call.arguments is None else json.loads(call.arguments)
+        if stored[0]["name"] != call.name or stored[0].get("arguments") != now:
+            then = f"{stored[0]['name']} with {json.dumps(stored[0].get('arguments'))[:80]}"
+            raise UserError(f"{where}: was {then}, and is now {call.name} with {json.dumps(now)[:80]}; {remedy}")
+        return Result(stored[0]["text"], stored[0].get("error") is True)
+
+    @staticmethod
+    def _load(file: Path) -> dict[tuple[str, int, int], list[dict[str, Any]]]:
+        if not file.is_file():
+            raise UserError(
+                f"{file}: no such file, from which rollout.tools_replay takes results of tools; name a run that kept "
+                "the trajectories of every step (run.keep_trajectories = 1), or a file of thresher rollout"
+            )
+        found = {}
+        for number, record in read_records(file):
+            check_shape(record, TRAJECTORY, f"{file}:{number}")
+            found[str(record.get("id")), record.get("group", 0), record.get("sample", 0)] = record.get("tools") or []
+        return found
+
+
+def load_tools(sections: Mapping[str, ToolSection] | None, replay: str | None, say: Callable[[str], None]) -> Toolbox:
+    """Return the tools of a recipe, with their files imported; with a replay nothing of them is loaded or called."""
+    sections = sections or {}
+    wanted = {name: one.function for name, one in sections.items() if one.function is not None}
+    functions = {} if replay is not None else load_functions({f"[tools.{n}] function": f for n, f in wanted.items()})
+    tools: dict[str, HostedTool] = {}
+    for name, section in sections.items():
+        if replay is not None:
+            function: Callable[[dict[str, Any]], object] = partial(_not_called, name)
+        elif section.url is not None:
+            function = HttpTool(name, section)
+            say(f"calls of the tool {name} go to {section.url}")
+        else:
+            function = partial(_by_keyword, functions[f"[tools.{name}] function"])
+        limits = {key: getattr(section, key) for key in ("timeout", "max_tokens", "concurrency")}
+        tools[name] = HostedTool(name=name, function=function, **limits)
+    return Toolbox(tools, None if replay is None else Replay(replay), say)
+
+
+def _by_keyword(function: Callable[..., object], arguments: dict[str, Any]) -> object:
+    return function(**arguments)
+
+
+def _not_called(name: str, arguments: dict[str, Any]) -> object:
+    raise AssertionError(f"{name} is called though its results are replayed")
