@@ -41,11 +41,12 @@ from thresher.rewards.tags import blocks, final_answer
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The opening of a trajectory: a template (which may hold control tokens), with question and passages put in their
-    places, `{question}` and `{passages}`."""
+    places, `{question}` and `{passages}`. tools: schemas that the chat template lists (engine/chat_calls.py)."""
 
     template: str
     question: str
     passages: Sequence[Passage] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,11 @@ class Retrieved:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
+    """A line of the engine's own, between `before` and `after` (template text without the system's tags)."""
+
     text: str
+    before: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Fills chat templates, in a process of its own: a template is a program that came with somebody's weights.
 
-    {"template", "messages", "names", "add_generation_prompt"}  ->  {"text"}, or {"error"}      a line each, in JSON
+    {"template", "messages", "names", "tools", "add_generation_prompt"} -> {"text"}, or {"error"}   a line each, in JSON
 
 Jinja's sandbox keeps a template from Python's objects, not from loops, recursion and growth: so this process has little
 memory (resource.RLIMIT_AS), and its parent a clock. It is run by its path and imports nothing of the package.
@@ -26,7 +26,7 @@ def fill(request: dict[str, Any]) -> str:
     return compiled(request["template"]).render(
         messages=request["messages"],
         add_generation_prompt=request["add_generation_prompt"],
-        tools=None,
+        tools=request["tools"],
         documents=None,
         **request["names"],
     )

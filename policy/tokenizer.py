@@ -208,9 +208,14 @@ class Tokenizer:
             )
         return template
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Fill the chat template with `messages` ({"role", "content"}), as Hugging Face does. UserError without one or
-        when it fails.
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Fill the chat template with `messages` ({"role", "content"}) and schemas of `tools`, as Hugging Face does.
+        UserError without a template or when it fails.
 
         The result holds control tokens as text, for `encode_template`; a message that spells one becomes one too, so
         text that others wrote must not pass through here.
@@ -221,16 +226,16 @@ class Tokenizer:
         names = {key: _content(value) for key, value in self._settings.items() if key.endswith("_token")}
         names = {key: value for key, value in names.items() if isinstance(value, str)}
         try:
-            return fill_template(self.chat_template, messages, names, add_generation_prompt)
+            return fill_template(self.chat_template, messages, names, add_generation_prompt, tools)
         except (TemplateError, TypeError, AttributeError) as error:  # a template that adds text to a number
             raise UserError(
                 f"{where}: the chat template cannot render these messages ({error}); correct one of them"
             ) from None
 
-    def chat_prompt(self, text: str) -> str:
+    def chat_prompt(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Fill the chat template with `text` as the user's only message, up to where the model begins to write.
         UserError as `render_chat`, and for a template that leaves the message out."""
-        prompt = self.render_chat([{"role": "user", "content": text}])
+        prompt = self.render_chat([{"role": "user", "content": text}], tools=tools)
         if text.strip() not in prompt:
             where = str(Path(self._where).parent)
             raise UserError(f"{where}: the chat template leaves out the user's message; use another, or prompt 'raw'")
@@ -433,10 +438,14 @@ class TemplateError(UserError):
 
 
 def fill_template(
-    template: str, messages: list[dict[str, Any]], names: dict[str, str], add_generation_prompt: bool
+    template: str,
+    messages: list[dict[str, Any]],
+    names: dict[str, str],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Fill a template in a process of its own. TemplateError where that fails, or takes long or much memory."""
-    request = {"template": template, "messages": messages, "names": names}
+    request = {"template": template, "messages": messages, "names": names, "tools": list(tools) or None}
     found = _worker(os.getpid()).ask({**request, "add_generation_prompt": add_generation_prompt})
     if "text" not in found:
         raise TemplateError(found["error"])

@@ -20,7 +20,7 @@ ROOMS = (
     ("retrieval/indexes",),
     ("retrieval/building", "retrieval/serving"),
     ("engine/config", "engine/episode.py"),
-    ("engine/threads.py",),
+    ("engine/chat_calls.py", "engine/threads.py"),
     ("engine/optim",),
     ("engine/decoding", "engine/protocol", "engine/store", "engine/systems"),
     ("engine/baselines", "engine/packing.py", "engine/rollout", "engine/scoring", "engine/trackers.py"),

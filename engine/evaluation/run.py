@@ -418,7 +418,9 @@ def _trajectory(record: Mapping[str, Any]) -> Trajectory:
 
 
 def _segment(record: Mapping[str, Any]) -> Segment:
-    found = Segment(**{**record, "source": Source(record["source"])})
+    before, after = record.get("edges", (0, 0))  # absent in what an earlier version wrote
+    found = Segment(**{**record, "source": Source(record["source"]), "edges": (before, after)})
+    _require(_whole(before) and _whole(after))
     _require(isinstance(found.ids, list) and all(map(_whole, found.ids)) and _whole(found.trailing))
     _require(isinstance(found.logprobs, list) and all(isinstance(x, float | int) for x in found.logprobs))
     _require(found.stop is None or (isinstance(found.stop, str) and found.stop != ""))

@@ -10,10 +10,12 @@ cut to the same budget, the tags around them never.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from random import Random
 
 from thresher.common.errors import UserError
-from thresher.engine.episode import EpisodeConfig, Feedback, Prompt, Retrieved, System
+from thresher.engine.chat_calls import correction, tool_response
+from thresher.engine.episode import EpisodeConfig, Feedback, Prompt, Result, Retrieved, System, Turn
 from thresher.policy.tokenizer import Tokenizer, UnencodableText
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question
@@ -48,8 +50,10 @@ class Renderer:
 
     def prompt(self, request: Prompt) -> list[int]:
         text = request.template.replace("{question}", _QUESTION).replace("{passages}", _PASSAGES)
+        if request.tools:
+            check_call_format(self.tokenizer, self.chat)
         if self.chat:
-            text = self.tokenizer.chat_prompt(text)
+            text = self.tokenizer.chat_prompt(text, request.tools)
         ids: list[int] = []
         # A space before the question is encoded with it: the tokenizer makes one token of " Who", as in running text.
         for part in re.split(f"( ?{_QUESTION}|{_PASSAGES})", text):
@@ -123,7 +127,31 @@ class Renderer:
             keep -= over  # side by side, the two may take more tokens
 
     def feedback(self, request: Feedback) -> list[int]:
-        return self.tokenizer.encode(escape_tags(request.text, self.tags))
+        template, text = self.tokenizer.encode_template, self.tokenizer.encode(escape_tags(request.text, self.tags))
+        return template(request.before) + text + template(request.after)
+
+    def edges(self, request: Retrieved | Feedback) -> tuple[int, int]:
+        """Return how many ids at the beginning and at the end of a request's are of its template text."""
+        return len(self.tokenizer.encode_template(request.before)), len(self.tokenizer.encode_template(request.after))
+
+
+@lru_cache(maxsize=8)
+def check_call_format(tokenizer: Tokenizer, chat: bool) -> None:
+    """Raise UserError where prompts are no chat, or the model's chat template does not write what engine/chat_calls.py
+    appends between turns."""
+    if not chat:
+        raise UserError(
+            'the system shows its tools by the model\'s chat template; set model.prompt = "chat", and where a server '
+            "answers give its completions and the tokenizer"
+        )
+    begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _QUESTION}]
+    for role, shown in (("tool", tool_response(Result(_PASSAGES))), ("user", correction(Turn(b"", None), _PASSAGES))):
+        text = tokenizer.render_chat([*begun, {"role": role, "content": _PASSAGES}])
+        if not text.endswith(f"{_QUESTION}{shown.before}{_PASSAGES}{shown.after}"):
+            raise UserError(
+                f"the model's chat template writes a message of the role {role!r} otherwise than Qwen2.5's, which "
+                "engine/chat_calls.py has; let the system use tags of its own"
+            )
 
 
 def check_passage_format(passage_format: str) -> None:

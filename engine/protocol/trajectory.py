@@ -17,7 +17,8 @@ class Segment:
     """Token ids from one source. `logprobs` holds, for POLICY only, each id's log-probability when it was sampled.
 
     `stop` is the tag that ended a POLICY turn (None if it ended otherwise), `trailing` the number of bytes that the
-    last token holds after that tag: the token is kept whole, and its trailing bytes stay in the turn.
+    last token holds after that tag: the token is kept whole, and its trailing bytes stay in the turn. `edges` are how
+    many ids at the beginning and end of RETRIEVED or FEEDBACK are of template text.
     """
 
     source: Source
@@ -25,6 +26,7 @@ class Segment:
     logprobs: list[float] = field(default_factory=list)
     stop: str | None = None
     trailing: int = 0
+    edges: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ def check_trajectory(
     2. Every sampled id, and no other, has a log-probability, which is at most 0; what a server wrote has none.
     3. A turn that stopped at a tag ends `trailing` bytes behind the first of that tag. It may have begun in the bytes
        that trail the turn before (`Turn` of engine/episode.py).
-    4. No RETRIEVED or FEEDBACK segment holds a control token.
+    4. No RETRIEVED or FEEDBACK segment holds a control token, but for those of its template text.
     5. Inside a RETRIEVED segment no tag occurs but the one pair that wraps it; inside FEEDBACK none occurs.
     """
     wrong: list[str] = []
@@ -151,7 +153,8 @@ def check_trajectory(
             if start < first or (lead + text).find(stop, first) != start or segment.trailing >= len(last):
                 wrong.append(f"{name} did not end at its first {segment.stop}")
         if segment.source in (Source.RETRIEVED, Source.FEEDBACK):
-            if control.intersection(segment.ids):
+            before, after = segment.edges
+            if control.intersection(segment.ids[before : max(len(segment.ids) - after, 0)]):
                 wrong.append(f"{name} holds a control token")
             allowed = 1 if segment.source is Source.RETRIEVED else 0
             counts = {tag: text.count(tag.encode()) for tag in tags}

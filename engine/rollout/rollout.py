@@ -227,14 +227,15 @@ class EpisodeRunner:
         """Check the prompts of all questions, before a run begins: only of those that might not fit, a token being at
         least one byte, and all where the tokenizer lacks bytes. Passages that are still to be retrieved are taken to
         fill their budget."""
-        around: dict[str, int] = {}  # the tokens of a template without a question
+        around: dict[str, int] = {}  # the tokens of a template and its tools without a question
         budget = self.renderer.max_passage_tokens if self.system.given_passages else 0
         for question in questions:
             request = first_prompt(self.system, question, self.episode_config)
-            if request.template not in around:
-                around[request.template] = len(self.renderer.prompt(Prompt(request.template, "")))
+            form = repr((request.template, request.tools))
+            if form not in around:
+                around[form] = len(self.renderer.prompt(Prompt(request.template, "", tools=request.tools)))
             longest = len(escape_tags(request.question, self.system.tags).encode("utf-8", "surrogatepass")) + budget
-            if self.tokenizer.lacks_bytes or around[request.template] + longest + 1 > self.limits.max_context:
+            if self.tokenizer.lacks_bytes or around[form] + longest + 1 > self.limits.max_context:
                 (shown,) = truncate_passages([question], self.system, self.episode_config, self.renderer).questions
                 self.prompt(shown, room=0 if question.passages else budget)
 
@@ -636,10 +637,10 @@ class _Play:
                 continue
             if isinstance(request, Retrieved):
                 ids, cut = renderer.retrieved(request)
-                segment = Segment(Source.RETRIEVED, ids)
+                segment = Segment(Source.RETRIEVED, ids, edges=renderer.edges(request))
                 self.clock.cut_search_tokens += cut
             elif isinstance(request, Feedback):
-                segment = Segment(Source.FEEDBACK, renderer.feedback(request))
+                segment = Segment(Source.FEEDBACK, renderer.feedback(request), edges=renderer.edges(request))
             else:
                 raise TypeError(
                     f"{self.runner.system.name} yielded {request!r}, which is no request that may follow the prompt"

@@ -26,7 +26,7 @@ import urllib3
 
 from thresher.common.background import Background
 from thresher.common.errors import UserError
-from thresher.common.http import TooLarge, in_words, json_of, request, service_address
+from thresher.common.http import TooLarge, TooSlow, in_words, json_of, request, service_address
 from thresher.common.records import read_records
 from thresher.engine.config.sections import ToolSection
 from thresher.engine.episode import Result, Tool
@@ -86,6 +86,8 @@ class HostedTool:
         """Call the function; return its text, or a sentence on why there is none."""
         try:
             text = self.function(json.loads(arguments))
+        except TooSlow:
+            return self.too_late
         except ToolFailure as error:
             return Result(f"{self.name} failed: {error}", True)
         except BaseException as error:  # whatever it is, the run goes on
@@ -224,13 +226,15 @@ class HttpTool:
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=2 * section.concurrency, retries=False)
 
     def __call__(self, arguments: dict[str, Any]) -> str:
-        """Return the server's result. ToolFailure where it gives none."""
+        """Return the server's result. ToolFailure where it gives none, TooSlow where none comes in time."""
         body = json.dumps({"name": self.name, "arguments": arguments}).encode("ascii")
         headers, most = {"content-type": "application/json"}, 8 * MOST_BYTES  # JSON may escape each character
         try:
             response = request(self._pool, "POST", self.url, body, headers, self.timeout, CONNECT_SECONDS, most)
         except TooLarge as error:
             raise ToolFailure(f"its server gave {error}.") from None
+        except (urllib3.exceptions.ReadTimeoutError, TooSlow):
+            raise TooSlow from None
         except urllib3.exceptions.HTTPError as error:
             raise ToolFailure(f"its server gave {in_words(error, self.timeout, 'an answer')}.") from None
         answer = json_of(response) if response.status == 200 else None
@@ -263,13 +267,14 @@ class Replay:
         where = f"{file}: question {key[0]}, group {key[1]}, sample {key[2]}, call {number + 1} of a tool"
         remedy = "replay a run of the same recipe, model and seed, or leave out rollout.tools_replay"
         stored = recorded.get(key, [])[number : number + 1]
-        if not stored:
+        if not stored or not isinstance(text := stored[0].get("text"), str):
             raise UserError(f"{where}: is not recorded; {remedy}")
         now = None if call.arguments is None else json.loads(call.arguments)
-        if stored[0]["name"] != call.name or stored[0].get("arguments") != now:
-            then = f"{stored[0]['name']} with {json.dumps(stored[0].get('arguments'))[:80]}"
+        name, arguments = stored[0].get("name"), stored[0].get("arguments")
+        if name != call.name or arguments != now:
+            then = f"{name} with {json.dumps(arguments)[:80]}"
             raise UserError(f"{where}: was {then}, and is now {call.name} with {json.dumps(now)[:80]}; {remedy}")
-        return Result(stored[0]["text"], stored[0].get("error") is True)
+        return Result(text, stored[0].get("error") is True)
 
     @staticmethod
     def _load(file: Path) -> dict[tuple[str, int, int], list[dict[str, Any]]]:
