@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -118,6 +119,24 @@ def test_calls_that_hang_neither_block_the_others_nor_the_run() -> None:
     while box.tools["stuck"].hung:
         called(box, Tool("fine", {}))
     assert called(box, Tool("stuck", {})) == [Result("late")]
+
+
+def test_a_result_that_comes_late_is_an_error_whenever_it_is_looked_for() -> None:
+    release = threading.Event()
+
+    def slow(arguments: dict[str, Any]) -> str:
+        assert release.wait(WAIT)
+        return "late"
+
+    box = toolbox(slow, timeout=0.02)
+    call = box.call(0, Trajectory("q", 0, 0), Tool("slow", {}))
+    assert box.ended(wait=False) == [] and call.begun > 0
+    time.sleep(0.03)  # nobody looks
+    release.set()
+    while box._outcomes.empty():
+        time.sleep(0.001)
+    assert box.ended(wait=False) == [call] and call.result == Result("slow gave no result within 0.02 s.", True)
+    assert not box.tools["slow"].hung and not box.waiting
 
 
 def test_a_hung_call_does_not_keep_the_program_from_ending() -> None:
