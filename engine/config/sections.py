@@ -115,7 +115,7 @@ class RolloutSection(Section):
 class ToolSection(Section):
     """[tools.NAME] a tool that episodes call by its NAME: a Python function, or a server (docs/systems.md)."""
 
-    function: str | None = None  # FILE.py:FUNCTION, called with the arguments by keyword; it returns a string
+    function: str | None = None  # path of a Python file, ":", a function; it gets the arguments by keyword
     url: str | None = None  # of a server that is sent {"name", "arguments"} and answers {"result"} or {"error"}
     timeout: Positive = 10.0  # seconds of a call; then its result is an error, and what comes later is dropped
     max_tokens: Count | None = None  # of a result, the rest is cut off; None: rollout.max_passage_tokens

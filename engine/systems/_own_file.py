@@ -78,8 +78,8 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
 
 
 def load_functions(wanted: Mapping[str, str]) -> dict[str, Callable[..., object]]:
-    """Return functions of a user's files. wanted: key of the recipe -> "FILE.py:FUNCTION"; a file is imported once for
-    all of them. UserError for a file that cannot be imported or lacks the function."""
+    """Return functions of a user's files. wanted: key of the recipe -> path, ":" and function; a file is imported once
+    for all of them. UserError for a file that cannot be imported or lacks the function."""
     modules: dict[Path, ModuleType] = {}
     found = {}
     for key, named in wanted.items():

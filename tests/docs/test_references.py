@@ -15,7 +15,7 @@ import pytest
 from documents import ROOT, documents, inline, links, read, table_rows, to_be_added
 
 FOLDERS = ("bench", "cli", "common", "docs", "engine", "kernels", "policy", "recipes", "retrieval", "rewards", "tests")
-SHOWN = ("quote.py", "mine.py", "path/to/file.py", "path/to/mine.py", "thresher.x")  # a reader's own files; any package
+SHOWN = ("quote.py", "sums.py", "mine.py", "path/to/file.py", "path/to/mine.py", "thresher.x")  # a reader's own
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]+")
 _FILE = re.compile(r"(?<![\w./<*-])(?:[\w-]+/)*\w+\.py\b")
 _ROOM = re.compile(rf"(?<![\w./<-])(?:{'|'.join(FOLDERS)})(?:/[\w-]+(?:\.\w[\w-]*)*)+(?![\w/{{(<*-])")
