@@ -107,8 +107,10 @@ class Recipe(Section):
                 f" got {self.grpo.updates_per_batch}",
             )
         for name, tool in (self.tools or {}).items():
-            if not re.fullmatch("[A-Za-z0-9_-]+", name):
-                raise FieldError(f"tools.{name}", "expected a name of letters, digits, _ and -; give it another")
+            if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name):
+                raise FieldError(
+                    f"tools.{name}", "expected a name of at most 64 letters, digits, _ and -; give it another"
+                )
             if (tool.max_tokens or 0) > (most := self.rollout.max_passage_tokens):
                 raise FieldError(
                     f"tools.{name}.max_tokens",

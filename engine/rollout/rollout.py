@@ -588,11 +588,12 @@ class _Play:
 
     def _store_result(self, call: Call, result: Result) -> Result:
         """Put a call of a tool on its trajectory; return its result, cut to the tool's limit."""
+        limit = self.runner.tools.limit(call.name)
         try:
-            text = self.runner.renderer.cut_text(result.text, self.runner.tools.limit(call.name))
+            text = self.runner.renderer.cut_text(result.text, None if limit is None else limit * self.runner.unit)
+            call.result = Result(text, result.error)
         except UserError:
-            result, text = Result("", True), f"{call.name} returned a text that the tokenizer cannot encode."
-        call.result = Result(text, result.error)
+            call.result = Result("The tool returned a text that the tokenizer cannot encode.", True)
         call.owner.trajectory.tools.append(call.record())
         self.clock.tool_calls += 1
         self.clock.tool_errors += call.result.error

@@ -35,6 +35,7 @@ from thresher.engine.store.run_folder import TRAJECTORY, check_shape
 from thresher.engine.systems import load_functions
 
 MOST_BYTES = 1_000_000  # of a result; a longer one is an error
+MOST_NAME = 64  # characters of a tool's name, which the policy may have written
 MOST_WORDS = 300  # characters of what a tool's exception says
 LONGEST_WAIT = 3600.0  # seconds of one wait for a result, after which it is waited for again
 CONNECT_SECONDS = 5.0
@@ -89,18 +90,16 @@ class HostedTool:
         except TooSlow:
             return self.too_late
         except ToolFailure as error:
-            return Result(f"{self.name} failed: {error}", True)
+            return Result(_unicode(f"{self.name} failed: {error}"), True)
         except BaseException as error:  # whatever it is, the run goes on
             words = " ".join("".join(traceback.format_exception_only(error)).split())[:MOST_WORDS]
-            return Result(f"{self.name} raised {words}", True)
+            return Result(_unicode(f"{self.name} raised {words}"), True)
         if not isinstance(text, str):
             return Result(f"{self.name} returned {type(text).__name__}, not a string.", True)
-        data = text.encode("utf-8", "replace")
-        if len(data) > MOST_BYTES:
-            return Result(
-                f"{self.name} returned {len(data):,} bytes, more than the {MOST_BYTES:,} that are read.", True
-            )
-        return Result(data.decode())
+        size = len(text.encode("utf-8", "replace"))
+        if size > MOST_BYTES:
+            return Result(f"{self.name} returned {size:,} bytes, more than the {MOST_BYTES:,} that are read.", True)
+        return Result(_unicode(text))
 
 
 class Toolbox:
@@ -122,7 +121,7 @@ class Toolbox:
 
     def call(self, owner: object, trajectory: Trajectory, asked: Tool) -> Call:
         """Return a call, which `ended` begins; it has its result already if it is replayed or cannot be made."""
-        call = Call(owner, str(asked.name)[:100], _as_json(asked.arguments))
+        call = Call(owner, _unicode(str(asked.name))[:MOST_NAME], _as_json(asked.arguments))
         tool = self.tools.get(call.name)
         if self.replay is not None:
             call.result = self.replay.result(self.place, trajectory, call)
@@ -206,6 +205,11 @@ class Toolbox:
         if result.error and not tool.reported:
             tool.reported = True
             self._say(f"tool {tool.name}: {result.text} (reported once; trajectories hold every call)")
+
+
+def _unicode(text: str) -> str:
+    """Return a text without lone surrogates, which JSON of the policy's can spell and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _as_json(arguments: object) -> str | None:

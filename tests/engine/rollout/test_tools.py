@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -220,6 +221,24 @@ def test_a_result_is_shown_cut_and_escaped(written: Written, tiny_tokenizer: Tok
     assert second["text"] == cut and (run.clock.tool_calls, run.clock.tool_errors) == (2, 0)
 
 
+def test_names_and_texts_that_are_not_unicode_end_no_run(written: Written, tiny_tokenizer: Tokenizer) -> None:
+    """JSON that a policy writes can spell lone surrogates."""
+    strange = json.loads('"x\\ud800"')
+
+    def echo(arguments: dict[str, Any]) -> str:
+        if "raise" in arguments:
+            raise ValueError(strange)
+        return str(arguments["text"])
+
+    calls = [Tool(strange * 99, {}), Tool("echo", {"text": strange}), Tool("echo", {"raise": strange, strange: 1})]
+    run, trajectory = written(["a</call>"] * 3, asking(*calls), tools=toolbox(echo))
+    unknown, texted, raised = trajectory.tools
+    assert unknown["text"].startswith("There is no tool x?x?") and len(unknown["name"]) == 64
+    assert (texted["text"], texted["error"], texted["arguments"]) == ("x?", False, {"text": strange})
+    assert raised["text"] == "echo raised ValueError: x?"
+    assert check_trajectory(trajectory, tiny_tokenizer, TAGS, run.limits.max_context) == []
+
+
 @pytest.mark.parametrize("most", [1, 3, 12, 40])
 def test_a_cut_text_keeps_its_limit(tiny_rollout: Make, most: int) -> None:
     renderer = tiny_rollout("search_r1", max_passage_tokens=40).renderer
@@ -414,10 +433,11 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]], threading.Event]]:
             if arguments.get("slow"):
                 release.wait(WAIT)
             data = arguments.get("raw", json.dumps(arguments.get("say"))).encode() * arguments.get("times", 1)
-            self.send_response(arguments.get("status", 200))
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):  # the client may wait no more
+                self.send_response(arguments.get("status", 200))
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True

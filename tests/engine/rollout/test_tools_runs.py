@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_cases import Written
+from rollout_cases import Written, system_of
 from stored_cases import stored
 from train_cases import Make, metrics, what_happened
 
@@ -16,12 +16,16 @@ from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.engine.assemble import make_prompt_context
 from thresher.engine.config.recipe import Recipe, load_recipe, make_recipe
+from thresher.engine.episode import EpisodeConfig, Generate, Prompt, Retrieved, Tool, Turn
+from thresher.engine.evaluation.api_rollout import ApiRollout, Continued
 from thresher.engine.planning.memory import read_setting
+from thresher.engine.protocol.prompts import CUT_OFF, Renderer
 from thresher.engine.protocol.trajectory import check_trajectory
-from thresher.engine.rollout.tools import load_tools
+from thresher.engine.rollout.rollout import Job, Limits
+from thresher.engine.rollout.tools import HostedTool, Toolbox, load_tools
 from thresher.engine.systems import load_system
 from thresher.engine.training.train import train
-from thresher.policy.tokenizer import Tokenizer
+from thresher.policy.tokenizer import Tokenizer, train_bpe
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 
@@ -111,6 +115,40 @@ def test_the_calculator_of_the_page(
     assert shown == ["<result>391</result>\n", "<result>calculator raised KeyError: '/'</result>\n"]
 
 
+def test_a_server_writes_the_turns_of_an_episode_with_tools() -> None:
+    """Without a tokenizer lengths are in bytes, 4 of which count as a token of a limit."""
+
+    class Scripted:
+        def continued(self, asked: Any, temperature: float) -> list[Continued]:
+            contexts.extend(context[-1]["content"] for context, _, _ in asked)
+            return [Continued(Turn(texts.pop(0), "</call>"), full=False) for _ in asked]
+
+    def episode(question: Question, config: EpisodeConfig) -> Any:
+        yield Prompt("{question}", question.question)
+        for _ in range(2):
+            turn = yield Generate(("</call>",))
+            result = yield Tool("echo", {"text": turn.inside("call")})
+            yield Retrieved(result.text, "<result>", "</result>")
+        return "done"
+
+    def echo(arguments: dict[str, Any]) -> str:
+        return str(arguments["text"]) * 20
+
+    tokenizer, system = train_bpe((), 256), system_of(episode, ("<call>", "</call>", "<result>", "</result>"))
+    renderer = Renderer(
+        tokenizer=tokenizer, tags=system.tags, k=1, chat=False, max_passage_tokens=999, passage_format="{text}"
+    )
+    limits = Limits(max_turn_tokens=99, max_policy_tokens=999, max_context=999, max_num_seqs=1)
+    box = Toolbox({"echo": HostedTool(name="echo", function=echo, max_tokens=10)})
+    contexts: list[str] = []
+    texts = [b"<call>a</call>", b"<call>bcd</call>"]
+    rollout = ApiRollout(Scripted(), tokenizer, None, system, EpisodeConfig("", 1), renderer, limits, False, 4, box)
+    (found,) = rollout.run([Job(Question("q", "Who?", ("Anna",)), 0, 0, 0)], 0.0)
+    cut = ("bcd" * 20)[: 40 - len(CUT_OFF)] + CUT_OFF
+    assert [call["text"] for call in found.tools] == ["a" * 20, cut]
+    assert contexts == ["Who?", f"<result>{'a' * 20}</result>"] and found.reason == "done"
+
+
 def test_training_repeats_from_its_record(recipe: Callable[..., Recipe]) -> None:
     train(recipe(), "run")
     steps = [record for record in metrics(Path("run")) if "eval" not in record]
@@ -195,7 +233,7 @@ SMALL = {"model": {"path": "m"}}
             {"a": {"url": "u", "max_tokens": 600}},
             r"\[tools\.a\] max_tokens: expected at most rollout\.max_passage_tokens",
         ),
-        ({"a b": {"url": "u"}}, r"\[tools\] a b: expected a name of letters, digits, _ and -"),
+        ({"a b": {"url": "u"}}, r"\[tools\] a b: expected a name of at most 64 letters, digits, _ and -"),
         ({"a": 3}, r"\[tools\] a: expected a section, got 3"),
         (3, r"r\.toml: tools: expected a section under each name, got 3"),
     ],
