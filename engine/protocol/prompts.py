@@ -118,13 +118,8 @@ class Renderer:
         ids = encode(escape_tags(head, self.tags))
         if len(ids) <= most and head == text:
             return text
-        keep = most - len(encode(CUT_OFF))
-        while True:
-            shown = self.tokenizer.decode_bytes(ids[: max(keep, 0)]).decode("utf-8", "ignore") + CUT_OFF
-            over = len(encode(escape_tags(shown, self.tags))) - most
-            if over <= 0 or keep <= 0:
-                return shown
-            keep -= over  # side by side, the two may take more tokens
+        kept = ids[: max(most - len(encode(CUT_OFF)), 0)]
+        return self.tokenizer.decode_bytes(kept).decode("utf-8", "ignore") + CUT_OFF
 
     def feedback(self, request: Feedback) -> list[int]:
         template, text = self.tokenizer.encode_template, self.tokenizer.encode(escape_tags(request.text, self.tags))
