@@ -112,11 +112,10 @@ class GrpoStep:
         started = perf_counter()
         scored = self._score(jobs, trajectories)
         check_all(scored, self.context.tokenizer, self.context.system.tags, self.context.limits.max_context)
-        most, buffer = self.context.limits.max_policy_tokens, recipe.grpo.overlong_tokens
-        rewards = [
-            entry.result.reward - overlong_penalty(entry.trajectory.count(Source.POLICY), most, buffer)
-            for entry in scored
-        ]
+        rewards = [entry.result.reward for entry in scored]
+        if buffer := recipe.grpo.overlong_tokens:
+            most, lengths = self.context.limits.max_policy_tokens, (t.count(Source.POLICY) for t in trajectories)
+            rewards = [r - overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
         advantages = grpo_advantages(rewards, [job.group for job in jobs], recipe.grpo)
@@ -189,8 +188,8 @@ class GrpoStep:
 
 def overlong_penalty(length: int, most: int, buffer: int) -> float:
     """Return what a trajectory of so many sampled tokens loses: nothing up to most - buffer, 1 at most and beyond,
-    linear between (DAPO, 2503.14476, eq. 13); 0 for a buffer of 0."""
-    return min(max((length - (most - buffer)) / buffer, 0.0), 1.0) if buffer else 0.0
+    linear between (DAPO, 2503.14476, eq. 13)."""
+    return min(max((length - (most - buffer)) / buffer, 0.0), 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
