@@ -9,7 +9,7 @@ from thresher.engine.decoding.stop_tags import Hit, TagMatcher
 
 if TYPE_CHECKING:
     from thresher.engine.decoding.generator import GenerateRequest, GenerateResult, Generator
-    from thresher.engine.training.grpo import GRPO
+    from thresher.engine.grpo import GRPO
 
 __all__ = ["GRPO", "GenerateRequest", "GenerateResult", "Generator", "Hit", "TagMatcher"]
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "GRPO":
-        from thresher.engine.training.grpo import GRPO
+        from thresher.engine.grpo import GRPO
 
         return GRPO
     from thresher.engine.decoding import generator

@@ -162,12 +162,12 @@ class Train(
             self._train(ranks)
 
     def _train(self, ranks: "Ranks") -> None:
-        from thresher.engine.training.progress import progress_to
+        from thresher.engine.progress import progress_to
         from thresher.engine.training.train import train
 
         recipe = self.read_recipe()
         with console.progress_line("train", recipe.run.steps) as line:
-            watch = progress_to(line, recipe)
+            watch = progress_to(line, recipe, self.out)
             summary = train(recipe, self.out, self.resume, watch, ranks, self.from_step, self.allow_key)
         console.figures(f"train: run in {self.out}", summary)
 

@@ -51,6 +51,8 @@ CAPTIONS = {
     "length": "Tokens that the policy wrote in a trajectory, all its turns together; retrieved text not counted.",
     "searches": "Searches that held a query and were answered with passages.",
     "entropy": "Of the policy's next-token distribution, over the tokens that it sampled.",
+    "right_logprob": "Mean over the tokens of a trajectory that gave a right answer, when they were sampled; mean over"
+    " such trajectories. If it falls, training takes right answers apart (lazy likelihood displacement).",
     "parts": "Means over trajectories, as the system's reward has them, before any weight.",
     "compression": "Length of the passages over that of the evidence, by question; those without evidence left out.",
     "recall": "Share of trajectories in which a gold answer stands in the text. Sampled, training questions.",
@@ -182,6 +184,11 @@ def charts_of(
         chart("length", "Response length (tokens)", both("response_tokens")),
         chart("searches", "Valid searches per trajectory", both("searches")),
         chart("entropy", "Entropy (nats per sampled token)", lines({"entropy": "entropy"})),
+        chart(
+            "right_logprob",
+            "Log-prob of right answers (nats per sampled token)",
+            lines({"right": "right_logprob"}),
+        ),
         *_reward_charts(steps, evals, lines, both),
         chart("compression", "Compression ratio", both("compression")),
         chart(

@@ -45,6 +45,7 @@ from thresher.engine.reports.charts import (
     draw,
     smoothing,
 )
+from thresher.engine.reports.health import health_of
 from thresher.engine.reports.pages import (
     ENDINGS,
     Chunk,
@@ -119,6 +120,7 @@ def report_page(run: RunRecords, *notes: Path) -> tuple[str, dict[str, bytes]]:
         toml=recipe.to_toml(),
         summary=run.summary,
         last_step=run.last_step,
+        health=health_of(run),
         tiles=_tiles(run.summary, evals),
         notes=_notes(*notes, folder.path),
         measures=_measures(evals),

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -32,6 +32,7 @@ from rich.text import Text
 from thresher.common.console import console, shown, visible
 from thresher.common.errors import UserError
 from thresher.common.hosts import host_allowed
+from thresher.engine.reports.health import health_of, short_verdict
 from thresher.engine.reports.pages import RunRecords, duration, is_right, open_run, page_part, step_files
 from thresher.engine.reports.report import report_page
 from thresher.engine.store.run_folder import RunFolder
@@ -136,6 +137,7 @@ class RunState(RunRecords):
             "reward": last.get("reward"),
             "em": last.get("em"),
             "greedy_em": self.evals[-1][1].get("em") if self.evals else None,
+            "health": None if (found := health_of(self)) is None else [asdict(finding) for finding in found],
         }
 
 
@@ -209,7 +211,8 @@ def _line(state: RunState) -> str:
     names = {"reward": "reward", "em": "EM", "greedy_em": "greedy EM", "rollout_tokens_per_s": "tokens/s sampled"}
     names |= {"train_tokens_per_s": "trained", "seconds_a_step": "s a step"}
     known = [f"{name} {shown(values[key])}" for key, name in names.items() if values[key] is not None]
-    return "  ".join([state.says, *known, *([f"memory {_memory(values)}"] if state.process else [])])
+    memory = f"memory {_memory(values)}" if state.process else ""
+    return "  ".join(filter(None, [state.says, *known, memory, short_verdict(health_of(state))]))
 
 
 def _memory(values: Mapping[str, Any]) -> str:
@@ -230,7 +233,9 @@ def _view(state: RunState) -> RenderableType:
         table.add_row(Text(left, "dim"), shown(value), Text(right, "dim"), shown(other))
     rewards = [float(record["reward"]) for record in state.steps if record.get("reward") is not None]
     color = "green" if state.finished else "yellow" if state.ended else "cyan"
-    lines: list[RenderableType] = [Text(str(state.folder.path), "bold"), Text(state.says, color), table]
+    lines: list[RenderableType] = [Text(str(state.folder.path), "bold"), Text(state.says, color)]
+    lines += _health(state)
+    lines.append(table)
     if rewards:
         lines.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "blue"), f" {shown(rewards[-1])}"))
     try:
@@ -238,6 +243,14 @@ def _view(state: RunState) -> RenderableType:
     except UserError as error:  # a file that is damaged, or that a resumed run has just deleted
         lines.append(Text(f"\n{error}", "red"))
     return Group(*lines)
+
+
+def _health(state: RunState) -> Iterator[Text]:
+    found = health_of(state)
+    if found == []:
+        yield Text(short_verdict(found), "green")
+    for finding in found or ():
+        yield Text.assemble((finding.short, "bold red"), f". {finding.explanation}")
 
 
 def sparkline(values: Sequence[float], width: int = CURVE) -> str:

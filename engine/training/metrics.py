@@ -1,14 +1,15 @@
 """Records of a step in metrics.jsonl, and the summary at the end of a run."""
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.evaluation.metrics import Measured, measured, summary_of
+from thresher.engine.evaluation.metrics import Measured, mean, measured, summary_of
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import chosen_by
 from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
@@ -20,7 +21,8 @@ _TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """Measures of a step from one rank; `step_record` merges those of all ranks."""
+    """Measures of a step from one rank; `step_record` merges those of all ranks. right_logprobs: by place, the mean
+    log-prob that the tokens of a trajectory with a right answer had when they were sampled."""
 
     rows: list[Measured]
     cut_passages: int
@@ -29,12 +31,18 @@ class RankStep:
     scoring_seconds: float
     clock: dict[str, Any]
     recomputed: RecomputedLogprobs | None = None
+    right_logprobs: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> RankStep:
     """Return the measures of the rank that calls it."""
     groups = {entry.trajectory.group for entry in result.scored}
     with_signal = {e.trajectory.group for e, value in zip(result.scored, result.advantages, strict=True) if value}
+    right = {  # where no exact match is measured, what was rewarded above its group
+        (entry.trajectory.group, entry.trajectory.sample): logprobs
+        for entry, advantage in zip(result.scored, result.advantages, strict=True)
+        if entry.result.parts.get("em", advantage > 0) and (logprobs := entry.trajectory.policy_logprobs())
+    }
     return RankStep(
         rows=measured(result.scored, tags),
         cut_passages=result.shown.cut_passages,
@@ -43,6 +51,7 @@ def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> Ra
         recomputed=result.recomputed,
         scoring_seconds=result.scoring_seconds,
         clock=asdict(rollout.clock) | {"rest": rollout.clock.rest},
+        right_logprobs={place: sum(logprobs) / len(logprobs) for place, logprobs in right.items()},
     )
 
 
@@ -51,9 +60,11 @@ def step_record(step: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
     and seconds by phase of the rank that took longest."""
     updates = [_of_all(each) for each in zip(*(rank.updates for rank in ranks), strict=True)]
     recomputed = [rank.recomputed for rank in ranks if rank.recomputed is not None]
+    right = sorted(itertools.chain.from_iterable(rank.right_logprobs.items() for rank in ranks))
     return {
         "step": step,
         **summary_of(sorted((row for rank in ranks for row in rank.rows), key=lambda row: row.place)),
+        "right_logprob": mean([value for _, value in right]),
         "cut_passages": sum(rank.cut_passages for rank in ranks),
         "zero_advantage_groups": sum(rank.zero_advantage_groups for rank in ranks),
         **_update_metrics(updates),

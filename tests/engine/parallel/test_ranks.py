@@ -86,7 +86,13 @@ def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
         "searches": 3,
     }
     return RankStep(
-        rows=rows, cut_passages=2, zero_advantage_groups=1, updates=[update], scoring_seconds=1 / seconds, clock=clock
+        rows=rows,
+        cut_passages=2,
+        zero_advantage_groups=1,
+        updates=[update],
+        scoring_seconds=1 / seconds,
+        clock=clock,
+        right_logprobs={(groups[0], 0): -seconds},
     )
 
 
@@ -98,9 +104,9 @@ def test_a_steps_record_is_that_of_all_ranks() -> None:
     assert record | summary_of(rows) == record and record["questions"] == 6
     wanted: dict[str, Any] = {
         "step": 3, "cut_passages": 4, "zero_advantage_groups": 2, "loss": 0.25, "grad_norm": 0.5, "entropy": 2.0,
-        "logprob_gap": 0.0625, "logprob_gap_max": 4.0, "capped": 2, "train_tokens": 20, "loss_tokens": 8,
-        "update_seconds": 4.0, "reward_seconds": 0.5, "rollout_seconds": 4.0, "search_share": 0.05, "forwards": 10,
-        "forward_host_seconds": 0.02, "host_seconds": 0.3, "decode_seconds": 0.5, "searches": 6,
+        "right_logprob": -3.0, "logprob_gap": 0.0625, "logprob_gap_max": 4.0, "capped": 2, "train_tokens": 20,
+        "loss_tokens": 8, "update_seconds": 4.0, "reward_seconds": 0.5, "rollout_seconds": 4.0, "search_share": 0.05,
+        "forwards": 10, "forward_host_seconds": 0.02, "host_seconds": 0.3, "decode_seconds": 0.5, "searches": 6,
     }  # fmt: skip
     assert {key: record[key] for key in wanted} == wanted
     # A rank whose groups were all dropped has no sums, and its counts are 0.

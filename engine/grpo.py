@@ -16,9 +16,9 @@ from thresher.common.errors import UserError
 from thresher.common.jsonl import write_jsonl
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.tables import hints, section_in
+from thresher.engine.progress import progress_to
 from thresher.engine.systems import load_system
 from thresher.engine.systems._plain import IN_PROCESS, given
-from thresher.engine.training.progress import progress_to
 from thresher.engine.training.train import train
 from thresher.policy.tokenizer import load_tokenizer
 from thresher.retrieval.questions import Question, question_record
@@ -74,7 +74,7 @@ class GRPO:
     def train(self, resume: bool = False) -> dict[str, Any]:
         """Train, printing the progress; return what summary.json holds. `resume` goes on from the last checkpoint."""
         with console.progress_line("train", self.recipe.run.steps) as line:
-            return train(self.recipe, self.out, resume, progress_to(line, self.recipe))
+            return train(self.recipe, self.out, resume, progress_to(line, self.recipe, self.out))
 
     def _file(self, name: str, records: Records | None) -> str:
         """Return the file of these questions, which is written beside the run's folder unless it is one."""

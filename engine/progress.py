@@ -1,22 +1,28 @@
 """What the progress line of a training run says."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from thresher.common.console import Line
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.store.run_folder import chosen_by
+from thresher.engine.reports.health import findings, short_verdict
+from thresher.engine.store.run_folder import RunFolder, chosen_by
 from thresher.engine.training.train import Progress
 
 
-def progress_to(line: Line, recipe: Recipe) -> Callable[[Progress], None]:
-    """Return what `train` reports to, printing to `line`."""
+def progress_to(line: Line, recipe: Recipe, out: str | Path) -> Callable[[Progress], None]:
+    """Return what `train` reports to, printing to `line`. out: the run's folder."""
     evals: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
+    verdict = ""
 
     def watch(progress: Progress) -> None:
+        nonlocal verdict
         record = progress.record
         if not record:
             line.from_before(progress.step)
+            records.extend(RunFolder(Path(out), unverified=True).metrics())
             return
         if "eval" in record:
             evals.append(record)
@@ -32,6 +38,11 @@ def progress_to(line: Line, recipe: Recipe) -> Callable[[Progress], None]:
         text += f"  {name} {sampled:.3f}" if sampled is not None and metric != "reward" else ""
         text += f"  greedy {greedy:.3f}" if greedy is not None else ""
         gap = f"log-prob gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "no update"
-        line.to(progress.step, f"{text}  {gap}")
+        records.append(record)
+        # Of thousands of steps not each: the more there are, the longer it takes.
+        if progress.step % (1 + len(records) // 1000) == 0:
+            found = findings(records, recipe.rollout.questions_per_step)
+            verdict = f"  unhealthy: {short_verdict(found)}" if found else ""
+        line.to(progress.step, f"{text}  {gap}{verdict}")
 
     return watch
