@@ -64,7 +64,7 @@ class TrainSequence:
     ids: list[int]
     positions: list[int]
     old_logprobs: list[float]
-    advantage: float
+    advantage: float | list[float]  # of each of its trained tokens, or one for all
     weight: float  # of each of its trained tokens in the loss
     importance: list[float] | None = None  # what multiplies the advantage of each; None: 1
     key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
@@ -90,12 +90,12 @@ def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:
 
 def build_train_sequences(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
+    advantages: Sequence[float | list[float]],
     grpo: GrpoSection,
     totals: LossNormalizer | None = None,
 ) -> list[TrainSequence]:
-    """Return the sequences to train on, with the weight of each of their tokens in the loss. totals: of the optimiser
-    step; None: it has these trajectories alone."""
+    """Return the sequences to train on, with the weight of each of their tokens in the loss. advantages: of each
+    trajectory, or of each of its sampled tokens. totals: of the optimiser step; None: it has no others."""
     positions = [trajectory.policy_positions() for trajectory in trajectories]
     totals = totals or LossNormalizer(len(trajectories), sum(map(len, positions)))
     weights = {
@@ -113,7 +113,7 @@ def build_train_sequences(
             key=(trajectory.group, trajectory.sample),
         )
         for n, trajectory in enumerate(trajectories)
-        if positions[n] and not (grpo.drop_zero_advantage and advantages[n] == 0.0)
+        if positions[n] and not (grpo.drop_zero_advantage and not np.any(advantages[n]))
     ]
 
 
@@ -195,9 +195,8 @@ def _arrays(sequences: Sequence[TrainSequence]) -> dict[int, _Arrays]:
             np.array(one.ids, np.int64),
             np.array(one.positions, np.int64),
             np.array(one.old_logprobs, np.float64),
-            np.full(len(one.positions), one.advantage)
-            if one.importance is None
-            else one.advantage * np.array(one.importance),
+            np.broadcast_to(np.array(one.advantage, np.float64), len(one.positions))
+            * (1.0 if one.importance is None else np.array(one.importance)),
             one.weight,
         )
         for n, one in enumerate(sequences)

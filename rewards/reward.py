@@ -85,9 +85,13 @@ class RewardInput:
 class RewardResult:
     """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer judged.
 
-    Parts named em, f1 and answered are measures of the answer, if the reward has any.
+    Parts named em, f1 and answered are measures of the answer, if the reward has any. turns: a reward of each of the
+    policy's turns, beside `reward`. tokens: spans (start, end, value) of all that the policy wrote, in bytes, whose
+    tokens get `value` beside their advantage. `grpo.advantage` says which of them train.
     """
 
     reward: float
     parts: Mapping[str, float | int | bool | None] = field(default_factory=dict)
     answer: str | None = None
+    turns: Sequence[float] | None = None
+    tokens: Sequence[tuple[int, int, float]] | None = None

@@ -30,6 +30,11 @@ from thresher.engine.config.tables import (
 )
 from thresher.rewards.advantages import SCALES
 
+# What fits an advantage that is finer than a trajectory's, for which rewards/credit.py has no more.
+FITTING: dict[str, dict[str, tuple[str, ...]]] = {
+    "turn": {"baseline": ("leave_one_out", "none"), "scale": ("none",)},
+    "anchor": {"baseline": ("group", "leave_one_out"), "scale": ("group", "none")},
+}
 Estimator = Literal["k1", "k2", "k3", "k3_ratio", "none"]
 Attention = Literal["auto", "torch", "triton", "flash", "xformers"]  # kernels/attention/backends/choice.py has them
 
@@ -138,6 +143,12 @@ class GrpoSection(Section):
     objective: str = "grpo"
     baseline: Literal["group", "leave_one_out", "batch", "none"] = "group"  # what advantages are rewards against
     scale: Literal["group", "batch", "none"] = "group"  # whose deviation advantages are divided by
+    # whose reward a token's advantage is of: its trajectory's; turn: its turn's and all later ones' (return-to-go);
+    # anchor: both its trajectory's and its turn's among turns from one state; token: and the spans that a reward names
+    advantage: Literal["trajectory", "turn", "anchor", "token"] = "trajectory"
+    gamma: Share = 1.0  # of turn and anchor: a later turn's reward counts gamma times, for each turn between
+    omega: NotNegative32 = 1.0  # of anchor: weight of the turn's part
+    anchor: Literal["context", "observation"] = "context"  # a turn's state: all before it, or what came since the last
     clip_low: Share = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: NotNegative32 = 0.2  # see clip_low
     tau_positive: Positive = 1.0  # sapo's temperature of tokens with advantage > 0
@@ -170,6 +181,10 @@ class GrpoSection(Section):
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
     def check(self) -> None:
+        for key, allowed in FITTING.get(self.advantage, {}).items():
+            if getattr(self, key) not in allowed:
+                expected, got = " or ".join(allowed), getattr(self, key)
+                raise FieldError(key, f"expected {expected} with advantage = {shown(self.advantage)}, got {got}")
         if self.scale not in SCALES[self.baseline]:
             fitting = " or ".join(SCALES[self.baseline])
             raise FieldError("scale", f"expected {fitting} with baseline = {shown(self.baseline)}, got {self.scale}")

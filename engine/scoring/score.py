@@ -50,6 +50,10 @@ class Scored:
             "parts": self.result.parts,
             "answer": self.result.answer,
         }
+        if self.result.turns is not None:
+            record["turns"] = list(self.result.turns)
+        if self.result.tokens is not None:
+            record["tokens"] = [list(span) for span in self.result.tokens]
         if self.attempt.entailment is not None:
             record["entailment"] = self.attempt.entailment
         if self.attempt.verdict is not None:

@@ -6,7 +6,7 @@
     entropy_P      float16  of the policy's next-token distribution there; nan likewise
     clipped_P      bool     the clip left the surrogate term no gradient
     reference_P    float32  log-prob by the reference; absent without a KL
-    advantage_P    float32  the advantage times the token's importance weight; absent where the recipe has no weights
+    advantage_P    float32  the advantage times the token's importance weight; absent where a trajectory has one for all
     branches_B     float32  log-prob when drawn, of the tokens of all branches, which are in no update
 
 All in nats, at the rollout's temperature; the file's metadata has a digest of them. The update's values are those of

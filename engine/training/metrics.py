@@ -37,7 +37,8 @@ class RankStep:
 def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> RankStep:
     """Return the measures of the rank that calls it."""
     groups = {entry.trajectory.group for entry in result.scored}
-    with_signal = {e.trajectory.group for e, value in zip(result.scored, result.advantages, strict=True) if value}
+    credit = result.credit or [[value] for value in result.advantages]
+    with_signal = {e.trajectory.group for e, values in zip(result.scored, credit, strict=True) if any(values)}
     right = {  # where no exact match is measured, what was rewarded above its group
         (entry.trajectory.group, entry.trajectory.sample): logprobs
         for entry, advantage in zip(result.scored, result.advantages, strict=True)

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
+from statistics import fmean
 from time import perf_counter
 
 from thresher.common.errors import UserError
@@ -46,6 +47,7 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
+from thresher.engine.training.credit import token_advantages
 from thresher.engine.training.importance import RecomputedLogprobs, recompute_logprobs
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
@@ -64,6 +66,7 @@ class StepResult:
     scored: list[Scored]
     advantages: list[float]
     sequences_by_update: list[list[TrainSequence]]
+    credit: list[list[float]] | None  # the advantage of each sampled token, where it is not its trajectory's
     recomputed: RecomputedLogprobs | None
     shown: PromptBatch
     scoring_seconds: float
@@ -119,11 +122,16 @@ class GrpoStep:
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
         advantages = grpo_advantages(rewards, [job.group for job in jobs], recipe.grpo)
+        credit = None
+        if recipe.grpo.advantage != "trajectory":
+            seed = seed_of("shuffle", recipe.run.seed, step)
+            credit = token_advantages(scored, rewards, advantages, recipe.grpo, self.context.tokenizer, seed)
+            advantages = [fmean(values) if values else 0.0 for values in credit]
         scoring_seconds = perf_counter() - started
         bounds = update_bounds(len(groups), size, updates)
         normalizers = self._normalizers([normalizer_of(trajectories[a:b]) for a, b in bounds])
         sequences_by_update = [
-            build_train_sequences(trajectories[a:b], advantages[a:b], recipe.grpo, normalizer)
+            build_train_sequences(trajectories[a:b], (credit or advantages)[a:b], recipe.grpo, normalizer)
             for (a, b), normalizer in zip(bounds, normalizers, strict=True)
         ]
         recomputed = None
@@ -133,6 +141,7 @@ class GrpoStep:
             step=step,
             scored=scored,
             advantages=advantages,
+            credit=credit,
             sequences_by_update=sequences_by_update,
             recomputed=recomputed,
             shown=shown,

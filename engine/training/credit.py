@@ -1,0 +1,125 @@
+"""An advantage for each sampled token: by turns, by anchor states, or by a reward's spans.
+
+    turn     A_ik = G_ik - b_ik, the return-to-go of turn k less a baseline of the group's others   rewards/credit.py
+    anchor   A_i + omega A_ik: the trajectory in its group, and the turn among the group's turns from the same state
+    token    A_i, and for each span of the reward that a token has bytes in, its value
+
+Rewards of turns are `RewardResult.turns`; the trajectory's own comes with its last turn. A state is what the policy saw
+before a turn: "context", all ids before it; "observation", the ids since its last turn. A span is a stretch of the
+policy's text, all its turns as one, in bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+from thresher.common.errors import UserError, as_number, shown
+from thresher.engine.config.sections import GrpoSection
+from thresher.engine.protocol.trajectory import Trajectory, turns
+from thresher.engine.scoring.score import Scored
+from thresher.policy.tokenizer import Tokenizer
+from thresher.rewards.credit import anchor_advantages, turn_advantages
+from thresher.rewards.reward import Source
+
+Values = list[list[float]]  # of each trajectory, of each of its turns or sampled tokens
+
+
+def token_advantages(
+    scored: Sequence[Scored],
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    grpo: GrpoSection,
+    tokenizer: Tokenizer,
+    seed: int,
+) -> Values:
+    """Return the advantage of each sampled token, by `grpo.advantage`. UserError for a reward whose turns or spans do
+    not fit its trajectory.
+
+    rewards, advantages: of each trajectory. seed: of the control that shuffles rewards; it shuffles those of turns,
+    too, among all turns of a group.
+    """
+    if grpo.advantage == "token":
+        return [_of_spans(entry, value, tokenizer) for entry, value in zip(scored, advantages, strict=True)]
+    members: dict[int, list[int]] = {}
+    for n, entry in enumerate(scored):
+        members.setdefault(entry.trajectory.group, []).append(n)
+    result: Values = [[] for _ in scored]
+    for group, numbers in members.items():
+        own = [_of_turns(scored[n]) for n in numbers]
+        if grpo.shuffle_rewards:
+            pool = [value for values in own for value in values]
+            Random(seed + group).shuffle(pool)
+            drawn = iter(pool)
+            own = [[next(drawn) for _ in values] for values in own]
+        for values, n in zip(own, numbers, strict=True):
+            if values:
+                values[-1] += rewards[n]
+        found = _of_group([scored[n].trajectory for n in numbers], own, grpo)
+        for n, values in zip(numbers, found, strict=True):
+            written = zip(values, turns(scored[n].trajectory), strict=True)
+            result[n] = [value for value, turn in written for _ in turn.ids]
+    return result
+
+
+def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSection) -> Values:
+    """Return the advantage of each turn of a group's trajectories; one that has no turn takes no part."""
+    some = [n for n, own in enumerate(rewards) if own]
+    if not some:
+        return rewards
+    chosen, alone = [rewards[n] for n in some], grpo.baseline == "none"
+    if grpo.advantage == "turn":
+        found = turn_advantages(chosen, gamma=grpo.gamma, baseline="none" if alone else "leave_one_out")
+    else:
+        found = anchor_advantages(
+            chosen,
+            [_states(trajectories[n], grpo.anchor == "observation") for n in some],
+            gamma=grpo.gamma,
+            omega=grpo.omega,
+            baseline="group" if grpo.baseline == "group" else "leave_one_out",
+            std_floor=grpo.std_floor if grpo.scale == "group" else None,
+        )
+    by_number = dict(zip(some, found, strict=True))
+    return [by_number.get(n, []) for n in range(len(rewards))]
+
+
+def _of_turns(entry: Scored) -> list[float]:
+    """Return the rewards of a trajectory's turns, without its own."""
+    count, given = sum(1 for _ in turns(entry.trajectory)), entry.result.turns
+    if given is None:
+        return [0.0] * count
+    if len(given) != count or any(as_number(value) is None for value in given):
+        raise UserError(
+            f"the reward of question {entry.question.id} has turns = {shown(list(given))}; expected a finite number "
+            f"for each of the trajectory's {count} turns"
+        )
+    return [float(value) for value in given]
+
+
+def _states(trajectory: Trajectory, observation: bool) -> list[tuple[int, ...]]:
+    states: list[tuple[int, ...]] = []
+    seen: list[int] = []
+    for segment in trajectory.segments:
+        if segment.source is Source.POLICY:
+            states.append(tuple(seen))
+        seen = [] if observation and segment.source is Source.POLICY else [*seen, *segment.ids]
+    return states
+
+
+def _of_spans(entry: Scored, advantage: float, tokenizer: Tokenizer) -> list[float]:
+    """Return the trajectory's advantage for each token, with the values of the spans that it has bytes in."""
+    ids = [token for turn in turns(entry.trajectory) for token in turn.ids]
+    bounds = [0]
+    for token in ids:
+        bounds.append(bounds[-1] + len(tokenizer.decode_bytes([token])))
+    values = [advantage] * len(ids)
+    for span in entry.result.tokens or ():
+        start, stop, value = span
+        if not 0 <= start < stop <= bounds[-1] or not math.isfinite(value):
+            raise UserError(
+                f"the reward of question {entry.question.id} has the span {shown(list(span))}; expected (start, end, "
+                f"value) with 0 <= start < end <= {bounds[-1]}, the bytes that the policy wrote, and a finite value"
+            )
+        for n in range(len(ids)):
+            if bounds[n] < stop and bounds[n + 1] > start:
+                values[n] += value
+    return values
