@@ -118,6 +118,8 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         "baseline": "leave_one_out",
         "scale": "batch",
         "guard": "llds",
+        "advantage": "token",
+        "anchor": "observation",
     }
     seen, skipped = {recipe.digest()}, []
     for name, hint in hints(Recipe).items():
