@@ -6,13 +6,14 @@ It makes the recipe that a file would say, over the system `plain` (engine/syste
 run folder is that of any run.
 """
 
-import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from thresher.common import console
-from thresher.common.errors import UserError
+from thresher.common.errors import UserError, as_number, shown
 from thresher.common.jsonl import write_jsonl
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.tables import hints, section_in
@@ -26,6 +27,15 @@ from thresher.retrieval.questions import Question, question_record
 Reward = Callable[..., Any]
 Records = str | Path | Iterable[Mapping[str, Any] | Question | str]
 BARE = ("run", "rollout", "grpo", "optim", "model", "data", "retrieval", "lora", "judge")  # sections of bare keys
+FROM_TRL = {
+    "num_generations": "group_size",
+    "learning_rate": "lr",
+    "max_steps": "steps",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "loss_type": "objective",
+    "max_completion_length": "max_turn_tokens",
+}
 
 
 class GRPO:
@@ -54,6 +64,10 @@ class GRPO:
     ) -> None:
         if (reward is None) == (system is None):
             raise UserError("GRPO: expected either reward, a function, or system, a name, and not both")
+        if system is not None and weights is not None:
+            raise UserError("GRPO: weights are of rewards; leave them out beside system")
+        if isinstance(prompts, str):
+            raise UserError("GRPO: prompts is one text; give a list of texts, or questions, a file")
         if (prompts is None) == (questions is None):
             raise UserError("GRPO: expected either prompts, texts, or questions, records or a file, and not both")
         self.out = Path(out)
@@ -85,7 +99,10 @@ class GRPO:
             raise UserError(f"GRPO: the {name} questions are none; give at least one")
         self.out.parent.mkdir(parents=True, exist_ok=True)
         path = self.out.with_name(f"{self.out.name}.{name}.jsonl")
-        write_jsonl(path, rows)
+        try:
+            write_jsonl(path, rows)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"GRPO: the {name} questions cannot be written as JSON: {error}") from error
         return str(path)
 
 
@@ -96,6 +113,10 @@ def _record(one: Mapping[str, Any] | Question | str, number: int) -> dict[str, A
         return {"id": str(number), "question": one}
     if not isinstance(one, Mapping):
         raise UserError(f"GRPO: question {number} is {type(one).__name__}; expected a text, or a record with question")
+    if not isinstance(one.get("question"), str):
+        raise UserError(
+            f"GRPO: question {number} has no text under the key question; its keys are {', '.join(map(str, one))}"
+        )
     return {"id": str(number), **one}
 
 
@@ -104,29 +125,31 @@ def _plain(reward: Any, weights: Sequence[float] | None) -> dict[str, Any]:
     rewards = list(reward) if several else [reward]
     options: dict[str, Any] = {"rewards": [_name(one) for one in rewards]}
     if weights is not None:
+        if not isinstance(weights, Sequence) or any(as_number(weight) is None for weight in weights):
+            raise UserError(f"GRPO: weights is {shown(weights)}; expected a list with a number for each reward")
         options["weights"] = [float(weight) for weight in weights]
     return {"name": "plain", "options": options}
 
 
 def _name(reward: Any) -> str:
-    """Return the name of a reward: its file and function where a file has it, so that the run can be evaluated and
-    resumed by any process; else one that holds in this process."""
+    """Return the name of a reward: its file and function where a module of a file has it, so that the run can be
+    evaluated and resumed by any process; else one that holds in this process. This process calls the object itself."""
     if isinstance(reward, str):
         return reward
     if not callable(reward):
         raise UserError(f"GRPO: a reward is {type(reward).__name__}; expected a function, or FILE.py:FUNCTION")
-    name = getattr(reward, "__name__", type(reward).__name__)
-    try:
-        file = inspect.getsourcefile(reward)
-    except TypeError:
-        file = None
-    if file is not None and Path(file).is_file() and name.isidentifier() and reward.__qualname__ == name:
-        main = getattr(reward, "__module__", "") == "__main__"
-        if not main:  # a file that is imported anew must not train again
-            return f"{file}:{name}"
-    key = f"{IN_PROCESS}{name}"
-    while given.get(key, reward) is not reward:
-        key += "_"
+    inner = reward.func if isinstance(reward, partial) else reward
+    name = getattr(inner, "__name__", type(inner).__name__)
+    module = sys.modules.get(getattr(reward, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    # A script, which has no __spec__ or is __main__, must not train again where its reward is imported.
+    imported = getattr(module, "__spec__", None) is not None and module.__name__ != "__main__"  # type: ignore[union-attr]
+    if imported and file is not None and Path(file).suffix == ".py" and getattr(module, name, None) is reward:
+        key = f"{file}:{name}"
+    else:
+        key = f"{IN_PROCESS}{name}"
+        while given.get(key, reward) != reward:  # a bound method is a new object each time
+            key += "_"
     given[key] = reward
     return key
 
@@ -144,5 +167,6 @@ def _set(tables: dict[str, Any], key: str, value: Any) -> None:
     if len(found) != 1:
         what = f"is a key of {' and '.join(found)}" if found else "is no key of a recipe"
         hint = f"write {found[0]}={{{key!r}: ..}}" if found else "docs/recipe.md has them all"
+        hint = f"TRL's {key} is {FROM_TRL[key]} here" if key in FROM_TRL else hint
         raise UserError(f"GRPO: {key} {what}; {hint}")
     tables.setdefault(found[0], {})[key] = value

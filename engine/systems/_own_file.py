@@ -119,7 +119,7 @@ def _called(call: Callable[[], T], what: str, path: Path) -> T:
 
 
 def _fault(what: str, path: Path, error: BaseException) -> UserError:
-    return UserError(f"{path}: {what} raised {_described(error, path)}; fix the file")
+    return UserError(f"{path}: {what} raised {described(error, path)}; fix the file")
 
 
 def _guarded(call: Callable[[RewardInput], T], what: str, path: Path) -> Callable[[RewardInput], T]:
@@ -202,7 +202,7 @@ def _import_file(path: Path) -> ModuleType:
             exec(compile(read_bytes(path, MOST_TEXT), str(path), "exec"), module.__dict__)
     except FAULTS as error:
         del sys.modules[name]
-        raise UserError(f"{path}: importing it raised {_described(error, path)}; fix the file") from error
+        raise UserError(f"{path}: importing it raised {described(error, path)}; fix the file") from error
     return module
 
 
@@ -241,7 +241,7 @@ def _check_file(path: Path) -> None:
         raise UserError(f"{path}: no such Python file; name a system, or the path of a file that ends in .py")
 
 
-def _described(error: BaseException, path: Path) -> str:
+def described(error: BaseException, path: Path) -> str:
     """Return an error of the user's file in a few words, with the last of the file's lines that led to it."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     trace = error.__traceback__

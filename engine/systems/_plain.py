@@ -5,7 +5,8 @@
 f_k are functions of a user's, each named as FILE.py:FUNCTION, or given to `thresher.engine.GRPO`. Gold answers are not
 needed. A function's first parameter gets the text that the policy wrote, or the whole RewardInput where it is annotated
 so or called `attempt`. Each further one gets what its name says: `question`, `golds`, `passages`, or another key of the
-question's record; **columns gets all keys. It returns a number, or a RewardResult whose parts are measured too.
+question's record; **columns gets all keys. It returns a number (of Python, NumPy or torch), or a RewardResult whose
+parts are measured too.
 """
 
 import inspect
@@ -16,14 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thresher.common.errors import UserError
+from thresher.common.errors import UserError, as_number, shown
 from thresher.engine.episode import Episode, EpisodeConfig, Generate, Prompt, System, read_preset
-from thresher.engine.systems._own_file import LARGEST, load_own_function
+from thresher.engine.systems._own_file import FAULTS, LARGEST, described, load_own_function
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardInput, RewardResult
 
 IN_PROCESS = "python:"  # begins the name of a function that a program gave to GRPO and that no file has
-given: dict[str, Callable[..., Any]] = {}  # those functions, by that name
+given: dict[str, Callable[..., Any]] = {}  # functions that this program gave to GRPO, by name, those of files too
+TRL_LISTS = ("prompts", "completions", "completion_ids")  # what TRL calls a reward function with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ def system(options: Options) -> System:
 
 
 def _load(name: str) -> Callable[..., Any]:
+    if name in given:
+        return given[name]
     if not name.startswith(IN_PROCESS):
         return load_own_function(name, "reward")
 
@@ -70,7 +74,7 @@ def _load(name: str) -> Callable[..., Any]:
             "the function into a file and name it, FILE.py:FUNCTION"
         )
 
-    return given.get(name, absent)
+    return absent
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -102,12 +106,21 @@ def _called_with_columns(function: Callable[..., Any], name: str) -> Callable[[R
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise UserError(f"reward {name}: its parameters cannot be read; give a function of Python") from None
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise UserError(f"reward {name}: it is an async function; expected one that returns a number")
     first = parameters[0] if parameters else None
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         raise UserError(f"reward {name}: expected a first parameter for the text or the RewardInput; add one")
+    if first.name in TRL_LISTS:
+        raise UserError(
+            f"reward {name}: its first parameter is {first.name}, a list in TRL; here a function gets one text and "
+            "returns one number, so name the parameter text"
+        )
     whole = first.name == "attempt" or first.annotation in (RewardInput, "RewardInput")
     wanted = {p.name: p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = Path(code.co_filename if code else "")
 
     def call(attempt: RewardInput) -> RewardResult:
         columns = _columns(attempt)
@@ -118,7 +131,13 @@ def _called_with_columns(function: Callable[..., Any], name: str) -> Callable[[R
                 f"not; its keys are {', '.join(columns)}"
             )
         passed = columns if everything else {key: columns[key] for key in wanted if key in columns}
-        return _checked(function(attempt if whole else attempt.text, **passed), name)
+        try:
+            found = function(attempt if whole else attempt.text, **passed)
+        except UserError:
+            raise
+        except FAULTS as error:
+            raise UserError(f"reward {name} raised {described(error, file)}; fix the function") from error
+        return _checked(found, name)
 
     return call
 
@@ -130,9 +149,24 @@ def _columns(attempt: RewardInput) -> Mapping[str, Any]:
 
 def _checked(found: Any, name: str) -> RewardResult:
     result = found if isinstance(found, RewardResult) else RewardResult(found)
-    value = result.reward
-    if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+    value = _number(result.reward)
+    if value is None:
+        hint = " for the one text that it gets" if isinstance(found, list | tuple) else ""
         raise UserError(
-            f"reward {name} returned {found!r}; expected a finite number of at most {LARGEST:.0e}, or a RewardResult"
+            f"reward {name} returned {shown(found)}; expected a finite number of at most {LARGEST:.0e}{hint}, or a "
+            "RewardResult"
         )
-    return RewardResult(float(value), result.parts, result.answer)
+    if not isinstance(result.parts, Mapping) or not isinstance(result.answer, str | None):
+        raise UserError(f"reward {name} returned {shown(result)}; expected a dict of parts, and a text or no answer")
+    parts = {key: part if isinstance(part, bool | None) else _number(part) for key, part in result.parts.items()}
+    for key, part in result.parts.items():
+        if part is not None and parts[key] is None:
+            raise UserError(
+                f"reward {name} returned the part {key!r} = {shown(part)}; expected a finite number or None"
+            )
+    return RewardResult(value, parts, result.answer)
+
+
+def _number(value: Any) -> float | None:
+    number = float(value) if isinstance(value, bool) else as_number(value)
+    return number if number is not None and abs(number) <= LARGEST else None

@@ -1,11 +1,16 @@
 """`thresher.engine.GRPO`: rewards by what their parameters ask for, the run that it makes, and what is refused."""
 
+import importlib
 import inspect
 import json
+import runpy
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from stored_cases import stored
 
 from thresher.common.errors import UserError
@@ -69,6 +74,51 @@ def test_rewards_are_added_up_and_their_parts_kept() -> None:
         reward_of(judged, judged, weights=(1.0,))
 
 
+class Scorer:
+    """A reward with a state of its own."""
+
+    def __call__(self, text: str) -> float:
+        return len(text)
+
+    def half(self, text: str) -> float:
+        return len(text) / 2
+
+
+async def waits(text: str) -> float:
+    return 1.0
+
+
+def in_trl(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_whatever_can_be_called_is_a_reward() -> None:
+    numbers = [lambda text: np.float32(3), lambda text: torch.tensor(4.0)]
+    given: list[Any] = [Scorer(), Scorer().half, partial(lambda text, k: k, k=5), *numbers, len]
+    assert [reward_of(one)(attempt_of()).reward for one in given] == [7, 3.5, 5, 3, 4, 7]
+    judged = reward_of(lambda text: RewardResult(1, {"em": np.float32(0.5), "f1": None, "ok": True}))(attempt_of())
+    assert dict(judged.parts) == {"em": 0.5, "f1": None, "ok": True}
+
+
+def test_a_reward_that_is_none_ends_in_a_sentence() -> None:
+    def fails(text: str) -> float:
+        raise KeyError("level")
+
+    for wrong, why in (
+        (waits, "it is an async function"),
+        (in_trl, "its first parameter is completions, a list in TRL; here a function gets one text"),
+        (max, "its parameters cannot be read"),
+        (Scorer, "expected a first parameter for the text"),
+        (fails, r"raised KeyError \('level'\) at line \d+; fix the function"),
+        (lambda text: [1.0] * 99, r"returned \[1.0, .{,80}\.\.\.; expected .* for the one text that it gets"),
+        (lambda text: RewardResult(1, {"em": "yes"}), "the part 'em' = 'yes'; expected a finite number or None"),
+        (lambda text: RewardResult(1, 3), "expected a dict of parts"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UserError, match=why) as raised:
+            reward_of(wrong)(attempt_of())
+        assert "\n" not in str(raised.value)
+
+
 def test_a_run_is_one_of_any_recipe(tiny_model_folder: Path, tmp_path: Path) -> None:
     questions = [{"question": f"Say {n}", "level": n % 2} for n in range(4)]
     trainer = GRPO(
@@ -115,6 +165,42 @@ def test_a_function_of_a_file_is_named_by_it(tiny_model_folder: Path, tmp_path: 
     assert load_system("plain", given.recipe.system.options).reward(attempt_of()).reward == 2  # type: ignore[union-attr]
 
 
+def test_the_function_itself_is_called(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name stands for a file only where that file's module is imported and holds this very object."""
+
+    def name_of(reward: Any) -> str:
+        made = GRPO(tiny_model_folder, reward, prompts=["Say a"], out=tmp_path / "run", steps=1, **SMALL)
+        assert made.recipe.system is not None
+        return str(made.recipe.system.options["rewards"][0])
+
+    @wraps(letters)
+    def doubled(text: str) -> float:
+        return 2 * letters(text)
+
+    assert name_of(doubled).startswith("python:letters")  # not the file's, which it wraps
+    assert name_of(partial(letters)).startswith("python:letters")
+    scorer = Scorer()
+    assert name_of(scorer.half) == name_of(scorer.half)  # a new object each time, and the same reward
+    # A script that calls GRPO is not imported again for its reward.
+    script = "import sys\ndef score(text):\n    return 1\nNAME = name_of(score)\n"
+    (tmp_path / "script.py").write_text(script)
+    assert runpy.run_path(str(tmp_path / "script.py"), {"name_of": name_of})["NAME"].startswith("python:score")
+    # What a program changed in its module holds, and imports within a package work.
+    package = tmp_path / "rewards_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "base.py").write_text("value = 1\n")
+    (package / "one.py").write_text("from . import base\n\ndef score(text):\n    return base.value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    one = importlib.import_module("rewards_of_mine.one")
+    named = name_of(one.score)
+    assert named == f"{package / 'one.py'}:score"
+    one.base.value = 5
+    assert load_system("plain", {"rewards": [named]}).reward(attempt_of()).reward == 5
+
+
 def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
     def make(reward: Any = letters, **keys: Any) -> GRPO:
         return GRPO(tiny_model_folder, reward, **{"prompts": ["Say a"], "out": tmp_path / "run"} | keys)
@@ -129,6 +215,16 @@ def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
         ({"reward": ["nowhere.py:f"]}, "reward: nowhere.py: no such file; give FILE.py:FUNCTION"),
         ({"share_prefix": False}, r"share_prefix is a key of rollout and optim; write rollout=\{'share_prefix': ..\}"),
         ({"stepps": 3}, "stepps is no key of a recipe"),
+        ({"num_generations": 3}, "TRL's num_generations is group_size here"),
+        ({"prompts": "Say a"}, "prompts is one text; give a list"),
+        (
+            {"prompts": None, "questions": [{"prompt": "Say a"}]},
+            "has no text under the key question; its keys are prompt",
+        ),
+        ({"prompts": None, "questions": [{"question": "a", "x": {1}}]}, "cannot be written as JSON"),
+        ({"weights": 2.0}, "weights is 2.0; expected a list with a number for each reward"),
+        ({"weights": ["a"]}, "expected a list with a number for each reward"),
+        ({"reward": None, "system": "r1", "weights": [1.0]}, "weights are of rewards"),
         ({"lr": -1.0}, "lr: expected a number >= 0"),
     ):
         reward = keys.pop("reward", letters)
