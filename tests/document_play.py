@@ -52,6 +52,8 @@ REHEARSED = sets(optim__offload="none", sft__steps=1, sft__batch_size=2)
 STUDIED = sets(run__steps=1, rollout__questions_per_step=2, rollout__group_size=2, rollout__max_turn_tokens=4)
 GRPO_OF_DEMO = sets(run__steps=1, run__eval_questions=2, rollout__questions_per_step=1, rollout__max_turn_tokens=8)
 
+STEPS_OF_PYTHON = re.compile(r"\bsteps=\d+")  # of a run that a Python block trains
+
 
 @dataclass(frozen=True)
 class Row:
@@ -210,7 +212,7 @@ class Play:
     def run(self, step: Command | Block) -> None:
         if isinstance(step, Block):
             path = self.folder / f"block_{step.line}.py"
-            path.write_text(step.text, encoding="utf-8")
+            path.write_text(STEPS_OF_PYTHON.sub("steps=2", step.text), encoding="utf-8")
             runpy.run_path(str(path))
             return
         name = command_name(step.words)
