@@ -21,7 +21,7 @@ from thresher.engine.rollout.rollout import Limits, Rollout
 from thresher.engine.rollout.tools import Toolbox, load_tools
 from thresher.engine.scoring.judges import load_judge, load_verdicts
 from thresher.engine.scoring.score import Judges
-from thresher.engine.systems import load_system, own_digest
+from thresher.engine.systems import load_system, own_digest, preset_of
 from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels.attention.backends.choice import Backend, resolve_attention
 from thresher.policy.model import Policy, load_policy
@@ -307,4 +307,4 @@ def check_gold_indices(questions: Sequence[Question], system: System, path: str,
 
 def read_run_recipe(path: str | Path, overrides: list[str]) -> Recipe:
     """Return a recipe whose gaps the preset of its system fills: the file and the overrides win over the preset."""
-    return load_recipe(path, overrides, preset=lambda name: load_system(name, {}).preset)
+    return load_recipe(path, overrides, preset=preset_of)

@@ -335,16 +335,16 @@ def _preset(name: str, tables: Tables, command: Eval | Rollout, bare: bool) -> T
     """Return the values that fill the rest: the system's preset; below a baseline's, that of the system it replaces;
     and, without a file, a context no longer than the model's."""
     from thresher.engine.baselines import load_baseline
-    from thresher.engine.systems import load_system
+    from thresher.engine.systems import preset_of
     from thresher.policy.config import read_config
 
     layers: list[Tables] = []
     if getattr(command, "baseline", None) is None:
-        layers.append(load_system(name, {}).preset)
+        layers.append(preset_of(name))
     else:
         switches = tables["system"].get("options", {})
         if command.system is not None:
-            layers.append(load_system(command.system, {}).preset)
+            layers.append(preset_of(command.system))
         layers.append(load_baseline(name, switches if isinstance(switches, dict) else {}).preset)
     merged: Tables = {}
     for layer in layers:

@@ -344,13 +344,13 @@ class Recipe(
     def __call__(self) -> None:
         from thresher.engine.config.recipe import load_recipe, shipped_recipes
         from thresher.engine.config.reference import explain, keys_of, markdown
-        from thresher.engine.systems import NAMES, load_system
+        from thresher.engine.systems import NAMES, preset_of
 
         changes = flags.overrides(self.set, self.device)
         if (self.out is None) != (self.new is None):
             raise UserError("recipe: --new RECIPE and --out FILE go together; give both or neither")
         if self.show is not None:
-            recipe = load_recipe(self.show, changes, preset=lambda name: load_system(name, {}).preset)
+            recipe = load_recipe(self.show, changes, preset=preset_of)
             print(recipe.to_toml(), end="")
             console.answer(recipe.to_dict())
             return
@@ -364,7 +364,7 @@ class Recipe(
         if self.new is not None and self.out is not None:
             _copy(self.new, Path(self.out))
             return
-        keys = keys_of({name: load_system(name, {}).preset for name in NAMES})
+        keys = keys_of({name: preset_of(name) for name in NAMES})
         if self.reference:
             print(markdown(keys), end="")
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.engine.config.tables import from_dict
-from thresher.engine.episode import System
+from thresher.engine.episode import System, read_preset
 from thresher.engine.systems._own_file import (
     is_path,
     load_functions,
@@ -22,7 +22,7 @@ from thresher.engine.systems._own_file import (
     own_digest,
 )
 
-__all__ = ["NAMES", "built_in", "load_functions", "load_own_function", "load_system", "own_digest"]
+__all__ = ["NAMES", "built_in", "load_functions", "load_own_function", "load_system", "own_digest", "preset_of"]
 
 # Systems in the file of another: the file, and its names in the place of `Options` and `system`.
 VARIANTS = {
@@ -50,6 +50,13 @@ def load_system(name: str, options: Mapping[str, Any]) -> System:
         raise UserError(f"system {name!r} is unknown; {hint}")
     kind, make = built_in(name)
     return make(from_dict(kind, dict(options), "[system.options]"))
+
+
+def preset_of(name: str) -> dict[str, dict[str, Any]]:
+    """Return a system's values for what a recipe leaves open, whatever its switches. UserError as in `load_system`."""
+    if name == PLAIN:
+        return read_preset(Path(__file__).with_name("_plain.toml"))
+    return load_system(name, {}).preset
 
 
 def built_in(name: str) -> tuple[type, Callable[[Any], System]]:

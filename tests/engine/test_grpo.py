@@ -13,6 +13,7 @@ import pytest
 import torch
 from stored_cases import stored
 
+from thresher.cli.main import run
 from thresher.common.errors import UserError
 from thresher.engine import GRPO
 from thresher.engine.store.run_folder import RunFolder, best_checkpoint
@@ -230,3 +231,24 @@ def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
         reward = keys.pop("reward", letters)
         with pytest.raises(UserError, match=why):
             make(reward, **keys)
+
+
+def test_a_run_of_a_files_function_goes_on_from_the_command_line(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its recipe is one of any: it is evaluated and resumed; of a function of no file it is said why not."""
+    own = tmp_path / "own.py"
+    own.write_text("def words(text):\n    return len(text.split())\n")
+    for name, reward in (("file", f"{own}:words"), ("lambda", lambda text: 1.0)):
+        out = tmp_path / name
+        questions = [{"question": "Say a", "answer": "a"}, {"question": "Say b", "answer": "b"}]
+        keys = {"dev": questions, "steps": 1, "save_every": 1, **SMALL}
+        GRPO(tiny_model_folder, reward, questions=questions, out=out, **keys).train()
+        for key in [key for key in _plain.given if key.startswith(_plain.IN_PROCESS)]:
+            del _plain.given[key]  # as in another process
+        again = run(["train", str(out / "recipe.toml"), "--out", str(out), "--resume", "--set", "run.steps=2"])
+        measured = run(["eval", str(out / "recipe.toml"), "--out", str(tmp_path / f"{name}-eval")])
+        assert run(["report", str(out)]) == 0
+        said = capsys.readouterr().err
+        assert (again, measured) == ((0, 0) if name == "file" else (2, 2)), said
+        assert ("was a function of the program that trained, and of no file" in said) == (name == "lambda")
