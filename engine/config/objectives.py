@@ -24,7 +24,9 @@ OBJECTIVES = {
         "clip", "Liu et al. 2025, 2503.20783", {"scale": "none", "aggregation": "constant", **_NO_REFERENCE}
     ),
     "dapo": NamedObjective(
-        "clip", "Yu et al. 2025, 2503.14476, eq. 8", {"clip_high": 0.28, "aggregation": "token", **_NO_REFERENCE}
+        "clip",
+        "Yu et al. 2025, 2503.14476, eq. 8",
+        {"clip_high": 0.28, "aggregation": "token", "refill": True, **_NO_REFERENCE},
     ),
     "cispo": NamedObjective(
         "cispo",

@@ -106,6 +106,10 @@ class Recipe(Section):
                 f"expected at most rollout.questions_per_step = {groups}, for a group is not split,"
                 f" got {self.grpo.updates_per_batch}",
             )
+        if self.grpo.refill and self.rollout.tools_replay is not None:
+            raise FieldError(
+                "rollout.tools_replay", "expected none with grpo.refill = true, for groups set aside are not stored"
+            )
         for name, tool in (self.tools or {}).items():
             if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name):
                 raise FieldError(

@@ -189,6 +189,10 @@ class PromptBatch:
     cut_passages: int
     budget: int
 
+    def merged(self, other: "PromptBatch") -> "PromptBatch":
+        cut = self.cut_questions + other.cut_questions, self.cut_passages + other.cut_passages
+        return PromptBatch([*self.questions, *other.questions], *cut, self.budget)
+
     def warning(self) -> str | None:
         """Say what was cut, in a sentence; None where nothing was."""
         if not self.cut_questions:

@@ -10,10 +10,9 @@ import torch
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, mean, measured, summary_of
-from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import chosen_by
 from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
-from thresher.engine.training.step import StepResult
+from thresher.engine.training.step import StepResult, groups_with_signal
 from thresher.engine.training.update import UpdateStats
 
 _TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollout's clock; all else are counts
@@ -22,7 +21,8 @@ _TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollou
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
     """Measures of a step from one rank; `step_record` merges those of all ranks. right_logprobs: by place, the mean
-    log-prob that the tokens of a trajectory with a right answer had when they were sampled."""
+    log-prob that the tokens of a trajectory with a right answer had when they were sampled. rounds, replaced: of
+    `Sampled`."""
 
     rows: list[Measured]
     cut_passages: int
@@ -30,15 +30,16 @@ class RankStep:
     updates: list[UpdateStats]
     scoring_seconds: float
     clock: dict[str, Any]
+    rounds: int = 1
+    replaced: int = 0
     recomputed: RecomputedLogprobs | None = None
     right_logprobs: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> RankStep:
+def rank_step(result: StepResult, tags: tuple[str, ...]) -> RankStep:
     """Return the measures of the rank that calls it."""
-    groups = {entry.trajectory.group for entry in result.scored}
-    credit = result.credit or [[value] for value in result.advantages]
-    with_signal = {e.trajectory.group for e, values in zip(result.scored, credit, strict=True) if any(values)}
+    sampled = result.sampled
+    with_signal = groups_with_signal(result.scored, result.credit or result.advantages)
     right = {  # where no exact match is measured, what was rewarded above its group
         (entry.trajectory.group, entry.trajectory.sample): logprobs
         for entry, advantage in zip(result.scored, result.advantages, strict=True)
@@ -46,19 +47,21 @@ def rank_step(result: StepResult, rollout: Rollout, tags: tuple[str, ...]) -> Ra
     }
     return RankStep(
         rows=measured(result.scored, tags),
-        cut_passages=result.shown.cut_passages,
-        zero_advantage_groups=len(groups - with_signal),
+        cut_passages=sampled.shown.cut_passages,
+        zero_advantage_groups=len(sampled.scored.keys() - with_signal),
         updates=result.updates,
         recomputed=result.recomputed,
         scoring_seconds=result.scoring_seconds,
-        clock=asdict(rollout.clock) | {"rest": rollout.clock.rest},
+        clock=asdict(sampled.clock) | {"rest": sampled.clock.rest},
+        rounds=sampled.rounds,
+        replaced=sampled.replaced,
         right_logprobs={place: sum(logprobs) / len(logprobs) for place, logprobs in right.items()},
     )
 
 
-def step_record(step: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
+def step_record(step: int, ranks: Sequence[RankStep], refill: bool = False) -> dict[str, Any]:
     """Return a step's line of metrics.jsonl: means over all ranks' trajectories, losses over tokens, sums of counts,
-    and seconds by phase of the rank that took longest."""
+    and seconds by phase of the rank that took longest. refill: as the recipe has it."""
     updates = [_of_all(each) for each in zip(*(rank.updates for rank in ranks), strict=True)]
     recomputed = [rank.recomputed for rank in ranks if rank.recomputed is not None]
     right = sorted(itertools.chain.from_iterable(rank.right_logprobs.items() for rank in ranks))
@@ -68,6 +71,7 @@ def step_record(step: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
         "right_logprob": mean([value for _, value in right]),
         "cut_passages": sum(rank.cut_passages for rank in ranks),
         "zero_advantage_groups": sum(rank.zero_advantage_groups for rank in ranks),
+        **(_refill_metrics(ranks) if refill else {}),
         **_update_metrics(updates),
         **_epoch_metrics(updates),
         **(recomputed_logprobs_record(recomputed) if recomputed else {}),
@@ -105,6 +109,11 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
         "seed": recipe.run.seed,
         "steps": recipe.run.steps,
     }
+
+
+def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
+    """Return the rounds of a step, its first included and the same on all ranks, and the groups set aside in them."""
+    return {"refill_rounds": ranks[0].rounds, "refilled_groups": sum(rank.replaced for rank in ranks)}
 
 
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:

@@ -19,10 +19,12 @@ How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.033
 - KL's value and KL's gradient are two settings, each k1, k2 or k3 (the paper's is k3 for both). The reference is the
   model that the run began with, and is never replaced.
 - Switches that the paper has not: an upper clip of its own, dual clip, an entropy bonus, weights 1/sum|y| ("token") or
-  1/c ("constant") in place of 1/|y|, several optimiser steps or passes a rollout batch, importance weights, and rewards
-  shuffled within groups as a control.
+  1/c ("constant") in place of 1/|y|, several optimiser steps or passes a rollout batch, importance weights, other
+  questions for groups without a signal (`grpo.refill`, DAPO's dynamic sampling), and rewards shuffled within groups as
+  a control.
 
-Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number.
+Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number, and
+those of a refill of (seed, step, round, group).
 `collect` may be interrupted, and is then run again; `learn` is finished once it has begun.
 """
 
@@ -30,7 +32,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from random import Random
 from statistics import fmean
@@ -44,7 +46,7 @@ from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.parallel.sync import judging
 from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Job, Rollout, seed_of
+from thresher.engine.rollout.rollout import Job, Rollout, RolloutClock, seed_of
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.credit import token_advantages
@@ -56,10 +58,38 @@ from thresher.rewards.reward import Source
 
 
 @dataclass(slots=True, kw_only=True)
+class Sampled:
+    """Scored trajectories of a step by group, and what all rounds that sampled them have taken.
+
+    shown, clock, scoring_seconds: of all rounds. replaced: the number of groups that a later round has replaced.
+    """
+
+    scored: dict[int, list[Scored]]
+    shown: PromptBatch
+    clock: RolloutClock
+    scoring_seconds: float
+    rounds: int = 1
+    replaced: int = 0
+
+    def add_round(self, later: "Sampled") -> None:
+        """Put the groups of a later round in the places of those with the same numbers."""
+        self.scored |= later.scored
+        self.replaced += len(later.scored)
+        self.rounds += 1
+        self.scoring_seconds += later.scoring_seconds
+        self.shown, self.clock = self.shown.merged(later.shown), sum_clocks(self.clock, later.clock)
+
+
+def sum_clocks(one: RolloutClock, other: RolloutClock) -> RolloutClock:
+    return RolloutClock(**{each.name: getattr(one, each.name) + getattr(other, each.name) for each in fields(one)})
+
+
+@dataclass(slots=True, kw_only=True)
 class StepResult:
     """A step's scored trajectories with their advantages, and one entry of `updates` for each optimiser step.
 
     sequences_by_update: those of each optimiser step of one pass over the trajectories. recomputed: see importance.py.
+    sampled: the groups that are trained on, and what sampling took in all rounds.
     """
 
     step: int
@@ -68,7 +98,7 @@ class StepResult:
     sequences_by_update: list[list[TrainSequence]]
     credit: list[list[float]] | None  # the advantage of each sampled token, where it is not its trajectory's
     recomputed: RecomputedLogprobs | None
-    shown: PromptBatch
+    sampled: Sampled
     scoring_seconds: float
     updates: list[UpdateStats] = field(default_factory=list)
 
@@ -104,36 +134,31 @@ class GrpoStep:
         updates = recipe.grpo.updates_per_batch
         questions = questions_of_step(self.questions, count, recipe.run.seed, step)
         groups = self._groups(count, updates)
-        shown = self._show_passages([questions[group] for group in groups])
-        jobs = [
-            Job(question, group, sample, seed_of(recipe.run.seed, step, group, sample))
-            for group, question in zip(groups, shown.questions, strict=True)
-            for sample in range(size)
-        ]
-        with divergence(step):
-            trajectories = self._roll_out(jobs)
+        sampled = self._sample_groups(step, {group: questions[group] for group in groups})
+        if recipe.grpo.refill:
+            self._refill(step, sampled)
         started = perf_counter()
-        scored = self._score(jobs, trajectories)
-        check_all(scored, self.context.tokenizer, self.context.system.tags, self.context.limits.max_context)
-        rewards = [entry.result.reward for entry in scored]
-        if buffer := recipe.grpo.overlong_tokens:
-            most, lengths = self.context.limits.max_policy_tokens, (t.count(Source.POLICY) for t in trajectories)
-            rewards = [r - overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]
+        scored = list(itertools.chain(*sampled.scored.values()))
+        trajectories = [entry.trajectory for entry in scored]
+        rewards = self._rewards(scored)
         if recipe.grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
-        advantages = grpo_advantages(rewards, [job.group for job in jobs], recipe.grpo)
+        advantages = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], recipe.grpo)
         credit = None
         if recipe.grpo.advantage != "trajectory":
             seed = seed_of("shuffle", recipe.run.seed, step)
             credit = token_advantages(scored, rewards, advantages, recipe.grpo, self.context.tokenizer, seed)
             advantages = [fmean(values) if values else 0.0 for values in credit]
-        scoring_seconds = perf_counter() - started
+        scoring_seconds = sampled.scoring_seconds + perf_counter() - started
         bounds = update_bounds(len(groups), size, updates)
         normalizers = self._normalizers([normalizer_of(trajectories[a:b]) for a, b in bounds])
         sequences_by_update = [
             build_train_sequences(trajectories[a:b], (credit or advantages)[a:b], recipe.grpo, normalizer)
             for (a, b), normalizer in zip(bounds, normalizers, strict=True)
         ]
+        if recipe.grpo.refill:  # a group that no round gave a signal is not trained on
+            kept = groups_with_signal(scored, credit or advantages)
+            sequences_by_update = [[one for one in part if one.key[0] in kept] for part in sequences_by_update]
         recomputed = None
         if recipe.grpo.old_logprobs == "recomputed":
             sequences_by_update, recomputed = self._recompute_logprobs(sequences_by_update)
@@ -144,9 +169,52 @@ class GrpoStep:
             credit=credit,
             sequences_by_update=sequences_by_update,
             recomputed=recomputed,
-            shown=shown,
+            sampled=sampled,
             scoring_seconds=scoring_seconds,
         )
+
+    def _sample_groups(self, step: int, questions: dict[int, Question], number: int = 1) -> Sampled:
+        """Sample and score a round's groups, by the number of each. number: of the round."""
+        recipe = self.context.recipe
+        size, refill = recipe.rollout.group_size, () if number == 1 else ("refill", number)
+        shown = self._show_passages(list(questions.values()))
+        jobs = [
+            Job(question, group, sample, seed_of(*refill, recipe.run.seed, step, group, sample))
+            for group, question in zip(questions, shown.questions, strict=True)
+            for sample in range(size)
+        ]
+        with divergence(step):
+            trajectories = self._roll_out(jobs)
+        started = perf_counter()
+        scored = self._score(jobs, trajectories)
+        check_all(scored, self.context.tokenizer, self.context.system.tags, self.context.limits.max_context)
+        return Sampled(
+            scored={group: scored[at * size : (at + 1) * size] for at, group in enumerate(questions)},
+            shown=shown,
+            clock=self.rollout.clock,
+            scoring_seconds=perf_counter() - started,
+        )
+
+    def _refill(self, step: int, sampled: Sampled) -> None:
+        """Replace groups without a signal, round by round, by groups of other questions (DAPO, 2503.14476, eq. 11)."""
+        recipe = self.context.recipe
+        for number in range(2, recipe.grpo.refill_rounds + 1):
+            drawn = refill_questions(self.questions, recipe.rollout.questions_per_step, recipe.run.seed, step, number)
+            scored = list(itertools.chain(*sampled.scored.values()))
+            groups = [entry.trajectory.group for entry in scored]
+            kept = groups_with_signal(scored, grpo_advantages(self._rewards(scored), groups, recipe.grpo))
+            questions = {group: drawn[group] for group in sampled.scored if group not in kept and group < len(drawn)}
+            if self._max_over_ranks(len(questions)) == 0:
+                return
+            sampled.add_round(self._sample_groups(step, questions, number))
+
+    def _rewards(self, scored: Sequence[Scored]) -> list[float]:
+        """Return the rewards that advantages are taken from."""
+        rewards, buffer = [entry.result.reward for entry in scored], self.context.recipe.grpo.overlong_tokens
+        if not buffer:
+            return rewards
+        most, lengths = self.context.limits.max_policy_tokens, (e.trajectory.count(Source.POLICY) for e in scored)
+        return [r - overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]
 
     def learn(self, result: StepResult, recorder: TokenRecorder | None = None) -> StepResult:
         """Run the optimiser steps; every pass over the trajectories takes them in the same order. Returns `result` with
@@ -173,6 +241,9 @@ class GrpoStep:
     def _groups(self, count: int, updates: int) -> list[int]:
         """Return the numbers of the groups that this process samples."""
         return list(range(count))
+
+    def _max_over_ranks(self, count: int) -> int:
+        return count
 
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         return self.rollout.retrieve_and_truncate(questions)
@@ -213,6 +284,9 @@ class DistributedGrpoStep(GrpoStep):
     def _groups(self, count: int, updates: int) -> list[int]:
         return groups_of_rank(count, updates, self.ranks)
 
+    def _max_over_ranks(self, count: int) -> int:
+        return self.ranks.all_reduce_max(count)
+
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         with self.ranks.interruptible():
             return GrpoStep._show_passages(self, questions)
@@ -242,13 +316,33 @@ def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
     return [start + group for start, end in update_bounds(groups, 1, updates) for group in ranks.share(end - start)]
 
 
+def groups_with_signal(scored: Sequence[Scored], advantages: Sequence[float]) -> set[int]:
+    """Return the numbers of the groups of which an advantage is not 0."""
+    return {entry.trajectory.group for entry, advantage in zip(scored, advantages, strict=True) if advantage}
+
+
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
     """Return the step's questions: each pass over the data is shuffled by (seed, pass) and has every question once."""
-    chosen = []
-    for at in range((step - 1) * count, step * count):
-        number, position = divmod(at, len(questions))
-        chosen.append(questions[_order(len(questions), seed, number)[position]])
-    return chosen
+    return [questions[place] for place in _places(len(questions), count, seed, step)]
+
+
+def refill_questions(questions: Sequence[Question], count: int, seed: int, step: int, number: int) -> list[Question]:
+    """Return the questions that round `number` of a step, from 2 on, has for its groups, by their numbers: a stretch of
+    `count` of all questions but the step's own, shuffled by (seed, step). At the end of the data it is shorter."""
+    order = _refill_order(len(questions), count, seed, step)
+    return [questions[place] for place in order[(number - 2) * count : (number - 1) * count]]
+
+
+def _places(total: int, count: int, seed: int, step: int) -> list[int]:
+    places = (divmod(at, total) for at in range((step - 1) * count, step * count))
+    return [_order(total, seed, number)[position] for number, position in places]
+
+
+@lru_cache(maxsize=1)
+def _refill_order(total: int, count: int, seed: int, step: int) -> list[int]:
+    order = sorted(set(range(total)) - set(_places(total, count, seed, step)))
+    Random(seed_of("refill", seed, step)).shuffle(order)
+    return order
 
 
 @lru_cache(maxsize=4)

@@ -144,7 +144,7 @@ class Trainer:
         self.grpo_step, self.dev_questions, self.run_folder, self.ranks = grpo_step, dev_questions, run, ranks
         self.context, self.rollout, self.updater = grpo_step.context, grpo_step.rollout, grpo_step.updater
         self.recipe = self.context.recipe
-        self.warned_truncation = False
+        self.warned_truncation = self.warned_no_signal = False
         self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
 
     def run(self, checkpoint: Checkpoint | None, watch: Callable[[Progress], None], offset: float) -> None:
@@ -235,11 +235,15 @@ class Trainer:
                 check()  # a signal that came since the last step's rollout; several ranks leave theirs together
             self.rollout.tools.place = f"trajectories/{step_name(step)}"
             result = self.grpo_step(step, recorder)
-        self._warn_of_cuts(result.shown.warning())
+        self._warn_of_cuts(result.sampled.shown.warning())
         if stored:
             self._store(result, recorder)
-        of_ranks = self.ranks.gather(rank_step(result, self.rollout, self.context.system.tags))
-        return None if of_ranks is None else step_record(step, of_ranks)
+        of_ranks = self.ranks.gather(rank_step(result, self.context.system.tags))
+        if of_ranks is None:
+            return None
+        record = step_record(step, of_ranks, self.recipe.grpo.refill)
+        self._warn_of_no_signal(record)
+        return record
 
     def _store(self, result: StepResult, recorder: TokenRecorder | None) -> None:
         """Store a step's trajectories, and what the update found of their tokens."""
@@ -273,6 +277,17 @@ class Trainer:
                 f"train: {warning} (reported once; cut_passages in metrics.jsonl goes on counting)", soft_wrap=True
             )
             self.warned_truncation = True
+
+    def _warn_of_no_signal(self, record: Mapping[str, Any]) -> None:
+        """Print the first time that a refill has found no group with a signal."""
+        none = record["zero_advantage_groups"] == self.recipe.rollout.questions_per_step
+        if self.recipe.grpo.refill and none and not self.warned_no_signal:
+            console.console.print(
+                f"train: no group of step {record['step']} has a signal, so it updates nothing; rounds of sampling: "
+                f"{record['refill_rounds']} (reported once; zero_advantage_groups in metrics.jsonl goes on counting)",
+                soft_wrap=True,
+            )
+            self.warned_no_signal = True
 
     def _evaluate(self, step: int, watch: Callable[[Progress], None]) -> None:
         if not self.dev_questions:
