@@ -91,6 +91,6 @@ def test_the_page_of_objectives_is_what_they_are() -> None:
         for name, surrogate, presets, source in rows
     }
     assert said == {
-        name: (one.surrogate, one.source, {key: str(value) for key, value in one.grpo.items()})
+        name: (one.surrogate, one.source, {key: str(value).lower() for key, value in one.grpo.items()})
         for name, one in OBJECTIVES.items()
     }

@@ -201,6 +201,7 @@ def runs(
                 "shuffle_rewards": True,
                 "aggregation": "token",
                 "drop_zero_advantage": True,
+                "refill": True,
                 "old_logprobs": "recomputed",
                 "tis_level": "token",
             },

@@ -18,10 +18,11 @@ from thresher.common.errors import UserError
 from thresher.engine.assemble import load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.ranks import Ranks
+from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Job, Rollout
+from thresher.engine.rollout.rollout import Job, Rollout, RolloutClock
 from thresher.engine.scoring.score import Judges
-from thresher.engine.training.step import DistributedGrpoStep, GrpoStep, questions_of_step, refill_questions
+from thresher.engine.training.step import DistributedGrpoStep, GrpoStep, Sampled, questions_of_step, refill_questions
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
 
@@ -70,6 +71,9 @@ def test_rounds_have_other_questions_until_the_data_ends() -> None:
     assert [len(part) for part in rounds] == [4, 4, 4, 4, 4, 4, 4, 2, 0, 0]
     assert sorted(itertools.chain(*rounds)) == sorted(question.id for question in questions)
     assert rounds == ids(7, 3) and rounds[1] not in (ids(7, 4)[1], ids(8, 3)[1])
+    # Each step's order is its own, not that of another with other questions left out.
+    places = [[sorted(itertools.chain(*later)).index(one) for one in later[0]] for _, *later in (ids(7, 3), ids(7, 4))]
+    assert places[0] != places[1]
     # Where a step goes over the end of a pass, and where there is nothing but its own questions.
     assert not {question.id for question in refill_questions(questions, 4, 7, 8, 2)} & set(ids(7, 8)[0])
     assert refill_questions(questions[:4], 4, 7, 1, 2) == []
@@ -191,6 +195,19 @@ def test_shuffled_rewards_are_those_of_the_refilled_groups(make_recipe: Make) ->
     assert [one.trajectory for one in plain.scored] == [one.trajectory for one in shuffled.scored]
     pairs = [(sorted(each.advantages[at : at + SIZE]) for each in (plain, shuffled)) for at in range(0, 8, SIZE)]
     assert all(one == other for one, other in pairs) and plain.advantages != shuffled.advantages
+
+
+def test_what_rounds_take_is_added_up() -> None:
+    def sampled_by(group: int, name: str, seconds: float, tokens: int) -> Sampled:
+        clock = RolloutClock(total=seconds, decode=seconds / 2, search=seconds / 4, sampled_tokens=tokens)
+        shown = PromptBatch([Question(name, "?", ("a",))], tokens - 2, tokens - 1, 40)
+        return Sampled(scored={group: [], 2: []}, shown=shown, clock=clock, scoring_seconds=seconds)
+
+    whole = sampled_by(1, "one", 2.0, 3)
+    whole.add_round(sampled_by(1, "other", 4.0, 5))
+    assert (list(whole.scored), whole.rounds, whole.replaced, whole.scoring_seconds) == ([1, 2], 2, 2, 6.0)
+    assert whole.clock == RolloutClock(total=6.0, decode=3.0, search=1.5, sampled_tokens=8) and whole.clock.rest == 1.5
+    assert (len(whole.shown.questions), whole.shown.cut_questions, whole.shown.cut_passages) == (2, 4, 6)
 
 
 class Lockstep(Ranks):
