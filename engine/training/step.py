@@ -316,9 +316,10 @@ def groups_of_rank(groups: int, updates: int, ranks: Ranks) -> list[int]:
     return [start + group for start, end in update_bounds(groups, 1, updates) for group in ranks.share(end - start)]
 
 
-def groups_with_signal(scored: Sequence[Scored], advantages: Sequence[float]) -> set[int]:
-    """Return the numbers of the groups of which an advantage is not 0."""
-    return {entry.trajectory.group for entry, advantage in zip(scored, advantages, strict=True) if advantage}
+def groups_with_signal(scored: Sequence[Scored], advantages: Sequence[float | list[float]]) -> set[int]:
+    """Return the numbers of the groups of which an advantage, of a trajectory or of a token, is not 0."""
+    pairs = zip(scored, advantages, strict=True)
+    return {entry.trajectory.group for entry, of in pairs if (any(of) if isinstance(of, list) else of)}
 
 
 def questions_of_step(questions: Sequence[Question], count: int, seed: int, step: int) -> list[Question]:
