@@ -55,14 +55,15 @@ def request(
     headers: Mapping[str, str],
     seconds: float,
     connect_seconds: float,
-    most: int = MOST_BYTES,
+    most: int | None = None,
 ) -> HttpAnswer:
     """Send one request and read the whole answer within `seconds`.
 
-    TooLarge as soon as more than `most` decompressed bytes have come; urllib3's HTTPError where the attempt fails.
-    The headers may take longer: urllib3 limits each read from the socket, and only reads of the body are limited
-    together.
+    TooLarge as soon as more than `most` decompressed bytes have come (None: MOST_BYTES); urllib3's HTTPError where the
+    attempt fails. The headers may take longer: urllib3 limits each read from the socket, and only reads of the body are
+    limited together.
     """
+    most = MOST_BYTES if most is None else most
     deadline = time.monotonic() + seconds
     timeout = urllib3.Timeout(connect=min(connect_seconds, seconds), read=seconds)
     response = pool.request(

@@ -50,7 +50,7 @@ from thresher.kernels.attention.backends.parts import load_forest_attention
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import ForestKernels
 from thresher.kernels.attention.varlen import TrainingAttention
-from thresher.kernels.objective import LossResult, Objective, WrongObjective
+from thresher.kernels.objective import OF_ROWS, LossResult, Objective, WrongObjective
 from thresher.kernels.operands import RowCheck, raise_late
 from thresher.policy.model import Policy
 from thresher.policy.streamed import StreamedPolicy
@@ -284,8 +284,8 @@ class Updater:
                 ref_logprobs_T=reference_logprobs,
                 temperature=temperature,
                 surrogate=self.surrogate,
-                sequence_T=micro_batch.sequence_R,
-                turn_T=micro_batch.turn_R,
+                sequence_T=None if self.surrogate in OF_ROWS else micro_batch.sequence_R,
+                turn_T=micro_batch.turn_R if grpo.guard == "llds" else None,
                 tau_positive=grpo.tau_positive,
                 tau_negative=grpo.tau_negative,
                 divergence=grpo.divergence,
