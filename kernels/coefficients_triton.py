@@ -172,12 +172,8 @@ class TritonLoss(TritonHead):
 
     def _coefficients(self, logprobs_R: Tensor, exps: Exps, part: LossRows) -> Tensor:
         """The factor of each row; without an entropy bonus the exps become their own gradient."""
-        settings, estimator, old_R, advantages_R = (
-            self.settings,
-            self.settings.gradient_estimator,
-            part.old_R,
-            part.advantages_R,
-        )
+        settings, old_R, advantages_R = self.settings, part.old_R, part.advantages_R
+        estimator = settings.gradient_estimator
         if settings.surrogate != "clip" or part.slopes_R is not None:
             # A row's coefficient by torch, a few small launches a chunk; the kernel applies it, as that of -A log pi.
             advantages_R, old_R, estimator = -target_coefficients(logprobs_R, part, settings), None, "none"

@@ -54,3 +54,8 @@ OBJECTIVES = {
         "clip", "Hu 2025, 2501.03262", {"baseline": "batch", "scale": "batch", "kl_value": "k2"}
     ),
 }
+
+
+def surrogate_name(objective: str) -> str:
+    """Return the surrogate of a named objective; of a user's own its FILE.py:FUNCTION."""
+    return OBJECTIVES[objective].surrogate if objective in OBJECTIVES else objective

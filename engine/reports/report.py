@@ -29,8 +29,9 @@ from thresher.common.console import console
 from thresher.common.console import shown as shown_number
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_bytes, atomic_write_text, read_json_object
+from thresher.engine.config.objectives import surrogate_name
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.config.sections import RetrievalSection
+from thresher.engine.config.sections import GrpoSection, RetrievalSection
 from thresher.engine.config.tables import shown as shown_value
 from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
 from thresher.engine.evaluation.metrics import NAMES
@@ -280,13 +281,20 @@ def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
         ),
         (
             "Objective",
-            f"GRPO, ratio clipped to [{1 - grpo.clip_low:g}, {1 + grpo.clip_high:g}], {kl}, mean per"
+            f"{_objective(grpo)}, {kl}, mean per"
             f" {grpo.aggregation}; AdamW at {optim.lr:g} ({optim.schedule}), {steps} update"
             f"{'s' if steps > 1 else ''} per batch",
         ),
         ("Seed", str(recipe.run.seed)),
     ]
     return facts
+
+
+def _objective(grpo: GrpoSection) -> str:
+    surrogate = surrogate_name(grpo.objective)
+    clips = surrogate in ("clip", "cispo", "gspo", "gmpo")
+    name = "GRPO" if grpo.objective == "grpo" else f"{grpo.objective} (surrogate {surrogate})"
+    return name + (f", ratio clipped to [{1 - grpo.clip_low:g}, {1 + grpo.clip_high:g}]" if clips else "")
 
 
 def _model(run: RunFolder, recipe: Recipe) -> str:

@@ -458,6 +458,7 @@ function notes() {
   const found = [];
   if (!D.stored) found.push("This step has no log-probs: none were stored (run.token_stats_mib), or newer steps took their room. Sources and advantages are shown.");
   else if (!D.reference) found.push("The run has no KL, so there was no reference: ratios to it and KL are not shown.");
+  if (O.objective) found.push(`The gradients shown are those of a clipped ratio; the run's objective, ${O.objective}, or its guard has others.`);
   if (D.stored && O.temperature !== 1) found.push(`Log-probs are at the rollout's temperature, ${O.temperature}.`);
   if (D.stored && O.passes > 1) found.push(`The update's values are of the first of ${O.passes} passes over the batch.`);
   if (D.stored && O.updates > 1) found.push(`The batch had ${O.updates} updates: a part's values were found after the updates before it.`);

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from thresher.common.console import visible
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
+from thresher.engine.config.objectives import surrogate_name
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection
 from thresher.engine.reports.pages import (
@@ -338,6 +339,7 @@ def objective_of(grpo: GrpoSection, temperature: float) -> dict[str, Any]:
         "kl": (grpo.kl_gradient or grpo.kl_value) if grpo.beta else "none",
         "entropy": grpo.entropy_coef,
         "per_trajectory": grpo.aggregation == "trajectory",
+        "objective": None if surrogate_name(grpo.objective) == "clip" and grpo.guard == "none" else grpo.objective,
         "old": grpo.old_logprobs,
         "passes": grpo.epochs_per_batch,
         "updates": grpo.updates_per_batch,

@@ -97,7 +97,18 @@ def _reward(
     if len(results) > 1:
         parts |= {label: result.reward for label, result in zip(labels, results, strict=True)}
     answer = next((result.answer for result in results if result.answer is not None), attempt.text.strip() or None)
-    return RewardResult(math.fsum(w * one.reward for w, one in zip(weights, results, strict=True)), parts, answer)
+    pairs = list(zip(weights, results, strict=True))
+    turns = [[w * value for value in one.turns] for w, one in pairs if one.turns is not None]
+    if len({len(values) for values in turns}) > 1:
+        raise UserError(f"rewards {', '.join(labels)}: their turns are of unlike numbers; expected one for each turn")
+    spans = [(start, end, w * value) for w, one in pairs for start, end, value in one.tokens or ()]
+    return RewardResult(
+        math.fsum(w * one.reward for w, one in pairs),
+        parts,
+        answer,
+        [math.fsum(values) for values in zip(*turns, strict=True)] if turns else None,
+        spans or None,
+    )
 
 
 def _called_with_columns(function: Callable[..., Any], name: str) -> Callable[[RewardInput], RewardResult]:
@@ -164,7 +175,7 @@ def _checked(found: Any, name: str) -> RewardResult:
             raise UserError(
                 f"reward {name} returned the part {key!r} = {shown(part)}; expected a finite number or None"
             )
-    return RewardResult(value, parts, result.answer)
+    return RewardResult(value, parts, result.answer, result.turns, result.tokens)
 
 
 def _number(value: Any) -> float | None:

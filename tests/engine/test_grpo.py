@@ -71,6 +71,12 @@ def test_rewards_are_added_up_and_their_parts_kept() -> None:
     for wrong in (float("nan"), "high", None, 1e300):
         with pytest.raises(UserError, match="expected a finite number"):
             reward_of(lambda text, wrong=wrong: wrong)(attempt_of())
+    finer = RewardResult(1.0, turns=[1.0, 2.0], tokens=[(0, 3, 4.0)])
+    found = reward_of(lambda text: finer, lambda text: finer, judged, weights=(2.0, 0.5, 1.0))(attempt_of())
+    assert found.turns == [2.5, 5.0] and found.tokens == [(0, 3, 8.0), (0, 3, 2.0)]
+    assert reward_of(judged)(attempt_of()).turns is None
+    with pytest.raises(UserError, match="their turns are of unlike numbers"):
+        reward_of(lambda text: finer, lambda text: RewardResult(1.0, turns=[1.0]))(attempt_of())
     with pytest.raises(UserError, match="2 rewards have 1 weights"):
         reward_of(judged, judged, weights=(1.0,))
 

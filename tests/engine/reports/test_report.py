@@ -437,3 +437,12 @@ def test_a_legend_stays_within_its_picture_and_off_the_title(labels: list[str]) 
         box, above = legend.get_window_extent(), axes._left_title.get_window_extent()  # type: ignore[attr-defined]
     assert box.x1 <= SIZE[0] * DPI and box.y1 <= above.y0
     assert axes.get_window_extent().width > 0.75 * SIZE[0] * DPI
+
+
+def test_the_objective_is_said_as_it_is() -> None:
+    from thresher.engine.config.sections import GrpoSection
+    from thresher.engine.reports.report import _objective
+
+    assert _objective(GrpoSection()) == "GRPO, ratio clipped to [0.8, 1.2]"
+    assert _objective(GrpoSection(objective="sapo")) == "sapo (surrogate sapo)"
+    assert _objective(GrpoSection(objective="dapo", clip_high=0.28)).endswith("ratio clipped to [0.8, 1.28]")
