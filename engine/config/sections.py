@@ -192,6 +192,8 @@ class GrpoSection(Section):
             if getattr(self, key) not in allowed:
                 expected, got = " or ".join(allowed), getattr(self, key)
                 raise FieldError(key, f"expected {expected} with advantage = {shown(self.advantage)}, got {got}")
+        if self.advantage == "anchor" and self.baseline == "leave_one_out" and self.scale != "none":
+            raise FieldError("scale", f'expected none with anchor and baseline = "leave_one_out", got {self.scale}')
         if self.scale not in SCALES[self.baseline]:
             fitting = " or ".join(SCALES[self.baseline])
             raise FieldError("scale", f"expected {fitting} with baseline = {shown(self.baseline)}, got {self.scale}")
