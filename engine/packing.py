@@ -5,8 +5,8 @@
     w[i]  = 1 / (N |y_i|)  |  1 / sum_i |y_i|  |  1 / (N c)               "trajectory" | "token" | "constant"
 
 N counts all trajectories of the optimiser step, also those of groups without a signal; sums are over all of them, on
-whichever rank they are. There is no loss mask: y_i are the tokens that the policy sampled
-(`Trajectory.policy_positions`).
+whichever rank they are. There is no loss mask: y_i are the tokens that the policy sampled, in all of the trajectory's
+trained contexts (`trained_contexts` of engine/protocol/trajectory.py). Each context is a sequence of its own here.
 
 The token at position p is predicted by row p - 1. Only rows whose next token was sampled enter the loss; all others
 never reach the LM head. `pack` puts sequences of like length together. `pack_shared` computes common beginnings once.
@@ -26,7 +26,7 @@ Axes: T packed tokens, R rows in the loss, H hidden, L tokens of a sequence, S s
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.protocol.trajectory import Trajectory, trained_contexts
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import ForestKernels, PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
@@ -68,6 +68,7 @@ class TrainSequence:
     weight: float  # of each of its trained tokens in the loss
     importance: list[float] | None = None  # what multiplies the advantage of each; None: 1
     key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
+    context: int = 0  # its number among the trained contexts of its trajectory
 
 
 def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
@@ -85,7 +86,8 @@ def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoS
 
 def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:
     """Return the normalizer of an optimiser step that has exactly these trajectories."""
-    return LossNormalizer(len(trajectories), sum(len(trajectory.policy_positions()) for trajectory in trajectories))
+    trained = [context for trajectory in trajectories for context in trained_contexts(trajectory)]
+    return LossNormalizer(len(trajectories), sum(len(context.positions) for context in trained))
 
 
 def build_train_sequences(
@@ -94,27 +96,37 @@ def build_train_sequences(
     grpo: GrpoSection,
     totals: LossNormalizer | None = None,
 ) -> list[TrainSequence]:
-    """Return the sequences to train on, with the weight of each of their tokens in the loss. advantages: of each
-    trajectory, or of each of its sampled tokens. totals: of the optimiser step; None: it has no others."""
-    positions = [trajectory.policy_positions() for trajectory in trajectories]
-    totals = totals or LossNormalizer(len(trajectories), sum(map(len, positions)))
-    weights = {
-        "trajectory": lambda n: 1.0 / (totals.trajectories * len(positions[n])),
-        "token": lambda n: 1.0 / totals.tokens,
-        "constant": lambda n: 1.0 / (totals.trajectories * (grpo.aggregation_constant or 1.0)),
+    """Return the sequences to train on, one for each trained context, with the weight of each of their tokens in the
+    loss. advantages: of each trajectory, or of each of its trained tokens, those of all its contexts in order. totals:
+    of the optimiser step; None: it has no others."""
+    totals = totals or normalizer_of(trajectories)
+    weight_of = {
+        "trajectory": lambda count: 1.0 / (totals.trajectories * count),
+        "token": lambda count: 1.0 / totals.tokens,
+        "constant": lambda count: 1.0 / (totals.trajectories * (grpo.aggregation_constant or 1.0)),
     }[grpo.aggregation]
-    return [
-        TrainSequence(
-            ids=trajectory.ids(),
-            positions=positions[n],
-            old_logprobs=trajectory.policy_logprobs(),
-            advantage=advantages[n],
-            weight=weights(n),
-            key=(trajectory.group, trajectory.sample),
-        )
-        for n, trajectory in enumerate(trajectories)
-        if positions[n] and not (grpo.drop_zero_advantage and not np.any(advantages[n]))
-    ]
+    sequences = []
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        trained = trained_contexts(trajectory)
+        if not trained or (grpo.drop_zero_advantage and not np.any(advantage)):
+            continue
+        ends = list(accumulate(len(context.positions) for context in trained))
+        if isinstance(advantage, list) and len(advantage) != ends[-1]:
+            raise ValueError(f"{len(advantage)} advantages for {ends[-1]} trained tokens")
+        for number, (context, end) in enumerate(zip(trained, ends, strict=True)):
+            start = end - len(context.positions)
+            sequences.append(
+                TrainSequence(
+                    ids=context.ids,
+                    positions=context.positions,
+                    old_logprobs=context.logprobs,
+                    advantage=advantage[start:end] if isinstance(advantage, list) else advantage,
+                    weight=weight_of(ends[-1]),
+                    key=(trajectory.group, trajectory.sample),
+                    context=number,
+                )
+            )
+    return sequences
 
 
 # --- From sequences to batches

@@ -407,7 +407,10 @@ def _trajectory(record: Mapping[str, Any]) -> Trajectory:
     fields = {"from_api" if key == "elsewhere" else key: value for key, value in record.items()}
     segments = [_segment(segment) for segment in fields.pop("segments")]
     branches = {name: _trajectory(branch) for name, branch in fields.pop("branches").items()}
-    found = Trajectory(**fields, segments=segments, branches=branches)
+    forked = fields.pop("forked", None)  # absent in what an earlier version wrote
+    found = Trajectory(**fields, segments=segments, branches=branches, forked=tuple(forked) if forked else None)
+    _require(isinstance(found.trained, bool) and (found.forked is None or len(found.forked) == 2))
+    _require(all(map(_whole, found.forked or ())))
     _require(all(isinstance(text, str) for text in (found.question_id, found.reason, *branches)))
     _require(_whole(found.group) and _whole(found.sample) and isinstance(found.searches, list))
     _require(all(isinstance(search, dict) and isinstance(search["query"], str) for search in found.searches))

@@ -2,6 +2,10 @@
 
 Text is decoded from tokens and never encoded back, so what was sampled is exactly what is trained on. The loss mask,
 the stops, the actions and the answer follow from the segments. `check_trajectory` states the invariants.
+
+A PROMPT segment begins a context: what came before it in the list is not in the context any more. Most trajectories are
+one context; one that folds has several. `contexts` splits them, and `trained_contexts` is what an update trains: each
+sampled token once, in the context that it was sampled in.
 """
 
 from collections.abc import Iterator
@@ -33,11 +37,15 @@ class Segment:
 class Trajectory:
     """One sampled answer to one question.
 
+    segments: all contexts one behind the other; each begins with a PROMPT segment.
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
-    branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids() or of
-    the loss.
+    branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids(), and
+    of the loss where they are `trained`.
     tools: each call of a tool with its result, in order: name, arguments, text, error.
     from_api: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
+    forked: (sample, turns): the first `turns` POLICY segments were written by that sample of the same group, and are
+    trained there alone. None: all are its own.
+    trained: of a branch: what was sampled in it is in the loss.
     """
 
     question_id: str
@@ -49,6 +57,8 @@ class Trajectory:
     branches: dict[str, "Trajectory"] = field(default_factory=dict)
     from_api: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
+    forked: tuple[int, int] | None = None
+    trained: bool = False
 
     def ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.ids]
@@ -57,7 +67,8 @@ class Trajectory:
         return sum(len(segment.ids) for segment in self.segments)
 
     def policy_positions(self) -> list[int]:
-        """Return the positions of the tokens that the policy sampled: the loss mask, as a list of indices."""
+        """Return the positions in `ids()` of the tokens that the policy sampled; `trained_contexts` has those of the
+        loss."""
         rows: list[int] = []
         at = 0
         for segment in self.segments:
@@ -93,6 +104,10 @@ class Trajectory:
             record["tools"] = self.tools
         if self.branches:
             record["branches"] = {name: branch._segments(tokenizer) for name, branch in self.branches.items()}
+        if trained := [name for name, branch in self.branches.items() if branch.trained]:
+            record["trained_branches"] = trained
+        if self.forked is not None:
+            record["forked"] = list(self.forked)
         return record
 
     def _segments(self, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -108,6 +123,55 @@ def turns(trajectory: Trajectory) -> Iterator[Segment]:
     return (segment for segment in trajectory.segments if segment.source is Source.POLICY)
 
 
+def contexts(trajectory: Trajectory) -> list[list[Segment]]:
+    """Return the segments of each context of a trajectory, in order."""
+    found: list[list[Segment]] = []
+    for segment in trajectory.segments:
+        if segment.source is Source.PROMPT or not found:
+            found.append([])
+        found[-1].append(segment)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedContext:
+    """A context with the tokens that are trained in it: the positions of these in `ids`, and their log-probs when they
+    were sampled. branch: the name of the branch that it is; None: a context of the trajectory itself."""
+
+    ids: list[int]
+    positions: list[int]
+    logprobs: list[float]
+    branch: str | None = None
+
+
+def trained_contexts(trajectory: Trajectory) -> list[TrainedContext]:
+    """Return what an update trains of a trajectory: its own contexts, then its trained branches, in order. A context
+    without a trained token is left out. Turns that another sample wrote (`forked`) are context alone."""
+    inherited = trajectory.forked[1] if trajectory.forked else 0
+    found = []
+    for segments in contexts(trajectory):
+        found.append(_trained(segments, inherited))
+        inherited = max(inherited - sum(segment.source is Source.POLICY for segment in segments), 0)
+    for name, branch in trajectory.branches.items():
+        if branch.trained:
+            found.append(_trained(branch.segments, 0, name))
+    return [context for context in found if context.positions]
+
+
+def _trained(segments: list[Segment], inherited: int, branch: str | None = None) -> TrainedContext:
+    """Return the context of these segments. inherited: how many of its turns, from the first on, are not trained."""
+    context = TrainedContext([], [], [], branch)
+    for segment in segments:
+        if segment.source is Source.POLICY:
+            inherited -= 1
+            if inherited < 0:
+                at = len(context.ids)
+                context.positions.extend(range(at, at + len(segment.ids)))
+                context.logprobs.extend(segment.logprobs)
+        context.ids.extend(segment.ids)
+    return context
+
+
 def trailing_bytes(segment: Segment, tokenizer: Tokenizer) -> bytes:
     """Return the bytes of the segment's last token behind the stop tag that ended it: they open the next turn's text
     where nothing is appended before it."""
@@ -119,7 +183,7 @@ def check_trajectory(
 ) -> list[str]:
     """List what is wrong with a trajectory, one sentence each; an empty list means that every invariant holds.
 
-    1. It begins with one PROMPT, fits the context, and every id belongs to the tokenizer.
+    1. It begins with a PROMPT, each of its contexts fits `max_context`, and every id belongs to the tokenizer.
     2. Every sampled id, and no other, has a log-probability, which is at most 0; what a server wrote has none.
     3. A turn that stopped at a tag ends `trailing` bytes behind the first of that tag. It may have begun in the bytes
        that trail the turn before (`Turn` of engine/episode.py).
@@ -128,10 +192,13 @@ def check_trajectory(
     """
     wrong: list[str] = []
     segments = trajectory.segments
-    if [segment.source for segment in segments].count(Source.PROMPT) != 1 or segments[0].source is not Source.PROMPT:
-        wrong.append("it does not begin with one prompt")
-    if len(trajectory) > max_context:
-        wrong.append(f"{len(trajectory)} tokens exceed the context of {max_context}")
+    if not segments or segments[0].source is not Source.PROMPT:
+        wrong.append("it does not begin with a prompt")
+    lengths = [sum(len(segment.ids) for segment in context) for context in contexts(trajectory)]
+    for number, length in enumerate(lengths, 1):
+        if length > max_context:
+            which = f" of its context {number}" if len(lengths) > 1 else ""
+            wrong.append(f"{length} tokens{which} exceed the context of {max_context}")
     control = set(tokenizer.added_tokens.values())
     for number, segment in enumerate(segments):
         name = f"segment {number} ({segment.source})"

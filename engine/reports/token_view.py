@@ -169,14 +169,19 @@ def _left_out(missing: Sequence[Group], groups: Sequence[Group]) -> str:
 
 
 def policy_counts(records: Sequence[Record]) -> tuple[list[int], list[int]]:
-    """Return how many tokens the policy sampled in each trajectory, and how many in its branches."""
+    """Return how many tokens the policy sampled in each trajectory and its trained branches, and how many in its other
+    branches."""
 
     def count(segments: Sequence[Record]) -> int:
         return sum(len(s.get("ids") or ()) for s in segments if s.get("source") == Source.POLICY)
 
+    def of_branches(record: Record, trained: bool) -> int:
+        branches, names = record.get("branches") or {}, record.get("trained_branches") or ()
+        return sum(count(segments) for name, segments in branches.items() if (name in names) is trained)
+
     return (
-        [count(record.get("segments") or ()) for record in records],
-        [sum(map(count, (record.get("branches") or {}).values())) for record in records],
+        [count(record.get("segments") or ()) + of_branches(record, trained=True) for record in records],
+        [of_branches(record, trained=False) for record in records],
     )
 
 

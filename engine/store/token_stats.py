@@ -1,20 +1,21 @@
 """Values of each sampled token in a step's update: step_000010.safetensors beside the step's trajectories.
 
-    counts_N       int32    sampled tokens of each trajectory, in the order of the JSONL's lines
+    counts_N       int32    P of each trajectory, in the order of the JSONL's lines
     sampled_P      float32  log-prob when the token was drawn
     recomputed_P   float32  log-prob by the update's own forward; nan: the token was not in the update
     entropy_P      float16  of the policy's next-token distribution there; nan likewise
     clipped_P      bool     the clip left the surrogate term no gradient
     reference_P    float32  log-prob by the reference; absent without a KL
     advantage_P    float32  the advantage times the token's importance weight; absent where a trajectory has one for all
-    branches_B     float32  log-prob when drawn, of the tokens of all branches, which are in no update
+    branches_B     float32  log-prob when drawn, of the tokens of the other branches, which are in no update
 
 All in nats, at the rollout's temperature; the file's metadata has a digest of them. The update's values are those of
 the first pass over the batch, taken from the loss as it stands: no forward is run for them, and they come to the host
 once a step.
 
 Deliberately absent: what follows from these and the recipe (ratios, KL estimators), and the text (the JSONL's ids).
-Axes: N trajectories, P their sampled tokens one behind the other, B those of branches, R rows of a micro-batch.
+Axes: N trajectories, P their sampled tokens one behind the other (each one's own, then those of its trained branches),
+B those of the other branches, R rows of a micro-batch.
 """
 
 import json
@@ -51,8 +52,8 @@ ALWAYS = ("sampled", "recomputed", "entropy", "clipped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
-    """Of one trajectory: arrays [P] by the names of DTYPES, and the log-probs [B] of its branches, one behind the
-    other."""
+    """Of one trajectory: arrays [P] by the names of DTYPES, and the log-probs [B] of its branches that are not trained,
+    one behind the other."""
 
     key: Key
     values: dict[str, Array]
@@ -63,37 +64,45 @@ class TokenStats:
 class TokenRecorder:
     """Keeps what each micro-batch found of its rows, on the device where it was found."""
 
-    _items: list[tuple[Key, int]] = field(default_factory=list)
+    _items: list[tuple[Key, int, int]] = field(default_factory=list)
     _values_R: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
-    def add(self, items: Sequence[tuple[Key, int]], values_R: Mapping[str, torch.Tensor]) -> None:
-        """Add a micro-batch. items: the key and the number of rows of each sequence of the micro-batch, in the order of
-        its rows."""
+    def add(self, items: Sequence[tuple[Key, int, int]], values_R: Mapping[str, torch.Tensor]) -> None:
+        """Add a micro-batch. items: the key, the number of the context and the number of rows of each sequence of the
+        micro-batch, in the order of its rows."""
         self._items.extend(items)
         for name, value_R in values_R.items():
             self._values_R.setdefault(name, []).append(value_R.detach())
 
     def found(self) -> dict[Key, dict[str, Array]]:
-        """Return the values of each sequence, copied to the host: once for each name."""
-        ends = np.cumsum([count for _, count in self._items])[:-1]
+        """Return the values of each trajectory, those of its contexts in order, copied to the host: once for each
+        name."""
+        ends = np.cumsum([count for _, _, count in self._items])[:-1]
         parts: dict[str, list[Array]] = {
             name: np.split(torch.cat(values_R).cpu().numpy().astype(DTYPES[name]), ends)
             for name, values_R in self._values_R.items()
         }
-        return {key: {name: parts[name][n] for name in parts} for n, (key, _) in enumerate(self._items)}
+        places: dict[Key, list[int]] = {}
+        for n in sorted(range(len(self._items)), key=lambda n: self._items[n][:2]):
+            places.setdefault(self._items[n][0], []).append(n)
+        return {
+            key: {name: np.concatenate([of_item[n] for n in own]) for name, of_item in parts.items()}
+            for key, own in places.items()
+        }
 
 
 def stats_of(
     sampled: Mapping[Key, Sequence[float]], branches: Mapping[Key, Sequence[float]], recorder: TokenRecorder
 ) -> list[TokenStats]:
-    """Return the values of each trajectory's sampled tokens, given their log-probs when drawn and those of its
-    branches."""
+    """Return the values of each trajectory's sampled tokens, given their log-probs when drawn and those of the branches
+    that are not trained. What the recorder found is of the last of these tokens: those before were inherited."""
     found = recorder.found()
     names = [name for name in DTYPES if name in (*ALWAYS, *next(iter(found.values()), {}))]
     entries = []
     for key, logprobs in sampled.items():
         values = {name: _blank(name, len(logprobs)) for name in names}
-        values |= found.get(key, {})
+        for name, value in found.get(key, {}).items():
+            values[name][len(logprobs) - len(value) :] = value
         values["sampled"] = np.array(logprobs, np.float32)
         entries.append(TokenStats(key=key, values=values, branches=np.array(branches.get(key, ()), np.float32)))
     return entries
@@ -133,9 +142,9 @@ def _digest(arrays: Mapping[str, Array]) -> str:
 def read_token_stats(
     path: Path, counts: Sequence[int], branches: Sequence[int], unverified: bool = False
 ) -> list[TokenStats] | None:
-    """Return the values of each trajectory of the JSONL, of `counts` sampled tokens and `branches` tokens in branches,
-    keyed by their order; None where there is no file. UserError for a file that is damaged or of other trajectories
-    and, unless `unverified`, for one whose values are not those of its digest."""
+    """Return the values of each trajectory of the JSONL, of `counts` sampled tokens and `branches` tokens in branches
+    that are not trained, keyed by their order; None where there is no file. UserError for a file that is damaged or of
+    other trajectories and, unless `unverified`, for one whose values are not those of its digest."""
     if not path.exists():
         return None
     data = read_bytes(path)

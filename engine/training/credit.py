@@ -5,8 +5,8 @@
     token    A_i, and for each span of the reward that a token has bytes in, its value
 
 Rewards of turns are `RewardResult.turns`; the trajectory's own comes with its last turn. A state is what the policy saw
-before a turn: "context", all ids before it; "observation", the ids since its last turn. A span is a stretch of the
-policy's text, all its turns as one, in bytes.
+before a turn: "context", all ids before it in its context; "observation", those of them since its last turn. A span is
+a stretch of the policy's text, all its turns as one, in bytes.
 """
 
 import math
@@ -15,7 +15,7 @@ from random import Random
 
 from thresher.common.errors import UserError, as_number, shown
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.protocol.trajectory import Trajectory, turns
+from thresher.engine.protocol.trajectory import Trajectory, trained_contexts, turns
 from thresher.engine.scoring.score import Scored
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.credit import anchor_advantages, turn_advantages
@@ -32,14 +32,15 @@ def token_advantages(
     tokenizer: Tokenizer,
     seed: int,
 ) -> Values:
-    """Return the advantage of each sampled token, by `grpo.advantage`. UserError for a reward whose turns or spans do
-    not fit its trajectory.
+    """Return the advantage of each trained token (`trained_contexts`), by `grpo.advantage`. UserError for a reward
+    whose turns or spans do not fit its trajectory.
 
     rewards, advantages: of each trajectory. seed: of the control that shuffles rewards; it shuffles those of turns,
     too, among all turns of a group.
     """
     if grpo.advantage == "token":
-        return [_of_spans(entry, value, tokenizer) for entry, value in zip(scored, advantages, strict=True)]
+        own = [_of_spans(entry, value, tokenizer) for entry, value in zip(scored, advantages, strict=True)]
+        return [_of_trained(*each) for each in zip(scored, own, advantages, strict=True)]
     members: dict[int, list[int]] = {}
     for n, entry in enumerate(scored):
         members.setdefault(entry.trajectory.group, []).append(n)
@@ -57,8 +58,18 @@ def token_advantages(
         found = _of_group([scored[n].trajectory for n in numbers], own, grpo)
         for n, values in zip(numbers, found, strict=True):
             written = zip(values, turns(scored[n].trajectory), strict=True)
-            result[n] = [value for value, turn in written for _ in turn.ids]
+            of_tokens = [value for value, turn in written for _ in turn.ids]
+            result[n] = _of_trained(scored[n], of_tokens, advantages[n])
     return result
+
+
+def _of_trained(entry: Scored, own: list[float], advantage: float) -> list[float]:
+    """Return the advantage of each trained token. own: of each token of the trajectory's own turns, of which those that
+    it inherited are not trained. advantage: of the trajectory, and so of what its branches train."""
+    trained = trained_contexts(entry.trajectory)
+    own_tokens = sum(len(context.positions) for context in trained if context.branch is None)
+    of_branches = sum(len(context.positions) for context in trained if context.branch is not None)
+    return [*own[len(own) - own_tokens :], *[advantage] * of_branches]
 
 
 def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSection) -> Values:
@@ -99,6 +110,8 @@ def _states(trajectory: Trajectory, observation: bool) -> list[tuple[int, ...]]:
     states: list[tuple[int, ...]] = []
     seen: list[int] = []
     for segment in trajectory.segments:
+        if segment.source is Source.PROMPT:
+            seen = []
         if segment.source is Source.POLICY:
             states.append(tuple(seen))
         seen = [] if observation and segment.source is Source.POLICY else [*seen, *segment.ids]

@@ -29,6 +29,7 @@ from thresher.engine.parallel.ranks import SINGLE, Ranks
 from thresher.engine.parallel.sync import check_config_sync, judges_of, open_run
 from thresher.engine.planning.memory import check_disk
 from thresher.engine.planning.plan import check_memory
+from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.scoring.score import check_all
 from thresher.engine.store.checkpoint import (
     Checkpoint,
@@ -253,11 +254,13 @@ class Trainer:
         if recorder is None:
             return
         trajectories = {(t.group, t.sample): t for t in (entry.trajectory for entry in result.scored)}
-        sampled = {key: t.policy_logprobs() for key, t in trajectories.items()}
-        branches = {
-            key: [value for branch in t.branches.values() for value in branch.policy_logprobs()]
-            for key, t in trajectories.items()
-        }
+
+        def of_branches(trajectory: Trajectory, trained: bool) -> list[float]:
+            branches = (branch for branch in trajectory.branches.values() if branch.trained is trained)
+            return [value for branch in branches for value in branch.policy_logprobs()]
+
+        sampled = {key: [*t.policy_logprobs(), *of_branches(t, trained=True)] for key, t in trajectories.items()}
+        branches = {key: of_branches(t, trained=False) for key, t in trajectories.items()}
         gathered = self.ranks.gather(stats_of(sampled, branches, recorder))
         if path is not None and gathered is not None:
             stats = sorted(itertools.chain(*gathered), key=lambda entry: entry.key)

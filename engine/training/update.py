@@ -190,7 +190,8 @@ class Updater:
                 else UpdateStats()
             )
             if recorder is not None and micro_batch.members:  # an idle one has none
-                recorder.add([(sequences[n].key, len(sequences[n].positions)) for n in micro_batch.members], values_R)
+                members = [sequences[n] for n in micro_batch.members]
+                recorder.add([(one.key, one.context, len(one.positions)) for one in members], values_R)
         self.weights.complete()
         unread.read(stats)
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)

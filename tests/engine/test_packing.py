@@ -1,5 +1,6 @@
 """Packing: each row predicts the token after it, rows are the policy's own tokens, and nothing is lost or doubled."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -129,6 +130,41 @@ def test_rows_are_the_policys_tokens_and_no_others() -> None:
     assert batch.ids_T[batch.rows_R].tolist() == [3, 20, 41, 62, 3, 24]  # what stands right before each
     assert batch.old_logprobs_R.tolist() == pytest.approx([-1.02, -1.021, -1.022, -1.023, -1.024, -1.025])
     assert batch.advantages_R.tolist() == [1, 1, 1, 1, -1, -1]
+
+
+@pytest.mark.parametrize(("aggregation", "weight"), [("trajectory", 1 / 10), ("token", 1 / 6), ("constant", 1 / 14)])
+def test_each_context_is_a_sequence_with_its_part_of_the_advantages(aggregation: str, weight: float) -> None:
+    """The first trajectory folds once and has a trained branch: five tokens, whose weight is that of one trajectory."""
+    prompt, later = (Source.PROMPT, [1, 2, 3]), (Source.PROMPT, [4, 5])
+    folded = trajectory(prompt, (Source.POLICY, [20, 21]), later, (Source.POLICY, [22]), sample=1)
+    folded.branches = {
+        "a": trajectory(prompt, (Source.POLICY, [30])),
+        "b": trajectory(later, (Source.POLICY, [31, 32])),
+    }
+    folded.branches["b"].trained = True
+    other = trajectory(prompt, (Source.POLICY, [23]))
+    grpo = GrpoSection(aggregation=aggregation, aggregation_constant=7.0 if aggregation == "constant" else None)
+    one, two, branch, last = build_train_sequences([folded, other], [[0.1, 0.2, 0.3, 0.4, 0.5], -1.0], grpo)
+    assert [each.ids for each in (one, two, branch, last)] == [
+        [1, 2, 3, 20, 21],
+        [4, 5, 22],
+        [4, 5, 31, 32],
+        [1, 2, 3, 23],
+    ]
+    assert [each.positions for each in (one, two, branch, last)] == [[3, 4], [2], [2, 3], [3]]
+    assert [each.advantage for each in (one, two, branch, last)] == [[0.1, 0.2], [0.3], [0.4, 0.5], -1.0]
+    assert [(each.key, each.context) for each in (one, two, branch, last)] == [
+        ((0, 1), 0),
+        ((0, 1), 1),
+        ((0, 1), 2),
+        ((0, 0), 0),
+    ]
+    assert {each.weight for each in (one, two, branch)} == {weight}
+    assert last.weight == (weight if aggregation != "trajectory" else 1 / 2)
+    with pytest.raises(ValueError, match="3 advantages for 5 trained tokens"):
+        build_train_sequences([folded], [[0.1, 0.2, 0.3]], grpo)
+    (kept,) = build_train_sequences([folded, other], [0.0, 1.0], replace(grpo, drop_zero_advantage=True))
+    assert kept.key == (0, 0)
 
 
 def test_packed_rows_have_the_log_probs_of_their_sequence_unpacked(tiny_policy: Policy) -> None:

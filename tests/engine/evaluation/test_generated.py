@@ -3,6 +3,7 @@ wrote it."""
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ def generated(tokenizer: Tokenizer) -> Generated:
     ]
     branch = Trajectory("q1", 0, 0, [Segment(Source.PROMPT, ids)], "ended")
     searches = [{"query": "Anna Bell", "passages": ["p0"]}]
-    return Generated(Trajectory("q1", 0, 0, segments, "turns", searches, {"full": branch}), 0.25, [True])
+    branches = {"full": branch, "read": replace(branch, trained=True)}
+    return Generated(Trajectory("q1", 0, 0, segments, "turns", searches, branches, forked=(1, 1)), 0.25, [True])
 
 
 def put(value: Any, *path: str | int) -> Callable[[dict[str, Any]], object]:
@@ -85,6 +87,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "searches that are none": put("x", "trajectory", "searches"),
     "a branch that is none": put([], "trajectory", "branches", "full"),
     "a branch without its prompt": put([], "trajectory", "branches", "full", "segments"),
+    "a branch that is trained by number": put(1, "trajectory", "branches", "full", "trained"),
+    "a fork of one number": put([1], "trajectory", "forked"),
+    "a fork of texts": put(["1", "1"], "trajectory", "forked"),
     "no number of seconds": put("1", "seconds"),
     "seconds below 0": put(-1.0, "seconds"),
     "endless seconds": put(float("inf"), "seconds"),

@@ -7,7 +7,15 @@ import pytest
 
 from thresher.engine.decoding.stop_tags import TagMatcher
 from thresher.engine.episode import pair_tags
-from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory, trailing_bytes, turns
+from thresher.engine.protocol.trajectory import (
+    Segment,
+    Trajectory,
+    check_trajectory,
+    contexts,
+    trailing_bytes,
+    trained_contexts,
+    turns,
+)
 from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.reward import Source
 
@@ -111,14 +119,19 @@ def padded_column(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
     trajectory.segments[3].ids[0] = tokenizer.vocab_size
 
 
+def later_context(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
+    trajectory.segments[4].source = Source.PROMPT
+    trajectory.segments[4].ids = [1] * (len(trajectory) + SLACK + 1)
+
+
 SLACK = 12  # tokens: what a fault may add before the context is too small, too
 INFORMATION = "<information>{}</information>"
 FAULTS: list[tuple[str, Plant, str]] = [
     # which rule, what is done to the sound one, what is said
-    ("1 no prompt", drop(lambda t: t.segments, 0), "does not begin with one prompt"),
-    ("1 nothing at all", lambda t, _: t.segments.clear(), "does not begin with one prompt"),
-    ("1 two prompts", change(4, source=Source.PROMPT), "does not begin with one prompt"),
-    ("1 prompt later", lambda t, _: t.segments.reverse(), "does not begin with one prompt"),
+    ("1 no prompt", drop(lambda t: t.segments, 0), "does not begin with a prompt"),
+    ("1 nothing at all", lambda t, _: t.segments.clear(), "does not begin with a prompt"),
+    ("1 a later context too long", later_context, "tokens of its context 2 exceed the context"),
+    ("1 prompt later", lambda t, _: t.segments.reverse(), "does not begin with a prompt"),
     ("1 too long", lambda t, _: t.segments[0].ids.extend([1] * (SLACK + 1)), "tokens exceed the context"),
     ("1 padded column", padded_column, r"segment 3 \(policy\) holds an id outside"),
     ("1 negative id", change(2, ids=[-1]), r"segment 2 \(retrieved\) holds an id outside"),
@@ -146,6 +159,35 @@ def test_every_planted_fault_is_found(sound: Trajectory, tiny_tokenizer: Tokeniz
     plant(sound, tiny_tokenizer)
     (wrong,) = check_trajectory(sound, tiny_tokenizer, TAGS, room)
     assert re.search(said, wrong)
+
+
+def test_contexts_of_a_folded_trajectory(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:
+    """Each context has its own positions, and must fit by itself alone."""
+    sound.segments[4].source = Source.PROMPT
+    first, second = contexts(sound)
+    assert [*first, *second] == sound.segments and len(first) == 4
+    one, two = trained_contexts(sound)
+    for context, segments in ((one, first), (two, second)):
+        assert context.ids == [token for segment in segments for token in segment.ids] and context.branch is None
+        written = [segment for segment in segments if segment.source is Source.POLICY]
+        assert [context.ids[at] for at in context.positions] == [i for segment in written for i in segment.ids] != []
+        assert context.logprobs == [value for segment in written for value in segment.logprobs]
+    assert check_trajectory(sound, tiny_tokenizer, TAGS, max(len(one.ids), len(two.ids))) == []
+
+
+def test_what_is_trained_of_branches_and_of_inherited_turns(sound: Trajectory) -> None:
+    """The second turn of a fork is its own; a branch is trained where it says so."""
+    segments = [Segment(Source.PROMPT, [5, 6]), Segment(Source.POLICY, [7], [-0.25])]
+    sound.branches = {name: Trajectory("q", 0, 0, segments, trained=name == "b") for name in ("a", "b")}
+    sound.segments.insert(3, Segment(Source.PROMPT, [1, 2, 3]))  # the fork's first turn stands before the fold
+    sound.forked = (0, 1)
+    own, branch = trained_contexts(sound)
+    assert own.ids[:3] == [1, 2, 3] and own.branch is None
+    turns_of_own = [list(turn.ids) for turn in turns(sound)][1:]
+    assert [own.ids[at] for at in own.positions] == [token for ids in turns_of_own for token in ids]
+    assert (branch.ids, branch.positions, branch.logprobs, branch.branch) == ([5, 6, 7], [2], [-0.25], "b")
+    sound.forked = (0, 3)
+    assert [context.branch for context in trained_contexts(sound)] == ["b"]
 
 
 def test_faults_add_up(sound: Trajectory, tiny_tokenizer: Tokenizer) -> None:

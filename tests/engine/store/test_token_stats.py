@@ -17,8 +17,8 @@ BRANCHES = {(0, 1): [-0.75, -1.5]}
 def recorded() -> list[TokenStats]:
     """Two micro-batches, longest first as they are packed; (0, 1) was in no update, (2, 0) sampled nothing."""
     recorder = TokenRecorder()
-    for items in ([((2, 1), 2)], [((0, 0), 3)]):
-        rows = sum(count for _, count in items)
+    for items in ([((2, 1), 0, 2)], [((0, 0), 0, 3)]):
+        rows = sum(count for _, _, count in items)
         values_R = {name: torch.arange(rows) - float(rows) for name in ("recomputed", "reference", "entropy")}
         recorder.add(items, values_R | {"clipped": torch.arange(rows) == 1})
     return stats_of(SAMPLED, BRANCHES, recorder)
@@ -38,6 +38,18 @@ def test_a_step_comes_back_as_it_was(tmp_path: Path) -> None:
     assert found[1].values["clipped"].tolist() == [False]
     assert load_file(file)["entropy_P"].dtype == np.float16
     assert read_token_stats(tmp_path / "step_000004.safetensors", [], []) is None
+
+
+def test_values_of_contexts_are_in_order_behind_what_was_inherited() -> None:
+    """The contexts of a trajectory come in the order of their lengths, and other sequences lie between them."""
+    recorder = TokenRecorder()
+    for items, values in (([((0, 0), 1, 2), ((1, 0), 0, 1)], [3.0, 4.0, 9.0]), ([((0, 0), 0, 1)], [2.0])):
+        values_R = torch.tensor(values)
+        recorder.add(items, dict.fromkeys(("recomputed", "entropy"), values_R) | {"clipped": values_R == 3.0})
+    forked, other = stats_of({(0, 0): [-1.0] * 5, (1, 0): [-1.0]}, {}, recorder)
+    np.testing.assert_array_equal(forked.values["recomputed"], [np.nan, np.nan, 2.0, 3.0, 4.0])
+    assert forked.values["clipped"].tolist() == [False, False, False, True, False]
+    assert other.values["recomputed"].tolist() == [9.0]
 
 
 def test_a_rank_that_trained_on_nothing_has_blanks(tmp_path: Path) -> None:

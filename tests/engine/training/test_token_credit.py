@@ -93,6 +93,29 @@ def test_an_anchor_is_a_state_that_several_turns_saw(tiny_tokenizer: Tokenizer) 
     assert [by_turn(values, one)[1] for values, one in zip(seen, same, strict=True)] == pytest.approx([1.5, -1.5, 0.0])
 
 
+def test_a_context_is_a_state_and_what_is_trained_elsewhere_has_no_advantage(tiny_tokenizer: Tokenizer) -> None:
+    """Two samples search differently and fold into the same context, where their second turns are compared. A third
+    inherited the first one's first turn, whose tokens are trained there, and its trained branch has what it has."""
+    anchor = {"advantage": "anchor", "baseline": "group", "scale": "none", "omega": 2.0}
+    folded = [
+        attempt(tiny_tokenizer, n, [said, " b", word], RewardResult(reward))
+        for n, (said, word, reward) in enumerate((("look", "yes", 1.0), ("peek", "no", 0.0), ("look", "no", 0.5)))
+    ]
+    for entry in folded:
+        entry.trajectory.segments[2].source = Source.PROMPT
+    first, second = credit(folded[:2], tiny_tokenizer, **anchor)
+    assert by_turn(first, folded[0]) == pytest.approx([1.5, 1.5])
+    assert by_turn(second, folded[1]) == pytest.approx([-1.5, -1.5])
+    branch = [Segment(Source.PROMPT, [1]), Segment(Source.POLICY, [2, 3, 4], [-1.0] * 3)]
+    folded[2].trajectory.forked = (0, 1)
+    folded[2].trajectory.branches = {"a": Trajectory("q", 0, 2, branch, trained=True)}
+    for grpo in (anchor, {"advantage": "token"}):
+        last = len(folded[2].trajectory.segments[3].ids)
+        (*_, values) = credit(folded, tiny_tokenizer, **grpo)
+        assert len(values) == last + 3 and values[last:] == [0.25] * 3
+        assert len(build_train_sequences([folded[2].trajectory], [values], GrpoSection())) == 2
+
+
 def test_spans_reach_the_tokens_that_have_bytes_in_them(tiny_tokenizer: Tokenizer) -> None:
     text = "one two three"
     entry = attempt(
