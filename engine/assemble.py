@@ -149,7 +149,7 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
             max_passage_tokens=rollout.max_passage_tokens,
             passage_format=retrieval.passage_format,
         ),
-        episode_config=EpisodeConfig(template, rollout.max_turns),
+        episode_config=EpisodeConfig(template, rollout.max_turns, rollout.max_passage_tokens + rollout.max_turn_tokens),
         limits=Limits(
             max_turn_tokens=rollout.max_turn_tokens,
             max_policy_tokens=rollout.max_policy_tokens or rollout.max_context,

@@ -11,12 +11,18 @@ never sees a tensor, a batch or another episode.
     SubCall(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
     Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
+    Fold(context)   -> None         goes on in a new context; what came before is not in it, but for what it keeps
     SpawnBranches(branches)         contexts of their own, in which the policy writes once more, for the reward alone
 
 A branch hides what its context leaves out: the context is put together anew and computed anew from where it differs,
 since the hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in
-it goes to the reward (RewardInput.branches) and never into the loss. A call is such a context in the middle of an
-episode: what was written in it may be shown, as retrieved text, and is among the branches too ("call 1", ..).
+it goes to the reward (RewardInput.branches), and into the loss only where the request says `trained`. A call is such a
+context in the middle of an episode: what was written in it may be shown, as retrieved text, and is among the branches
+too ("call 1", ..).
+
+A fold puts a new context, made in the same way, in the place of the old one. What the policy sampled is trained in the
+context in which it was sampled, once: text that is kept is part of the new context's prompt. An episode that folds when
+a context runs full compares `Turn.room` with `EpisodeConfig.room_needed`.
 
 A generator returns the reason why the trajectory ended ("answered", "turns", ...). Limits of tokens and context are the
 engine's business: it closes the generator and records its own reason.
@@ -116,38 +122,56 @@ class KeptSpan:
 @dataclass(frozen=True, slots=True)
 class BranchPrompt:
     """A context of its own: a prompt, then text kept from the trajectory, template text (str) and what was retrieved,
-    in this order. In it the policy writes one turn, up to a tag of `stop`. Kept tokens stay whole; of one that
-    straddles a boundary the kept part is encoded anew, byte by byte. max_tokens: as in Generate."""
+    in this order. Kept tokens stay whole; of one that straddles a boundary the kept part is encoded anew, byte by byte.
+
+    stop, max_tokens: as in Generate, of the one turn that the policy writes in a branch or a call. A fold has neither:
+    its turns are asked for by Generate.
+    """
 
     prompt: Prompt
     parts: tuple[KeptSpan | str | Retrieved, ...]
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] = ()
     max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class Fold:
+    """Go on in this context, in the place of the present one. Passages in it that exceed their budget are cut, as those
+    of a search. A context that leaves no room for a token ends the trajectory ("context")."""
+
+    context: BranchPrompt
+
+
+@dataclass(frozen=True, slots=True)
 class SpawnBranches:
-    """Branches of the trajectory, by name. They are written after it, in the same rollout; nothing waits for them."""
+    """Branches of the trajectory, by name. They are written after it, in the same rollout; nothing waits for them.
+
+    trained: their tokens are in the loss, with the advantage of the trajectory, or that of their own reward
+    (`RewardResult.branches`) among the branches of this name in the group. What a server wrote is never trained.
+    """
 
     branches: Mapping[str, BranchPrompt]
+    trained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SubCall:
     """One turn of the policy in a context of its own, whose Turn the episode gets: it may ask for a text to be read,
-    and show what came of it. No token of it is trained on. Passages of its prompt that exceed their budget are cut, as
-    those of a search. A limit ends the turn without a tag; a context that leaves it no room ends the trajectory."""
+    and show what came of it. Passages of its prompt that exceed their budget are cut, as those of a search. A limit
+    ends the turn without a tag; a context that leaves it no room ends the trajectory. trained: as of SpawnBranches."""
 
     context: BranchPrompt
+    trained: bool = False
 
 
-Request = Prompt | Generate | Search | Tool | SubCall | Retrieved | Feedback | SpawnBranches
+Request = Prompt | Generate | Search | Tool | SubCall | Retrieved | Feedback | Fold | SpawnBranches
 Episode = Generator[Request, Any, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the policy: its bytes, and the tag that stopped it (None: end of text, or max_tokens).
+    """One turn of the policy: its bytes, the tag that stopped it (None: end of text, or max_tokens), and how many
+    tokens the episode's context has left behind it.
 
     A token may hold a stop tag's end and bytes behind it. They stay in its turn, and where nothing is appended before
     the next they open that one's text too: after `</extract><`, a turn that goes on with `answer>` begins `<answer>`,
@@ -156,6 +180,7 @@ class Turn:
 
     text: bytes
     stop: str | None
+    room: int = field(default=0, compare=False)
 
     def stopped_at(self, tag: str) -> bool:
         return self.stop == tag
@@ -168,10 +193,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
-    """Settings of an episode besides its question: its prompt template and the limit on its turns."""
+    """Settings of an episode besides its question: its prompt template and the limit on its turns. room_needed: tokens
+    that the passages of a search and the turn after them may take; a context with less room may end the trajectory."""
 
     template: str
     max_turns: int
+    room_needed: int = 0
 
 
 def last_answer(attempt: RewardInput) -> str | None:

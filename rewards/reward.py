@@ -86,8 +86,10 @@ class RewardResult:
     """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer judged.
 
     Parts named em, f1 and answered are measures of the answer, if the reward has any. turns: a reward of each of the
-    policy's turns, beside `reward`. tokens: spans (start, end, value) of all that the policy wrote, in bytes, whose
-    tokens get `value` beside their advantage. `grpo.advantage` says which of them train.
+    policy's turns, of all contexts, beside `reward`. tokens: spans (start, end, value) of all that the policy wrote, in
+    bytes, whose tokens get `value` beside their advantage. `grpo.advantage` says which of them train. branches: by
+    name, the rewards of trained branches that are not trained by `reward`; each is compared with those of its name in
+    the group.
     """
 
     reward: float
@@ -95,3 +97,4 @@ class RewardResult:
     answer: str | None = None
     turns: Sequence[float] | None = None
     tokens: Sequence[tuple[int, int, float]] | None = None
+    branches: Mapping[str, float] | None = None

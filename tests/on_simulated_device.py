@@ -154,12 +154,14 @@ FLOAT32 = {
         "optim": {"micro_batch_tokens": 200},
     },
     "few blocks": {"rollout": {"kv_tokens": 512}},
+    "folds": {"system": {"name": "mem1"}},
     "branches": {"system": {"name": "eviomni", "template": None}, "rollout": {"max_context": 2000}},
 }
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param(c, id=i, marks=[pytest.mark.slow] * (i != "plain")) for i, c in FLOAT32.items()]
+    "changes",
+    [pytest.param(c, id=i, marks=[pytest.mark.slow] * (i not in ("plain", "folds"))) for i, c in FLOAT32.items()],
 )
 def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path) -> None:
     for name in ("cpu", "cuda"):

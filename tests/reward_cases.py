@@ -19,7 +19,8 @@ PARTS = {
     "naive_grpo": {"format", "answer"},
     "reading": set(),  # the measures are its parts
 }
-PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"], "r1": PARTS["search_r1"]}
+PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
+PARTS |= dict.fromkeys(("r1", "mem1"), PARTS["search_r1"])
 
 LETTERS = {"q": Source.PROMPT, "p": Source.POLICY, "r": Source.RETRIEVED, "f": Source.FEEDBACK}
 

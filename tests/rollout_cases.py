@@ -6,7 +6,7 @@ from typing import Any
 from logprob_cases import assert_logprobs_are_fresh
 
 from thresher.engine.episode import System
-from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.protocol.trajectory import Trajectory, trained_contexts
 from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardResult
@@ -32,7 +32,8 @@ def record(trajectory: Trajectory) -> tuple[Any, ...]:
 
 def assert_logprobs_match(run: Rollout, trajectories: Sequence[Trajectory], temperature: float) -> None:
     """What was recorded at sampling is the log-prob that a fresh forward over the finished ids computes."""
-    written = [(one.ids(), one.policy_positions(), one.policy_logprobs(), temperature) for one in trajectories]
+    trained = [context for one in trajectories for context in trained_contexts(one)]
+    written = [(context.ids, context.positions, context.logprobs, temperature) for context in trained]
     assert_logprobs_are_fresh(run.policy, run.tokenizer.vocab_size, written)
 
 

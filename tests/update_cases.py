@@ -15,7 +15,8 @@ from thresher.rewards.reward import Source
 
 VOCAB = 30  # of the tokenizer; heads are wider
 PROMPT, POLICY, RETRIEVED, FEEDBACK = Source.PROMPT, Source.POLICY, Source.RETRIEVED, Source.FEEDBACK
-SHAPES = [
+Shape = Sequence[tuple[Source, int]]
+SHAPES: list[Shape] = [
     [(PROMPT, 4), (POLICY, 5), (RETRIEVED, 6), (POLICY, 3)],
     [(PROMPT, 4), (POLICY, 1), (FEEDBACK, 2), (POLICY, 2), (RETRIEVED, 3)],
     [(PROMPT, 7), (POLICY, 9)],
@@ -23,11 +24,13 @@ SHAPES = [
 ADVANTAGES = [1.3, -0.9, -0.4]
 
 
-def spoken(policy: Policy, seed: int, spread: float, temperature: float = 1.0) -> list[Trajectory]:
+def spoken(
+    policy: Policy, seed: int, spread: float, temperature: float = 1.0, shapes: Sequence[Shape] = SHAPES
+) -> list[Trajectory]:
     """The three shapes with random ids; old log-probs are the policy's own, moved by noise of deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     result = []
-    for sample, shape in enumerate(SHAPES):
+    for sample, shape in enumerate(shapes):
         segments = [
             Segment(source, torch.randint(0, VOCAB, (count,), generator=generator).tolist()) for source, count in shape
         ]
@@ -41,14 +44,18 @@ def spoken(policy: Policy, seed: int, spread: float, temperature: float = 1.0) -
     return result
 
 
+FOLDED = [(PROMPT, 4), (POLICY, 3), (RETRIEVED, 4), (PROMPT, 6), (POLICY, 2), (FEEDBACK, 3), (POLICY, 4), (PROMPT, 3)]
+BRANCH = [(PROMPT, 5), (POLICY, 2)]
+
+
 def logits(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> torch.Tensor:
     """At the rows before the policy's tokens, over the tokenizer's columns."""
-    rows = torch.tensor(trajectory.policy_positions())
+    rows = torch.tensor(trajectory.policy_positions(), dtype=torch.int64)
     return policy.logits(torch.tensor(trajectory.ids()))[rows - 1, :VOCAB] / temperature
 
 
 def logprobs(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> torch.Tensor:
-    ids = torch.tensor(trajectory.ids())[torch.tensor(trajectory.policy_positions())]
+    ids = torch.tensor(trajectory.ids())[torch.tensor(trajectory.policy_positions(), dtype=torch.int64)]
     return torch.log_softmax(logits(policy, trajectory, temperature), -1).gather(1, ids[:, None])[:, 0]
 
 

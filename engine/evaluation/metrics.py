@@ -3,7 +3,8 @@
 A measure without a value for a question is None and left out of means. A system's tags decide which measures it has.
 Parts of the system's own reward are beside these, under their own names. f1_plain is F1 without the rule for yes and
 no (MuSiQue's); recall_X: a gold string is in such a span; the retrieval measures take passages with a gold string as
-positive.
+positive. Lengths of a trajectory that folds are of all its contexts together: response_tokens are what it sampled, each
+token once; tokens, the prompts of all contexts included. branch_tokens are of all branches, trained or not.
 """
 
 from collections import Counter

@@ -250,16 +250,23 @@ def _excerpt(record: Record, label: str, tags: Sequence[str], limit: int) -> Exc
 
 
 def parts_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> list[Part]:
-    """Cut the segments after the prompt into chunks to colour; one of more than `limit` characters is shortened.
+    """Cut the segments after the prompt into chunks to colour; one of more than `limit` characters is shortened. In the
+    place of a later prompt, with which a new context begins, stands its number.
 
     A span is what follows an opening tag until any closing one, as a reader sees it; rewards parse for themselves.
     """
     pattern = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
     span = ""
     parts: list[Part] = []
+    contexts = 0
     for segment in segments:
         source, text = segment.get("source", ""), visible(segment.get("text", "")).strip("\n")
-        if source not in list(Source) or source == Source.PROMPT or not text:
+        if source == Source.PROMPT:
+            contexts, span = contexts + 1, ""
+            if contexts > 1:
+                parts.append(Part(Source.PROMPT, [[Chunk(f"folded: context {contexts} begins here", False, "")]]))
+            continue
+        if source not in list(Source) or not text:
             continue
         if len(text) > limit:
             text = f"{text[:limit]} … ({len(text) - limit:,} characters more)"

@@ -27,11 +27,14 @@ const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count ==
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const repr = (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥");
 
+// A sample's tokens: its own, then those of its trained branches.
+const turnsOf = (sample) => [sample.segments, ...(sample.branches || []).filter(([, , trained]) => trained).map(([, segments]) => segments)]
+  .flat().filter((part) => part[0] === "y");
 // Values of a sample's token i.
 const all = [];
 groups.forEach((group, g) => group.samples.forEach((sample, s) => {
   all.push({ g, s, sample });
-  sample.count = sum(sample.segments.filter((part) => part[0] === "y").map((part) => part[2].length));
+  sample.count = sum(turnsOf(sample).map((part) => part[2].length));
   sample.isClipped = new Set(sample.clipped || []);
 }));
 function value(sample, name, i) {
@@ -44,7 +47,7 @@ const d = (sample, i) => value(sample, "reference", i);
 const advantage = (sample, i) => (sample.weighted === undefined ? sample.advantage : value(sample, "weighted", i));
 function gradient(sample, i) {
   const token = { logprob: now(sample, i), ratio: O.old === "recomputed" ? 1 : ratioOf(value(sample, "rollout", i)), advantage: advantage(sample, i),
-    clipped: sample.isClipped.has(i), d: sample.reference ? d(sample, i) : null, entropy: value(sample, "entropy", i), tokens: sample.count };
+    clipped: sample.isClipped.has(i), d: sample.reference ? d(sample, i) : null, entropy: value(sample, "entropy", i), tokens: sample.count - (sample.inherited || 0) };
   return logitGradient(token, O);
 }
 
@@ -63,7 +66,7 @@ const COLOURS = [
   { id: "k2", name: "KL, k2", needs: "reference", what: (s, i) => estimators.k2(d(s, i)), help: "d² / 2, where d = log p − log p of the reference." },
   { id: "k3", name: "KL, k3", needs: "reference", what: (s, i) => estimators.k3(d(s, i)), help: "exp(−d) − 1 + d, where d = log p − log p of the reference." },
   { id: "entropy", name: "entropy", needs: "entropy", what: (s, i) => value(s, "entropy", i), help: "Of the policy's distribution where the token was drawn, in nats." },
-  { id: "advantage", name: "advantage", both: true, what: advantage, help: "Of the sample within its group; the same for all its tokens, but for importance weights." },
+  { id: "advantage", name: "advantage", both: true, what: advantage, help: "Of the sample within its group, or of a branch with a reward of its own; the same for all its tokens, but for importance weights." },
   { id: "clipped", name: "clipped", needs: "rollout", what: (s, i) => (s.isClipped.has(i) ? 1 : 0), full: 1, tone: "--down", show: (v) => (v ? "clipped" : "–"),
     help: "The clip left the surrogate term of this token no gradient." },
 ];
@@ -115,14 +118,17 @@ function drawRail() {
 const firstOf = (g) => Math.max(0, groups[g].samples.findIndex(passes));
 
 // A group.
-function pieces(sample, segments, offset, branch, skipped = 0) { // elements of segments; returns [nodes, next token's number]
+function pieces(sample, segments, offset, branch, trained = true, skipped = 0) { // elements of segments; returns [nodes, next token's number]
   const group = groups[state.g], nodes = [];
-  let at = offset, searches = 0, prompt = null;
+  let at = offset, searches = 0, prompt = null, contexts = 1;
   segments.forEach((part, n) => {
     if (n < skipped) return;
     const address = `${sample.n}/${branch}/${n}`;
     if ("tqg".includes(part[0])) {
-      if (!prompt) nodes.push((prompt = el("div", { class: "seg p" })));
+      if (!prompt) {
+        prompt = el("div", { class: "seg p" });
+        nodes.push(n ? el("details", { class: "fold" }, el("summary", {}, `folded: context ${++contexts} begins here`), prompt) : prompt);
+      }
       prompt.append(el("span", { class: part[0], "data-seg": address }, group.texts[part[1]]));
       return;
     }
@@ -143,7 +149,7 @@ function pieces(sample, segments, offset, branch, skipped = 0) { // elements of 
       const shown = text.slice(from, from + size), inside = breaks.find((b) => b >= from && b < from + size);
       const lines = inside === undefined ? [shown] : [text.slice(from, inside), el("br"), text.slice(inside, from + size)];
       if (inside === from) box.append(...lines.splice(0, 2));
-      box.append(el("span", { "data-at": at + k - waiting + 1, "data-n": waiting, "data-b": branch === "" ? null : 1, class: /^\s*\n\s*$/.test(shown) ? "nl" : null }, ...lines));
+      box.append(el("span", { "data-at": at + k - waiting + 1, "data-n": waiting, "data-b": trained ? null : 1, class: /^\s*\n\s*$/.test(shown) ? "nl" : null }, ...lines));
       from += size;
       waiting = 0;
     });
@@ -153,18 +159,22 @@ function pieces(sample, segments, offset, branch, skipped = 0) { // elements of 
   return [nodes, at];
 }
 const isPrompt = (part) => "tqg".includes(part[0]);
-const promptOf = (sample) => sample.segments.filter(isPrompt);
+function promptOf(sample) { // of its first context
+  const end = sample.segments.findIndex((part) => !isPrompt(part));
+  return end < 0 ? sample.segments : sample.segments.slice(0, end);
+}
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
 function drawSample(sample, s) {
   const prompt = promptOf(sample), shared = same(prompt, promptOf(groups[state.g].samples[0])); // shown once, above
   const body = el("div", { class: "body" });
-  body.append(...pieces(sample, sample.segments, 0, "", shared ? prompt.length : 0)[0]);
-  let offset = 0;
-  for (const [name, segments] of sample.branches || []) {
-    const [nodes, next] = pieces(sample, segments, offset, name);
-    offset = next;
-    body.append(el("details", { class: "branch", open: "" }, el("summary", {}, `branch ${name}: rewarded, not trained`),
+  const [own, end] = pieces(sample, sample.segments, 0, "", true, shared ? prompt.length : 0);
+  body.append(...own);
+  const next = { true: end, false: 0 }; // the number of a trained branch's first token, and of another's
+  for (const [name, segments, trained] of sample.branches || []) {
+    const [nodes, after] = pieces(sample, segments, next[trained], name, trained);
+    next[trained] = after;
+    body.append(el("details", { class: "branch", open: "" }, el("summary", {}, `branch ${name}: ${trained ? "trained" : "rewarded, not trained"}`),
       ...nodes.map((node) => (node.classList.contains("p") ? el("details", {}, el("summary", {}, "its prompt"), node) : node))));
   }
   const facts = [el("strong", {}, `sample ${sample.n}`), " · ", el("span", { class: sample.right ? "right-text" : "wrong-text" }, sample.right ? "right" : "wrong"),
@@ -248,7 +258,7 @@ function drawStrip(canvas, sample) {
 function tokens(sample) { // [text, id] of each; made once
   if (!sample.tokens) {
     sample.tokens = [];
-    for (const part of sample.segments) if (part[0] === "y") {
+    for (const part of turnsOf(sample)) {
       let from = 0;
       part[2].forEach((size, k) => { sample.tokens.push([part[1].slice(from, from + size), part[3][k]]); from += size; });
     }
@@ -413,7 +423,7 @@ function search() {
     if (!passes(sample)) continue;
     const texts = groups[g].texts;
     const look = (segments, branch) => segments.forEach((part, n) => {
-      if (branch === "" && s > 0 && isPrompt(part)) return; // the first sample's
+      if (branch === "" && s > 0 && n < promptOf(sample).length) return; // the first sample's
       const whole = part[0] === "y" ? part[1] : isPrompt(part) ? texts[part[1]] : texts[part[1]].replace(/^\n+|\n+$/g, ""), low = whole.toLowerCase();
       for (let at = low.indexOf(needle); at >= 0 && matches.length < 5000; at = low.indexOf(needle, at + needle.length)) {
         matches.push({ g, s, address: `${sample.n}/${branch}/${n}`, at, size: needle.length });

@@ -236,7 +236,11 @@ def _sample(record: Record, tokenizer: Tokenizer, tags: Sequence[str], texts: di
         "segments": cut(record.get("segments") or []),
     }
     if branches := record.get("branches"):
-        made["branches"] = [[visible(name), cut(part)] for name, part in branches.items()]
+        trained = record.get("trained_branches") or ()
+        made["branches"] = [[visible(name), cut(part), name in trained] for name, part in branches.items()]
+    if forked := record.get("forked"):
+        turns = [part for part in made["segments"] if part[0] == "y"]
+        made["inherited"] = sum(len(part[2]) for part in turns[: forked[1]])
     return made
 
 
@@ -294,7 +298,8 @@ def prompt_parts(text: str, record: Record) -> list[tuple[str, str]]:
 
 
 def values_of(stats: TokenStats) -> dict[str, Any]:
-    """Return the values of a trajectory's sampled tokens; those of the update only where it was in one."""
+    """Return the values of what was sampled in a trajectory and its trained branches; those of the update only where it
+    was in one."""
     values = stats.values
     made: dict[str, Any] = {"logprob": half(values["sampled"])}
     if len(stats.branches):

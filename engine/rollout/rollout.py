@@ -35,6 +35,7 @@ from thresher.engine.episode import (
     Episode,
     EpisodeConfig,
     Feedback,
+    Fold,
     Generate,
     KeptSpan,
     Prompt,
@@ -65,10 +66,10 @@ REMEMBERED = 20_000  # trajectories, of different questions, that drafts are loo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: the whole trajectory;
-    kv_tokens: keys and values held at once (None: `max_num_seqs` whole contexts). When they are full, the youngest
-    samples wait. attention: the backend that was chosen. share_prefix, reuse, num_draft_tokens: see Decoder; none
-    changes a result where the BLAS is batch-invariant."""
+    """Tokens. max_turn_tokens: one turn; max_policy_tokens: all turns together; max_context: each context of the
+    trajectory; kv_tokens: keys and values held at once (None: `max_num_seqs` whole contexts). When they are full, the
+    youngest samples wait. attention: the backend that was chosen. share_prefix, reuse, num_draft_tokens: see Decoder;
+    none changes a result where the BLAS is batch-invariant."""
 
     max_turn_tokens: int
     max_policy_tokens: int
@@ -121,11 +122,11 @@ class RolloutClock(DecodeClock):
 class Sample:
     """A sample that is under way.
 
-    length, policy_tokens: tokens of its trajectory and of its turns. room: tokens that the turn may have. limit: the
-    reason that ends the trajectory once they are used up; None: the episode goes on. lead: bytes behind the last stop
-    tag, which open the next turn's text where nothing is appended before it. forks: branches, with the ids of their
-    contexts. reported: one of the run's jobs, not a branch. caller: the sample that waits for this call, and the call's
-    name.
+    length, policy_tokens: tokens of its present context, and of its turns in all contexts. room: tokens that the turn
+    may have. limit: the reason that ends the trajectory once they are used up; None: the episode goes on. lead: bytes
+    behind the last stop tag, which open the next turn's text where nothing is appended before it. forks: branches, with
+    the ids of their contexts, and whether they are trained. reported: one of the run's jobs, not a branch. caller: the
+    sample that waits for this call, and the call's name.
     """
 
     job: Job
@@ -136,7 +137,7 @@ class Sample:
     room: int = 0
     limit: str | None = None
     lead: bytes = b""
-    forks: dict[str, tuple[BranchPrompt, list[int]]] = field(default_factory=dict)
+    forks: dict[str, tuple[BranchPrompt, list[int], bool]] = field(default_factory=dict)
     reported: bool = True
     calls: int = 0
     caller: "tuple[Sample, str] | None" = None
@@ -171,7 +172,8 @@ class TurnWriter(Protocol):
     def takes_text(self) -> bool: ...
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        """Take a new sample that begins with `prompt`; branch: the source of that prompt, if the sample is a branch."""
+        """Take a new sample that begins with `prompt`, or one that goes on with it in a new context. branch: the source
+        of that prompt, if it is not a question's."""
 
     def append(self, sample: Sample, ids: list[int]) -> None:
         """Append text of the engine's."""
@@ -463,36 +465,40 @@ class _Play:
         if written.full and sample.limit is not None:
             self._end(sample, sample.limit)
             return None
-        return Turn(lead + self.runner.tokenizer.decode_bytes(segment.ids), segment.stop)
+        return self._turn(sample, segment, lead)
+
+    def _turn(self, sample: Sample, segment: Segment, lead: bytes = b"") -> Turn:
+        room = max(self.runner.limits.max_context - sample.length, 0) // self.writer.unit
+        return Turn(lead + self.runner.tokenizer.decode_bytes(segment.ids), segment.stop, room)
 
     def _end(self, sample: Sample, reason: str) -> None:
         sample.trajectory.reason = reason
         sample.episode.close()
         self.writer.release(sample, keep=bool(sample.forks))
         # The beginning that a branch shares with its trajectory is mostly still in the cache.
-        for name, (branch, ids) in sample.forks.items():
+        for name, (branch, ids, trained) in sample.forks.items():
             if len(ids) + 1 > self.runner.limits.max_context:
                 self.clock.branches_without_room += 1
                 continue
             self.clock.branches += 1
-            begun = self._begin_branch(sample, name, len(self.branches), 0, branch, ids)
+            begun = self._begin_branch(sample, name, len(self.branches), 0, branch, ids, trained)
             self.branches.append((sample.trajectory, name, begun.trajectory))
             self._serve([(begun, None)])
         if sample.caller is not None:
             caller, name = sample.caller
             caller.trajectory.branches[name] = sample.trajectory
             turn = next(turns(sample.trajectory), Segment(Source.POLICY, []))
-            self.called.append((caller, Turn(self.runner.tokenizer.decode_bytes(turn.ids), turn.stop)))
+            self.called.append((caller, self._turn(caller, turn)))
         if sample.reported:
             self.ended.append(sample)
 
     def _begin_branch(
-        self, owner: Sample, name: str, group: int, number: int, branch: BranchPrompt, ids: list[int]
+        self, owner: Sample, name: str, group: int, number: int, branch: BranchPrompt, ids: list[int], trained: bool
     ) -> Sample:
         """Begin a branch: a context and a seed of its own. It is not reported."""
         job = Job(owner.job.question, group, number, branch_seed(owner.job.seed, name))
         begun = self.begin(job, SharedPrompt(ids), branch_episode(branch), branch)
-        begun.reported = False
+        begun.reported, begun.trajectory.trained = False, trained
         return begun
 
     def _context(self, sample: Sample, branch: BranchPrompt) -> list[int]:
@@ -500,20 +506,39 @@ class _Play:
         written = [token for turn in turns(sample.trajectory) for token in turn.ids]
         return context_ids(branch, written, self.runner.renderer)
 
-    def _call(self, sample: Sample, context: BranchPrompt) -> None:
-        """Begin a call; the sample leaves the writer until the call has ended."""
+    def _leave_for(self, sample: Sample, context: BranchPrompt) -> tuple[BranchPrompt, list[int]] | None:
+        """Take the sample off the writer, for a turn in this context. Return the context with its passages truncated,
+        and its ids; None, and the sample has ended, where they leave no room for a token."""
         context, cut = with_truncated_passages(context, self.runner.renderer, sample.job.question.id)
         self.clock.cut_search_tokens += cut
         ids = self._context(sample, context)
         if len(ids) + 1 > self.runner.limits.max_context:
             self._end(sample, "context")
+            return None
+        self.writer.release(sample, keep=True)
+        return context, ids
+
+    def _call(self, sample: Sample, call: SubCall) -> None:
+        """Begin a call; the sample waits until it has ended."""
+        if (found := self._leave_for(sample, call.context)) is None:
             return
         sample.calls += 1
-        name = f"call {sample.calls}"
-        self.writer.release(sample, keep=True)
-        begun = self._begin_branch(sample, name, sample.job.group, sample.job.sample, context, ids)
+        name, job = f"call {sample.calls}", sample.job
+        begun = self._begin_branch(sample, name, job.group, job.sample, *found, call.trained)
         begun.caller = (sample, name)
         self._advance(begun, None)
+
+    def _fold(self, sample: Sample, context: BranchPrompt) -> bool:
+        """Go on in a new context, with a seed of its own: in two that are alike the policy may write differently.
+        Return whether there is room in it."""
+        if (found := self._leave_for(sample, context)) is None:
+            return False
+        context, ids = found
+        sample.job = replace(sample.job, seed=branch_seed(sample.job.seed, "fold"))
+        sample.trajectory.segments.append(Segment(Source.PROMPT, list(ids)))
+        sample.length, sample.lead = len(ids), b""
+        self.writer.begin(sample, SharedPrompt(ids), context)
+        return True
 
     def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
@@ -630,11 +655,15 @@ class _Play:
                     return []
                 continue
             if isinstance(request, SubCall):
-                self._call(sample, request.context)
+                self._call(sample, request)
                 return []
+            if isinstance(request, Fold):
+                if not self._fold(sample, request.context):
+                    return []
+                continue
             if isinstance(request, SpawnBranches):
                 for name, branch in request.branches.items():
-                    sample.forks[name] = (branch, self._context(sample, branch))
+                    sample.forks[name] = (branch, self._context(sample, branch), request.trained)
                 continue
             if isinstance(request, Retrieved):
                 ids, cut = renderer.retrieved(request)
@@ -682,7 +711,8 @@ def ids_by_turns(trajectory: Trajectory) -> Int32s:
     return np.array(ids, np.int32)
 
 
-# --- Branches: contexts of their own, in which the policy writes once more; and calls, which their caller waits for
+# --- Branches: contexts of their own, in which the policy writes once more; calls, which their caller waits for; folds,
+# in which it goes on
 #
 # A masked span is absent from a branch's input, and nothing that was computed from it is used: a branch shares the
 # trajectory's cached blocks up to the first token in which the two differ. So a branch is an ordinary sample whose
@@ -704,8 +734,8 @@ def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer
 
 
 def with_truncated_passages(context: BranchPrompt, renderer: Renderer, question_id: str) -> tuple[BranchPrompt, int]:
-    """Return a call's context with the passages of its prompt truncated to the budget of a search; and how many tokens
-    of passages were cut."""
+    """Return the context of a call or fold with the passages of its prompt truncated to the budget of a search; and how
+    many tokens of passages were cut."""
     asked = context.prompt.passages
     passages = fit(asked, renderer, question_id)
     cut = len(renderer.passages(asked)) - len(renderer.passages(passages))

@@ -54,6 +54,8 @@ class Scored:
             record["turns"] = list(self.result.turns)
         if self.result.tokens is not None:
             record["tokens"] = [list(span) for span in self.result.tokens]
+        if self.result.branches is not None:
+            record["branch_rewards"] = dict(self.result.branches)
         if self.attempt.entailment is not None:
             record["entailment"] = self.attempt.entailment
         if self.attempt.verdict is not None:

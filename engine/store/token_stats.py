@@ -6,7 +6,7 @@
     entropy_P      float16  of the policy's next-token distribution there; nan likewise
     clipped_P      bool     the clip left the surrogate term no gradient
     reference_P    float32  log-prob by the reference; absent without a KL
-    advantage_P    float32  the advantage times the token's importance weight; absent where a trajectory has one for all
+    advantage_P    float32  the advantage times the importance weight; absent where each trajectory has one for all
     branches_B     float32  log-prob when drawn, of the tokens of the other branches, which are in no update
 
 All in nats, at the rollout's temperature; the file's metadata has a digest of them. The update's values are those of
@@ -108,6 +108,12 @@ def stats_of(
     return entries
 
 
+def _has_one(values: Array) -> bool:
+    """Return whether all values that are known are one."""
+    known = values[np.isfinite(values)]
+    return not len(known) or bool((known == known[0]).all())
+
+
 def _blank(name: str, count: int) -> Array:
     return np.full(count, False if DTYPES[name] is np.bool_ else np.nan, DTYPES[name])
 
@@ -116,6 +122,8 @@ def write_token_stats(path: Path, stats: Sequence[TokenStats], most_bytes: int) 
     """Write a step's file, whole or not at all, and delete the oldest of its kind beside it until all take at most
     `most_bytes`. Returns whether it was written: a file that is larger by itself is not."""
     names = [name for name in DTYPES if any(name in entry.values for entry in stats)]
+    if all(_has_one(entry.values.get("advantage", _blank("advantage", 0))) for entry in stats):
+        names = [name for name in names if name != "advantage"]
     counts = [len(entry.values["sampled"]) for entry in stats]
     arrays: dict[str, Array] = {"counts_N": np.array(counts, np.int32)}
     for name in names:  # a rank that had nothing to train on knows of no reference

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, read_bytes
 from thresher.engine.config.tables import from_dict
-from thresher.engine.episode import Episode, EpisodeConfig, Prompt, Request, System
+from thresher.engine.episode import BranchPrompt, Episode, EpisodeConfig, Fold, Prompt, Request, SubCall, System
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
 
@@ -149,6 +149,8 @@ def _own_episode(
             place = "yielded first" if wanted is FIRST else "yielded behind its prompt"
             expected = ", ".join(each.__name__ for each in wanted)
             raise UserError(f"{path}: {what} {place} {request!r}; expected {expected}; fix the file")
+        if isinstance(request, Fold | SubCall) and not isinstance(request.context, BranchPrompt):
+            raise UserError(f"{path}: {what} yielded {request!r}; expected a BranchPrompt as its context; fix the file")
         answer, wanted = (yield request), AFTER_PROMPT
 
 

@@ -1,8 +1,11 @@
-"""An advantage for each sampled token: by turns, by anchor states, or by a reward's spans.
+"""An advantage for each trained token: by turns, by anchor states, by a reward's spans, or by a branch's reward.
 
     turn     A_ik = G_ik - b_ik, the return-to-go of turn k less a baseline of the group's others   rewards/credit.py
     anchor   A_i + omega A_ik: the trajectory in its group, and the turn among the group's turns from the same state
     token    A_i, and for each span of the reward that a token has bytes in, its value
+
+A trained branch has the trajectory's A_i ("trajectory"), whatever rule its own turns go by; or, where the reward has
+`RewardResult.branches`, that of its own reward among the branches of its name in the group.
 
 Rewards of turns are `RewardResult.turns`; the trajectory's own comes with its last turn. A state is what the policy saw
 before a turn: "context", all ids before it in its context; "observation", those of them since its last turn. A span is
@@ -10,11 +13,12 @@ a stretch of the policy's text, all its turns as one, in bytes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from thresher.common.errors import UserError, as_number, shown
 from thresher.engine.config.sections import GrpoSection
+from thresher.engine.packing import grpo_advantages
 from thresher.engine.protocol.trajectory import Trajectory, trained_contexts, turns
 from thresher.engine.scoring.score import Scored
 from thresher.policy.tokenizer import Tokenizer
@@ -33,14 +37,76 @@ def token_advantages(
     seed: int,
 ) -> Values:
     """Return the advantage of each trained token (`trained_contexts`), by `grpo.advantage`. UserError for a reward
-    whose turns or spans do not fit its trajectory.
+    whose turns, spans or branches do not fit its trajectory.
 
     rewards, advantages: of each trajectory. seed: of the control that shuffles rewards; it shuffles those of turns,
-    too, among all turns of a group.
+    too, among all turns of a group, and those of branches among the branches of a name.
     """
-    if grpo.advantage == "token":
+    if grpo.advantage == "trajectory":
+        own = [[value] * entry.trajectory.count(Source.POLICY) for entry, value in zip(scored, advantages, strict=True)]
+    elif grpo.advantage == "token":
         own = [_of_spans(entry, value, tokenizer) for entry, value in zip(scored, advantages, strict=True)]
-        return [_of_trained(*each) for each in zip(scored, own, advantages, strict=True)]
+    else:
+        own = _by_turns(scored, rewards, grpo, seed)
+    branches = _branch_advantages(scored, grpo, seed)
+    return [_of_trained(*each) for each in zip(scored, own, advantages, branches, strict=True)]
+
+
+def _of_trained(entry: Scored, own: list[float], advantage: float, branches: Mapping[str, float]) -> list[float]:
+    """Return the advantage of each trained token. own: of each token of the trajectory's own turns, of which those that
+    it inherited are not trained. advantage: of the trajectory, and of its branches that are not among `branches`."""
+    trained = trained_contexts(entry.trajectory)
+    own_tokens = sum(len(context.positions) for context in trained if context.branch is None)
+    values = own[len(own) - own_tokens :]
+    for context in trained:
+        if context.branch is not None:
+            values += [branches.get(context.branch, advantage)] * len(context.positions)
+    return values
+
+
+def _branch_advantages(scored: Sequence[Scored], grpo: GrpoSection, seed: int) -> list[dict[str, float]]:
+    """Return, of each trajectory, the advantages of its branches that have rewards of their own, by name."""
+    found: list[dict[str, float]] = [{} for _ in scored]
+    members: dict[str, list[int]] = {}
+    for n, entry in enumerate(scored):
+        for name in _rewarded_branches(entry):
+            members.setdefault(name, []).append(n)
+    for name, numbers in members.items():
+        groups = [scored[n].trajectory.group for n in numbers]
+        rewards = [float((scored[n].result.branches or {})[name]) for n in numbers]
+        if grpo.shuffle_rewards:
+            for group in sorted(set(groups)):
+                places = [place for place, of in enumerate(groups) if of == group]
+                drawn = [rewards[place] for place in places]
+                Random(f"{seed} {group} {name}").shuffle(drawn)
+                for place, value in zip(places, drawn, strict=True):
+                    rewards[place] = value
+        for n, value in zip(numbers, grpo_advantages(rewards, groups, grpo), strict=True):
+            found[n][name] = value
+    return found
+
+
+def _rewarded_branches(entry: Scored) -> list[str]:
+    """Return the names of the branches that the reward has numbers for. UserError for one that is not trained, and for
+    what is no number."""
+    given = entry.result.branches or {}
+    trained = [name for name, branch in entry.trajectory.branches.items() if branch.trained]
+    for name, value in given.items():
+        if name not in trained:
+            raise UserError(
+                f"the reward of question {entry.question.id} has one for the branch {shown(name)}; expected names of "
+                f"the trajectory's trained branches: {', '.join(trained) or 'there is none'}"
+            )
+        if as_number(value) is None:
+            raise UserError(
+                f"the reward of question {entry.question.id} has {shown(value)} for the branch {name}; expected a "
+                "finite number"
+            )
+    return list(given)
+
+
+def _by_turns(scored: Sequence[Scored], rewards: Sequence[float], grpo: GrpoSection, seed: int) -> Values:
+    """Return the advantage of each token of the trajectories' own turns, which is that of its turn."""
     members: dict[int, list[int]] = {}
     for n, entry in enumerate(scored):
         members.setdefault(entry.trajectory.group, []).append(n)
@@ -58,18 +124,8 @@ def token_advantages(
         found = _of_group([scored[n].trajectory for n in numbers], own, grpo)
         for n, values in zip(numbers, found, strict=True):
             written = zip(values, turns(scored[n].trajectory), strict=True)
-            of_tokens = [value for value, turn in written for _ in turn.ids]
-            result[n] = _of_trained(scored[n], of_tokens, advantages[n])
+            result[n] = [value for value, turn in written for _ in turn.ids]
     return result
-
-
-def _of_trained(entry: Scored, own: list[float], advantage: float) -> list[float]:
-    """Return the advantage of each trained token. own: of each token of the trajectory's own turns, of which those that
-    it inherited are not trained. advantage: of the trajectory, and so of what its branches train."""
-    trained = trained_contexts(entry.trajectory)
-    own_tokens = sum(len(context.positions) for context in trained if context.branch is None)
-    of_branches = sum(len(context.positions) for context in trained if context.branch is not None)
-    return [*own[len(own) - own_tokens :], *[advantage] * of_branches]
 
 
 def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSection) -> Values:

@@ -95,7 +95,8 @@ def encode_all(
     with console.counting("transcripts into tokens:") as counter:
         for place, record in placed:
             try:
-                result.append(encode_transcript(record, tokenizer, renderer, template, end_id))
+                for part in _contexts(record):
+                    result.append(encode_transcript(part, tokenizer, renderer, template, end_id))
             except (LookupError, TypeError, ValueError) as error:
                 raise UserError(
                     f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
@@ -108,6 +109,16 @@ def encode_all(
             soft_wrap=True,
         )
     return result
+
+
+def _contexts(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a record of each context in which the policy wrote: several for a trajectory that folded."""
+    segments = record["segments"]
+    prompts = [segment["source"] == Source.PROMPT for segment in segments]
+    starts = [n for n, (before, here) in enumerate(itertools.pairwise(prompts), 1) if here and not before]
+    parts = [segments[start:end] for start, end in itertools.pairwise([0, *starts, len(segments)])]
+    written = [part for part in parts if any(segment["source"] == Source.POLICY for segment in part)]
+    return [{**record, "segments": part} for part in written] or [record]
 
 
 def encode_transcript(

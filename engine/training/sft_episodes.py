@@ -3,7 +3,7 @@
 A question brings its evidence as triples (subject, relation, object), as 2WikiMultiHopQA does, under "evidence" or
 "evidences". The engine plays the episode of the recipe's system, and the recipe's index answers.
 
-    search_r1, eval_rar, autorefine      a turn for each triple, and one that answers
+    search_r1, mem1, eval_rar, autorefine      a turn for each triple, and one that answers
         <think>I need the relation of subject.</think> <search>subject relation</search>
         <evaluate>subject: relation is object.</evaluate>    how the next turn begins; autorefine: <refine>, search_r1:
                                                              in its <think>
@@ -93,11 +93,13 @@ def _facts(triples: Sequence[Triple]) -> str:
     return "".join(f" {subject}: {relation} is {object_}." for subject, relation, object_ in triples)
 
 
-def write_search(sample: Sample, answer: str, triples: Sequence[Triple], stop: tuple[str, ...], note: str) -> str:
+def write_search(
+    sample: Sample, answer: str, triples: Sequence[Triple], stop: tuple[str, ...], note: str, recall: bool = False
+) -> str:
     """Search for one triple after the other, and answer. note: the tag between which a turn says what was found; "":
-    it says so where it thinks."""
+    it says so where it thinks. recall: it says all that was found so far, not the last alone."""
     searches, before = len(sample.trajectory.searches), ""
-    found, left = _facts(triples[:searches][-1:]), triples[searches:]
+    found, left = _facts(triples[:searches] if recall else triples[:searches][-1:]), triples[searches:]
     if note and sample.trajectory.segments[-2].source is Source.RETRIEVED:
         before = f"<{note}>{found} </{note}>"
         if stop == (f"</{note}>",):
@@ -124,6 +126,7 @@ def write_evidence(sample: Sample, answer: str, triples: Sequence[Triple], stop:
 
 SCRIPTS: dict[str, Script] = {
     "search_r1": partial(write_search, note=""),
+    "mem1": partial(write_search, note="", recall=True),
     "eval_rar": partial(write_search, note="evaluate"),
     "autorefine": partial(write_search, note="refine"),
     "eviomni": write_evidence,
@@ -227,7 +230,7 @@ def why_unusable(entry: Scored, runner: EpisodeRunner) -> str | None:
 def transcripts_of(
     question: Question, trajectory: Trajectory, tokenizer: Tokenizer, system: str
 ) -> list[dict[str, Any]]:
-    """Return the transcript of an episode, and one of each branch."""
+    """Return the transcript of an episode, and one of each branch. That of a folded one has all its contexts."""
     contexts = {question.id: trajectory}
     contexts |= {f"{question.id} {name}": branch for name, branch in trajectory.branches.items()}
     return [

@@ -96,7 +96,7 @@ class StepResult:
     scored: list[Scored]
     advantages: list[float]
     sequences_by_update: list[list[TrainSequence]]
-    credit: list[list[float]] | None  # the advantage of each sampled token, where it is not its trajectory's
+    credit: list[list[float]] | None  # the advantage of each trained token, where it is not its trajectory's
     recomputed: RecomputedLogprobs | None
     sampled: Sampled
     scoring_seconds: float
@@ -145,9 +145,11 @@ class GrpoStep:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
         advantages = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], recipe.grpo)
         credit = None
-        if recipe.grpo.advantage != "trajectory":
+        by_trajectory = recipe.grpo.advantage == "trajectory"
+        if not by_trajectory or any(entry.result.branches for entry in scored):
             seed = seed_of("shuffle", recipe.run.seed, step)
             credit = token_advantages(scored, rewards, advantages, recipe.grpo, self.context.tokenizer, seed)
+        if credit is not None and not by_trajectory:
             advantages = [fmean(values) if values else 0.0 for values in credit]
         scoring_seconds = sampled.scoring_seconds + perf_counter() - started
         bounds = update_bounds(len(groups), size, updates)

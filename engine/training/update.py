@@ -327,8 +327,7 @@ class Updater:
         values_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
         if reference_logprobs is not None:
             values_R["reference"] = reference_logprobs
-        same = grpo.tis_level == "none" and grpo.advantage == "trajectory"  # one advantage for all of a trajectory
-        return values_R if same else values_R | {"advantage": micro_batch.advantages_R}
+        return values_R | {"advantage": micro_batch.advantages_R}
 
 
 def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:

@@ -26,7 +26,7 @@ from batch_invariance import needs_invariant_policy
 from rank_worker import copy_until_step_1
 from safetensors.torch import load_file
 from shipped_cases import RECIPES, make_world, shortened
-from train_cases import metrics, recipe_maker, sampled, single_threaded, untimed
+from train_cases import metrics, recipe_maker, sampled, single_threaded, steps_of, untimed
 
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.optim.adamw import dequantise
@@ -122,6 +122,9 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
         recipe.write(folder / "plain.toml")
         small(base, run={"save_every": 9}).write(folder / "rarely.toml")
         train(recipe, folder / "one")
+        folding = small(base, run={"steps": 1}, system={"name": "mem1"})
+        folding.write(folder / "folding.toml")
+        train(folding, folder / "one-folding")
 
         def scenario(name: str, recipe: str = "plain", **more: Any) -> dict[str, Any]:
             return {"ranks": 2, "out": str(folder / name), "recipe": str(folder / f"{recipe}.toml"), **more}
@@ -129,7 +132,12 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
         other = {"1": ["grpo.beta=0.5"]}
         play(
             folder,
-            [scenario("two"), scenario("interrupted", "rarely", interrupted=1), scenario("other-recipe", mine=other)],
+            [
+                scenario("two"),
+                scenario("two-folding", "folding"),
+                scenario("interrupted", "rarely", interrupted=1),
+                scenario("other-recipe", mine=other),
+            ],
         )
 
     return Runs(once("pair", make), recipe)
@@ -142,6 +150,17 @@ def test_two_ranks_take_the_step_of_one(pair: Runs) -> None:
     assert apart(first, load_file(Path(pair.recipe.model.path) / "model.safetensors")) > 100 * TOLERANCE
     assert apart(first, second) < TOLERANCE
     assert_same_token_statistics(pair.folder / "one", pair.folder / "two")
+
+
+def test_two_ranks_train_the_contexts_of_one(pair: Runs) -> None:
+    """Of MEM1, whose context is folded after each search: the sums over tokens are over all contexts on all ranks."""
+    needs_invariant_policy(load_policy(pair.recipe.model.path))
+    one, two = (sampled(pair.folder / f"{name}-folding", 1) for name in ("one", "two"))
+    assert one == two
+    assert any([part["source"] for part in entry["segments"]].count("prompt") > 1 for entry in one)
+    (first,), (second,) = (steps_of(pair.folder / f"{name}-folding") for name in ("one", "two"))
+    assert first["loss_tokens"] == second["loss_tokens"] == first["sampled_tokens"]
+    assert apart(*(pair.weights(f"{name}-folding", 1) for name in ("one", "two"))) < TOLERANCE
 
 
 def test_rank_0_alone_changes_the_run_folder(pair: Runs) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.episode import EpisodeConfig, System
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.protocol.prompts import Renderer
-from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
-from thresher.engine.rollout.rollout import EpisodeRunner, Limits, Rollout
+from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory, contexts, trained_contexts
+from thresher.engine.rollout.rollout import EpisodeRunner, Limits, Rollout, branch_seed
 from thresher.engine.scoring.score import score
 from thresher.engine.systems import load_system
-from thresher.engine.training.sft import encode_transcript
+from thresher.engine.training.sft import encode_all, encode_transcript
 from thresher.engine.training.sft_episodes import (
     CUT,
     LIMITS,
@@ -90,8 +91,14 @@ def said(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("search_r1", {}), ("eval_rar", {}), ("eval_rar", {"separate_evaluation": True}), ("autorefine", {})],
-    ids=["search_r1", "eval_rar", "separate", "autorefine"],
+    [
+        ("search_r1", {}),
+        ("eval_rar", {}),
+        ("eval_rar", {"separate_evaluation": True}),
+        ("autorefine", {}),
+        ("mem1", {}),
+    ],
+    ids=["search_r1", "eval_rar", "separate", "autorefine", "mem1"],
 )
 def test_a_played_search_is_what_a_rollout_of_its_turns_holds(
     name: str,
@@ -114,11 +121,19 @@ def test_a_played_search_is_what_a_rollout_of_its_turns_holds(
             " ".join(triple[:2]) for triple in next(iter(question.metadata.values()))[:2]
         ]
         (record,) = transcripts_of(question, trajectory, tiny_tokenizer, name)
-        encoded = encode_transcript(json.loads(json.dumps(record)), tiny_tokenizer, runner.renderer, "unused")
-        assert encoded.ids == trajectory.ids() and encoded.positions == trajectory.policy_positions()
+        lines = [("line", json.loads(json.dumps(record)))]
+        encoded = encode_all(lines, tiny_tokenizer, runner.renderer, "unused", None)
+        trained = trained_contexts(trajectory)
+        assert [(one.ids, one.positions) for one in encoded] == [(one.ids, one.positions) for one in trained]
+        assert len(trained) == (len(trajectory.searches) + 1 if name == "mem1" else 1)
     # The decoder, forced to write the same turns, makes the same trajectory.
     jobs = jobs_of(questions)
-    texts = {job.seed: said(one, tiny_tokenizer) for job, one in zip(jobs, trajectories, strict=True)}
+    texts: dict[int, list[str]] = {}
+    for job, one in zip(jobs, trajectories, strict=True):
+        seed = job.seed
+        for context in contexts(one):
+            texts[seed] = said(replace(one, segments=context), tiny_tokenizer)
+            seed = branch_seed(seed, "fold")
     script(texts)
     sizes = {key: getattr(SIZES, key) for key in ("max_turn_tokens", "max_policy_tokens", "max_context")}
     decoded = tiny_rollout(system, max_turns=5, max_passage_tokens=400, **sizes).run(jobs, 1.0)
@@ -157,6 +172,17 @@ def test_the_turn_after_a_search_says_what_was_found(
             f"<{note}>{found} </{note}>\n<think>{need}",
             f"<{note}>{last} </{note}>\n{ends}",
         ]
+
+
+def test_a_turn_of_mem1_says_all_that_was_found() -> None:
+    """Its context holds no earlier turn but the last, which says it."""
+    triples = [(name, "rival", f"{name}'s rival") for name in ("Anna", "Bea", "Carl", "Dora")]
+    trajectory = Trajectory("q", 0, 0, searches=[{"query": triple[0]} for triple in triples[:3]])
+    sample = SimpleNamespace(trajectory=trajectory)
+    stop, facts = ("</search>", "</answer>"), [f" {subject}: rival is {object_}." for subject, _, object_ in triples]
+    need = " I need the rival of Dora. </think>\n<search> Dora rival </search>"
+    assert SCRIPTS["mem1"](sample, "x", triples, stop) == f"<think>{''.join(facts[:3])}{need}"  # type: ignore[arg-type]
+    assert SCRIPTS["search_r1"](sample, "x", triples, stop) == f"<think>{facts[2]}{need}"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["eviomni", "lear"])
@@ -300,7 +326,9 @@ def test_the_command_says_how_many_questions_gave_transcripts(
     path.write_text(path.read_text().splitlines()[-1])
     with pytest.raises(UserError, match=r"q.jsonl: no question gives a record of the kind episode \(the first, lost"):
         cli.run_command([*command, "--out", f"{out}2"])
-    with pytest.raises(UserError, match="--kind episode has no script for the system r1; it has search_r1, eval_rar"):
+    with pytest.raises(
+        UserError, match="--kind episode has no script for the system r1; it has search_r1, mem1, eval_rar"
+    ):
         cli.run_command([*command, "--set", "system.name=r1", "--out", f"{out}2"])
     with pytest.raises(UserError, match="--template and --answer are not for episode records"):
         cli.run_command([*command, "--answer", "plain", "--out", f"{out}2"])

@@ -175,6 +175,30 @@ def test_segments_of_all_sources_and_dropped_trajectories(drop: bool) -> None:
     assert off(found, expected) <= 1e-12  # ten thousand roundings of float64
 
 
+def test_contexts_of_a_group_share_their_beginnings() -> None:
+    """Two folded trajectories and a branch of one: the prompt of all contexts is computed once, and so is a state that
+    both kept. Shared or whole, it is one update."""
+    prompt, state = [n % 11 for n in range(20)], [3, 1, 4, 1, 5, 9, 2, 6]
+
+    def written(first: int, count: int) -> Segment:
+        return Segment(Source.POLICY, [(first + 5 * n) % VOCAB for n in range(count)], [-3.0] * count)
+
+    trajectories = []
+    for sample in (0, 1):
+        own = [Segment(Source.PROMPT, [*prompt]), written(sample, 6), Segment(Source.PROMPT, [*prompt, *state])]
+        own += [Segment(Source.RETRIEVED, [7 + sample] * 5), written(2 + sample, 4)]
+        trajectories.append(Trajectory("q", 0, sample, own, "answered"))
+    branch = [Segment(Source.PROMPT, [*prompt, *state, 27]), written(9, 3)]
+    trajectories[1].branches = {"a": Trajectory("q", 0, 1, branch, trained=True)}
+    items = build_train_sequences(trajectories, [1.0, [-0.5] * 10 + [0.25] * 3], GRPO)
+    (shared, found), (whole, expected) = both(items, torch.float64)
+    assert shared.rows == whole.rows == 2 * 10 + 3
+    assert whole.computed_tokens == whole.tokens == 2 * (25 + 36) + 31
+    # The prompt, the state, and of each context what is its own but its last token.
+    assert shared.computed_tokens == 20 + 2 * 5 + 8 + 2 * 8 + 3
+    assert off(found, expected) <= 1e-12  # ten thousand roundings of float64
+
+
 def unlike(count: int) -> list[TrainSequence]:
     items = [item for seed in range(count) for item in group(10, 5 + seed, 1, 100 + seed)]
     return [replace(item, ids=[n + 1, *item.ids[1:]]) for n, item in enumerate(items)]

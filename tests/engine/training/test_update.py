@@ -16,9 +16,12 @@ from model_cases import make_config
 from train_cases import Make
 from update_cases import (
     ADVANTAGES,
+    BRANCH,
+    FOLDED,
     POLICY,
     PROMPT,
     RETRIEVED,
+    SHAPES,
     VOCAB,
     brute_force,
     entropies,
@@ -86,6 +89,39 @@ def test_the_gradient_is_that_of_the_equation(
         assert stats.sums["clipped"] > 0
     # Columns that the tokenizer does not have are no part of the softmax.
     assert not gradients["embed_VH" if tied else "untied_head_VH"][VOCAB:].any()
+
+
+@pytest.mark.parametrize("aggregation", ["trajectory", "token"])
+def test_a_folded_trajectory_is_trained_as_its_contexts_apart(gradients: Gradients, aggregation: str) -> None:
+    """Two contexts, an empty third and a trained branch: as written by hand, each context by itself, with the weight
+    of one token in nine of one trajectory in two; the branch has an advantage of its own."""
+    policy, reference = make_policy(0), make_policy(1).requires_grad_(False)
+    grpo = GrpoSection(beta=0.1, clip_low=0.05, aggregation=aggregation)
+    shapes = [FOLDED[:3], FOLDED[3:7], FOLDED[7:], BRANCH, SHAPES[0]]
+    first, second, third, branch, other = apart = spoken(policy, 0, 0.3, shapes=shapes)
+    folded = replace(first, segments=[*first.segments, *second.segments, *third.segments])
+    folded.branches = {"unseen": replace(other), "told": replace(branch, trained=True)}
+    count = 3 + 6 + 2
+    # brute_force divides by its own number of trajectories and by each one's tokens: its advantages make up for it.
+    wanted, grads = torch.zeros((), dtype=torch.float64), dict[str, torch.Tensor]()
+    for context, advantage in zip(apart, (1.3, 1.3, 0.0, -0.7, -0.9), strict=True):
+        tokens = len(context.policy_positions())
+        if not tokens:
+            continue
+        constant = 2.0 * count if context is not other else 2.0 * tokens
+        constant = float(count + 8) if aggregation == "token" else constant
+        by_hand = replace(grpo, aggregation="constant", aggregation_constant=constant)
+        loss, found = brute_force(policy, reference, [context], [advantage], by_hand)
+        wanted = wanted + loss
+        grads = {name: grads.get(name, 0) + value for name, value in found.items()}
+    advantages: list[float | list[float]] = [[1.3] * 9 + [-0.7] * 2, -0.9]
+    for budget in (1, 10_000):
+        sequences = build_train_sequences([folded, other], advantages, grpo)
+        stats = make_updater(policy, reference, grpo, micro_batch_tokens=budget).update(sequences, 0, 1.0)
+        assert stats is not None and stats.rows == count + 8
+        assert stats.loss == pytest.approx(float(wanted), rel=1e-12, abs=1e-12)
+        for name, value in grads.items():
+            assert (gradients[name] - value).norm() <= 1e-12 * value.norm(), name
 
 
 def test_the_gradient_in_float32(gradients: Gradients) -> None:
