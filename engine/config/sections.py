@@ -97,7 +97,7 @@ class RolloutSection(Section):
     max_turns: SmallCount = 5  # turns of the policy in a trajectory, whatever they hold
     max_turn_tokens: Count = 256  # of one turn of the policy
     max_policy_tokens: Count | None = None  # of all turns of a trajectory; None: max_context
-    max_context: Count = 4096  # of the whole trajectory, prompt and passages included
+    max_context: Count = 4096  # of each context of a trajectory, prompt and passages included
     max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
     temperature: Annotated[float, Within(LOWEST, HIGHEST)] = 1.0  # of sampling: logits are divided by it
     max_num_seqs: SmallCount = 128  # sequences decoded at once

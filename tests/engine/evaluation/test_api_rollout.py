@@ -111,6 +111,24 @@ def test_a_completion_endpoint_reads_the_one_text_and_a_tokenizer_counts_it(
     assert record["measures"]["response_tokens"] == sum(len(tiny_tokenizer.encode(text)) for text in texts_of_policy)
 
 
+def test_a_folded_context_is_asked_for_by_itself(flags: list[str], server: ChatServer, tmp_path: Path) -> None:
+    """MEM1 keeps the prompt, the last turn and what it found: the third request has nothing of the first turn."""
+    out, flags = tmp_path / "a", ["mem1" if word == "search_r1" else word for word in flags]
+    turns = [f"<think> {word} </think> <search> mayor of {word}" for word in ("one", "two")]
+    server.script = [chat(turns[0]), chat(turns[1]), chat("<answer> x ")]
+    assert cli.run([*flags, "--limit", "1", "--out", str(out)]) == 0
+    first, second, third = (request["messages"] for request in server.asked)
+    for messages, turn in ((second, turns[0]), (third, turns[1])):
+        assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+        assert messages[0] == first[0] and messages[1]["content"] == f"{turn}</search>"
+        assert messages[2]["content"].strip().startswith("<information>")
+    assert "mayor of one" in str(second) and "mayor of one" not in str(third)
+    (record,) = records(out)
+    sources = [segment["source"] for segment in record["segments"]]
+    assert sources == ["prompt", "policy", *["prompt", "retrieved", "policy"] * 2]
+    assert record["measures"]["searches"] == 2.0 and record["answer"] == "x"
+
+
 def test_branches_are_asked_for_in_contexts_of_their_own(
     server: ChatServer, asked: Path, tmp_path: Path, tiny_questions: list[Question]
 ) -> None:

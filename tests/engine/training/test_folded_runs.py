@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_invariance import needs_invariant_policy
+from browser import run_page
 from train_cases import Make, assert_same_run, sampled, steps_of, train_killed
 
 from thresher.cli import main as cli
@@ -173,6 +174,40 @@ def test_rewards_are_found_again_and_pages_show_the_contexts(
         "folded: context 2 begins here",
         "folded: context 3 begins here",
     ]
+
+
+PAGE = """
+return document.querySelectorAll(".sample").map((sample) => {
+  const rows = sample.querySelectorAll("span[data-at]").map((span) => {
+    click(span);
+    const [names, values] = [texts("#detail dt"), texts("#detail dd")], of = (name) => values[names.indexOf(name)];
+    return [of("log-prob when drawn"), of("advantage"), of("log-prob in the update")];
+  });
+  const marks = sample.querySelectorAll("summary").map((node) => node.textContent);
+  return { rows, marks, untrained: sample.querySelectorAll("span[data-b]").length };
+});
+"""
+
+
+def test_the_pages_script_shows_all_values_of_all_contexts(run: Path, tmp_path: Path) -> None:
+    """Each token's own, in order: those of the later contexts, and of the branch behind them."""
+    page = write_token_view(run, "1", tmp_path / "t.html").read_text(encoding="utf-8")
+    records, stats = stats_of(run, 1)
+    shown = run_page(page, PAGE, address="#g=0&s=0&c=logprob&f=all")
+    assert len(shown) == 4
+
+    def number(text: str) -> float:
+        return float(text.replace("\u2212", "-"))
+
+    for record, one, sample in zip(records, stats, shown, strict=False):
+        assert not sample["untrained"] and "branch again: trained" in sample["marks"]
+        contexts = [part["source"] for part in record["segments"]].count("prompt")
+        marks = [mark for mark in sample["marks"] if mark.startswith("folded")]
+        assert marks == [f"folded: context {n} begins here" for n in range(2, contexts + 1)]
+        assert len(sample["rows"]) == len(one.values["sampled"])
+        for at, row in enumerate(sample["rows"]):
+            for name, text in zip(("sampled", "advantage", "recomputed"), row, strict=True):
+                assert number(text) == pytest.approx(float(one.values[name][at]), rel=6e-3, abs=6e-3), (at, name)
 
 
 def test_a_reward_that_names_no_trained_branch_ends_the_run(folding: Callable[..., Recipe], tmp_path: Path) -> None:
