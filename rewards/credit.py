@@ -27,8 +27,8 @@ The functions are pure, floats in and out. docs/results/credit.md has what each 
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from thresher.common.errors import UserError, as_number, as_whole, shown
 from thresher.rewards.advantages import advantages_by_group, center, finite_rewards, group_advantages
@@ -150,6 +150,8 @@ def tree_advantages(
     across: float = 1.0,
     baseline: PairBaseline = "leave_one_out",
     std_floor: float | None = None,
+    sample_std: bool = False,
+    eps: float = 0.0,
 ) -> TreeCredit:
     """Return advantage and weight of every node of a prompt's trees, a node being a turn that its parent's sampled.
 
@@ -157,9 +159,10 @@ def tree_advantages(
     its trajectory's whole return; None elsewhere. A = (within its tree) + across * (across the trees):
 
     baseline "group" is Tree-GRPO's (Ji et al. 2025, arXiv 2509.21240): a leaf's trajectory is compared with all leaves
-    of its tree and with all leaves of the prompt, each divided by max(std, std_floor) if there is a std_floor. A node
-    has the mean of its leaves' advantages and the weight (its leaves) / (all leaves), as if each leaf were a
-    trajectory of its own. It is biased even without a std: how many leaves a subtree gets depends on who stops.
+    of its tree and with all leaves of the prompt, each divided by max(std, std_floor) + eps if there is a std_floor
+    (sample_std: of n - 1). A node has the mean of its leaves' advantages and the weight (its leaves) / (all leaves), as
+    if each leaf were a trajectory of its own. It is biased even without a std: how many leaves a subtree gets depends
+    on who stops.
 
     baseline "leave_one_out": v of a leaf is its reward, of any other node the mean of its children's v. Within: v less
     the mean v of the node's siblings, those of a tree's first node being the other trees; of a node without siblings,
@@ -171,7 +174,8 @@ def tree_advantages(
     children = _children(parents, rewards)
     tops = [n for n, parent in enumerate(parents) if parent == -1]
     if baseline == "group":
-        return _leaf_credit(children, tops, rewards, across, std_floor)
+        scale = None if std_floor is None else {"std_floor": std_floor, "sample_std": sample_std, "eps": eps}
+        return _leaf_credit(children, tops, rewards, across, scale)
     values, weights, tree = [0.0] * len(parents), [0.0] * len(parents), list(range(len(parents)))
     for n in range(len(parents) - 1, -1, -1):
         own = rewards[n]
@@ -205,7 +209,7 @@ def _leaf_credit(
     tops: list[int],
     rewards: Sequence[float | None],
     across: float,
-    std_floor: float | None,
+    scale: Mapping[str, Any] | None,
 ) -> TreeCredit:
     leaves: list[list[int]] = [[] for _ in children]  # below each node, a leaf itself too
     for n in range(len(children) - 1, -1, -1):
@@ -213,7 +217,7 @@ def _leaf_credit(
 
     def compared(chosen: list[int]) -> dict[int, float]:
         own = [reward for n in chosen if (reward := rewards[n]) is not None]
-        values = center(own) if std_floor is None else group_advantages(own, std_floor=std_floor)
+        values = center(own) if scale is None else group_advantages(own, **scale)
         return dict(zip(chosen, values, strict=True))
 
     beyond = compared([leaf for top in tops for leaf in leaves[top]])

@@ -110,6 +110,9 @@ class Recipe(Section):
             raise FieldError(
                 "rollout.tools_replay", "expected none with grpo.refill = true, for groups set aside are not stored"
             )
+        if (self.rollout.trees > 0) != (self.grpo.advantage == "tree"):
+            expected = '"tree" with rollout.trees > 0' if self.rollout.trees else "another with rollout.trees = 0"
+            raise FieldError("grpo.advantage", f"expected {expected}, got {shown(self.grpo.advantage)}")
         for name, tool in (self.tools or {}).items():
             if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name):
                 raise FieldError(

@@ -34,6 +34,7 @@ from thresher.rewards.advantages import SCALES
 FITTING: dict[str, dict[str, tuple[str, ...]]] = {
     "turn": {"baseline": ("leave_one_out", "none"), "scale": ("none",)},
     "anchor": {"baseline": ("group", "leave_one_out"), "scale": ("group", "none")},
+    "tree": {"baseline": ("group", "leave_one_out"), "scale": ("group", "none")},
 }
 Estimator = Literal["k1", "k2", "k3", "k3_ratio", "none"]
 Attention = Literal["auto", "torch", "triton", "flash", "xformers"]  # kernels/attention/backends/choice.py has them
@@ -93,6 +94,8 @@ class RolloutSection(Section):
     """[rollout] how trajectories are sampled. Lengths are in tokens."""
 
     group_size: SmallCount = 8  # samples a question, G
+    trees: Annotated[int, Within(0, 65536)] = 0  # trees that these samples are the leaves of; 0: all are independent
+    tree_nodes: SmallCount = 2  # of trees: nodes that each expands in a round; G = trees x (1 + tree_nodes x rounds)
     questions_per_step: SmallCount = 16  # of a rollout, each with group_size samples
     max_turns: SmallCount = 5  # turns of the policy in a trajectory, whatever they hold
     max_turn_tokens: Count = 256  # of one turn of the policy
@@ -114,6 +117,17 @@ class RolloutSection(Section):
         ("attention", "shared"): "leave it out, for what it meant is rollout.share_prefix = true, the default",
         ("attention", "separate"): "what it meant is now written rollout.share_prefix = false",
     }
+
+    def check(self) -> None:
+        many = self.trees * self.tree_nodes
+        if self.trees and (self.group_size <= self.trees or (self.group_size - self.trees) % many):
+            rounds = max((self.group_size - self.trees) // many, 0)
+            near = [self.trees + many * each for each in (rounds, rounds + 1) if each]
+            raise FieldError(
+                "group_size",
+                f"expected trees x (1 + tree_nodes x rounds), such as {' or '.join(map(str, near))} with trees = "
+                f"{self.trees} and tree_nodes = {self.tree_nodes}, got {self.group_size}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +158,12 @@ class GrpoSection(Section):
     baseline: Literal["group", "leave_one_out", "batch", "none"] = "group"  # what advantages are rewards against
     scale: Literal["group", "batch", "none"] = "group"  # whose deviation advantages are divided by
     # whose reward a token's advantage is of: its trajectory's; turn: its turn's and all later ones' (return-to-go);
-    # anchor: both its trajectory's and its turn's among turns from one state; token: and the spans that a reward names
-    advantage: Literal["trajectory", "turn", "anchor", "token"] = "trajectory"
+    # anchor: both its trajectory's and its turn's among turns from one state; token: and the spans that a reward names;
+    # tree: the leaves below its turn, for rollout.trees (docs/objectives.md)
+    advantage: Literal["trajectory", "turn", "anchor", "token", "tree"] = "trajectory"
     gamma: Share = 1.0  # of turn and anchor: a later turn's reward counts gamma times, for each turn between
     omega: NotNegative32 = 1.0  # of anchor: weight of the turn's part
+    across: NotNegative32 = 1.0  # of tree: weight of the comparison with the other trees, beside that within the tree
     anchor: Literal["context", "observation"] = "context"  # a turn's state: all before it, or what came since the last
     clip_low: Share = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: NotNegative32 = 0.2  # see clip_low
@@ -183,7 +199,7 @@ class GrpoSection(Section):
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
     def check(self) -> None:
-        if self.refill and self.advantage != "trajectory":
+        if self.refill and self.advantage not in ("trajectory", "tree"):
             advantage = shown(self.advantage)
             raise FieldError(
                 "refill", f"expected false with advantage = {advantage}: what has a signal is told by rewards"
@@ -192,8 +208,9 @@ class GrpoSection(Section):
             if getattr(self, key) not in allowed:
                 expected, got = " or ".join(allowed), getattr(self, key)
                 raise FieldError(key, f"expected {expected} with advantage = {shown(self.advantage)}, got {got}")
-        if self.advantage == "anchor" and self.baseline == "leave_one_out" and self.scale != "none":
-            raise FieldError("scale", f'expected none with anchor and baseline = "leave_one_out", got {self.scale}')
+        if self.advantage in ("anchor", "tree") and self.baseline == "leave_one_out" and self.scale != "none":
+            expected = f'none with advantage = {shown(self.advantage)} and baseline = "leave_one_out"'
+            raise FieldError("scale", f"expected {expected}, got {self.scale}")
         if self.scale not in SCALES[self.baseline]:
             fitting = " or ".join(SCALES[self.baseline])
             raise FieldError("scale", f"expected {fitting} with baseline = {shown(self.baseline)}, got {self.scale}")

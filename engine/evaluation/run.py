@@ -79,7 +79,7 @@ ANSWERS = "answers.jsonl"
 REMEDY = "delete this line and those behind it, and they are generated again"
 # Keys of the recipe that no trajectory depends on, or that the evaluation sets itself.
 _FREE = {*COMPUTING_KEYS, "retrieval.timeout", "retrieval.patience"} | {
-    f"rollout.{key}" for key in ("group_size", "questions_per_step", "temperature")
+    f"rollout.{key}" for key in ("group_size", "trees", "tree_nodes", "questions_per_step", "temperature")
 }
 Answerer = RunContext | ApiRunContext
 

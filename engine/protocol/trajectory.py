@@ -10,6 +10,7 @@ sampled token once, in the context that it was sampled in.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from thresher.policy.tokenizer import Tokenizer
@@ -156,6 +157,12 @@ def trained_contexts(trajectory: Trajectory) -> list[TrainedContext]:
         if branch.trained:
             found.append(_trained(branch.segments, 0, name))
     return [context for context in found if context.positions]
+
+
+def inherited_tokens(trajectory: Trajectory) -> int:
+    """Return the number of sampled tokens that another sample wrote (`forked`)."""
+    count = trajectory.forked[1] if trajectory.forked else 0
+    return sum(len(turn.ids) for turn in islice(turns(trajectory), count))
 
 
 def _trained(segments: list[Segment], inherited: int, branch: str | None = None) -> TrainedContext:

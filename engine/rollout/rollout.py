@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from operator import itemgetter
 from random import Random
 from typing import Protocol
 
@@ -50,8 +51,9 @@ from thresher.engine.episode import (
     Turn,
 )
 from thresher.engine.protocol.prompts import PromptBatch, Renderer, first_prompt, fit, truncate_passages, with_passages
-from thresher.engine.protocol.trajectory import Segment, Trajectory, turns
+from thresher.engine.protocol.trajectory import Segment, Trajectory, contexts, turns
 from thresher.engine.rollout.tools import Call, Toolbox
+from thresher.engine.rollout.trees import Growth, Node, Tree, TreeShape, copied, plant, replay
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer, UnencodableText
@@ -101,7 +103,7 @@ def seed_of(*parts: object) -> int:
 @dataclass(slots=True)
 class RolloutClock(DecodeClock):
     """Time of a rollout by its parts, in seconds, and counts of the work. cut_search_tokens: tokens of retrieved
-    passages beyond the budget of a search."""
+    passages beyond the budget of a search. forks: samples that went on from a node of a tree."""
 
     search: float = 0.0
     search_queries: int = 0
@@ -109,6 +111,7 @@ class RolloutClock(DecodeClock):
     cut_search_tokens: int = 0
     branches: int = 0
     branches_without_room: int = 0
+    forks: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
 
@@ -126,7 +129,7 @@ class Sample:
     may have. limit: the reason that ends the trajectory once they are used up; None: the episode goes on. lead: bytes
     behind the last stop tag, which open the next turn's text where nothing is appended before it. forks: branches, with
     the ids of their contexts, and whether they are trained. reported: one of the run's jobs, not a branch. caller: the
-    sample that waits for this call, and the call's name.
+    sample that waits for this call, and the call's name. growth: its tree, while others will go on from its nodes.
     """
 
     job: Job
@@ -141,6 +144,7 @@ class Sample:
     reported: bool = True
     calls: int = 0
     caller: "tuple[Sample, str] | None" = None
+    growth: "Growth[Job, Sample] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +163,14 @@ class TurnWriter(Protocol):
 
     unit: tokens of the trajectory that count as one of a request's `max_tokens`. elsewhere: a GPU does the work, so
     that this process may search meanwhile. idle: no turn is due. takes_text: the next step feeds text that is appended
-    before it, and does not hold it back.
+    before it, and does not hold it back. parks: others can go on from within a sample only where it was released.
     """
 
     unit: int
     elsewhere: bool
+
+    @property
+    def parks(self) -> bool: ...
 
     @property
     def idle(self) -> bool: ...
@@ -185,7 +192,8 @@ class TurnWriter(Protocol):
         """Write on; return the turns that have ended."""
 
     def release(self, sample: Sample, keep: bool) -> None:
-        """Free a sample's resources. keep: its branches, or the sample itself, will begin with the same tokens."""
+        """Free a sample's resources. keep: its branches, others, or the sample itself, will begin with the same
+        tokens."""
 
 
 class EpisodeRunner:
@@ -263,29 +271,39 @@ class EpisodeRunner:
         """
         raise NotImplementedError
 
-    def play(self, jobs: Sequence[Job], writer: TurnWriter) -> Generator[list[Sample], None, None]:
+    def play(
+        self, jobs: Sequence[Job], writer: TurnWriter, shape: TreeShape | None = None
+    ) -> Generator[list[Sample], None, None]:
         """Yield at each step the samples of `jobs` that have ended in it. Branches are in their trajectories after the
-        last step."""
+        last step. shape: of the trees that each group grows; None: all samples begin at the prompt."""
         groups: dict[int, list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.group, []).append(job)
         with ExitStack() as stack:
             play = _Play(self, writer, stack)
             samples = [
-                play.begin(job, prompt, self.system.episode(job.question, self.episode_config))
+                play.begin(job, prompt, self.episode_of(job), tree=tree)
                 for members in groups.values()
                 for prompt in [SharedPrompt(self.prompt(members[0].question))]
-                for job in members
+                for job, tree in (((job, None) for job in members) if shape is None else plant(members, shape))
             ]
             yield from play.steps(samples)
 
+    def episode_of(self, job: Job) -> Episode:
+        """Return a new episode of a job's question."""
+        return self.system.episode(job.question, self.episode_config)
+
     def play_all(
-        self, jobs: Sequence[Job], writer: TurnWriter, on_progress: Callable[[int], None] | None
+        self,
+        jobs: Sequence[Job],
+        writer: TurnWriter,
+        on_progress: Callable[[int], None] | None,
+        shape: TreeShape | None = None,
     ) -> list[Trajectory]:
         """Run `play` to the end; return the trajectories in the order of the jobs."""
         self.under_way = (0, len(jobs))
         done: dict[tuple[int, int], Trajectory] = {}
-        with closing(self.play(jobs, writer)) as steps:
+        with closing(self.play(jobs, writer, shape)) as steps:
             for ended in steps:
                 done |= {(sample.job.group, sample.job.sample): sample.trajectory for sample in ended}
                 if ended and on_progress is not None:
@@ -348,14 +366,16 @@ class Rollout(EpisodeRunner):
         temperature: float,
         on_progress: Callable[[int], None] | None = None,
         recall: bool = False,
+        shape: TreeShape | None = None,
     ) -> list[Trajectory]:
+        """As of EpisodeRunner. shape: of the trees that each group grows; its first jobs begin them."""
         self.clock = RolloutClock()
         started = time.perf_counter()
         self.decoder.begin(self.limits.max_context, self.clock)
         recall = recall and bool(self.decoder.speculate)
         draw = SamplingParams(temperature=temperature)
         writer = DecoderWriter(self.decoder, draw, self._earlier_ids if recall else {})
-        trajectories = self.play_all(jobs, writer, on_progress)
+        trajectories = self.play_all(jobs, writer, on_progress, shape)
         self.decoder.end()
         self.clock.total = time.perf_counter() - started
         for trajectory in trajectories if recall else ():
@@ -384,6 +404,10 @@ class DecoderWriter:
     @property
     def takes_text(self) -> bool:
         return self.decoder.takes_text
+
+    @property
+    def parks(self) -> bool:
+        return self.decoder.has_states
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
         sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw)
@@ -421,11 +445,22 @@ class _Play:
         self.ended: list[Sample] = []  # since the last step
         self.searcher: Background[list[list[Hit]]] | None = None  # once one goes on beside the writing
 
-    def begin(self, job: Job, prompt: SharedPrompt, episode: Episode, branch: BranchPrompt | None = None) -> Sample:
-        """Return a sample at its episode's start. branch: the source of the prompt, if the sample is a branch."""
+    def begin(
+        self,
+        job: Job,
+        prompt: SharedPrompt,
+        episode: Episode,
+        branch: BranchPrompt | None = None,
+        tree: "Tree[Job, Sample] | None" = None,
+    ) -> Sample:
+        """Return a sample at its episode's start. branch: the source of the prompt, if the sample is a branch. tree:
+        which it begins."""
         next(episode)  # its Prompt, which has been rendered already
         trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
         sample = Sample(job, episode, trajectory, len(prompt.ids))
+        if tree is not None:
+            tree.nodes.append(Node(job.sample, 0, copied(sample, trajectory=copied(trajectory)), prompt))
+            sample.growth = Growth(tree)
         self.writer.begin(sample, prompt, branch)
         return sample
 
@@ -474,7 +509,7 @@ class _Play:
     def _end(self, sample: Sample, reason: str) -> None:
         sample.trajectory.reason = reason
         sample.episode.close()
-        self.writer.release(sample, keep=bool(sample.forks))
+        self.writer.release(sample, keep=bool(sample.forks) or sample.growth is not None)
         # The beginning that a branch shares with its trajectory is mostly still in the cache.
         for name, (branch, ids, trained) in sample.forks.items():
             if len(ids) + 1 > self.runner.limits.max_context:
@@ -491,6 +526,24 @@ class _Play:
             self.called.append((caller, self._turn(caller, turn)))
         if sample.reported:
             self.ended.append(sample)
+        if sample.growth is not None:
+            for job, node in sample.growth.tree.end_sample():
+                self._go_on(job, node, sample.growth.tree)
+
+    def _go_on(self, job: Job, node: "Node[Sample]", tree: "Tree[Job, Sample]") -> None:
+        """Begin a sample that goes on from a node."""
+        episode, state = self.runner.episode_of(job), node.state
+        request = replay(episode, node.exchanges, self.runner.system.name)
+        trajectory = copied(state.trajectory, sample=job.sample, forked=(node.sample, node.turns))
+        trajectory.branches = {name: replace(one, trained=False) for name, one in trajectory.branches.items()}
+        sample = copied(state, job=job, episode=episode, trajectory=trajectory)
+        sample.growth = Growth(tree, list(node.exchanges)) if tree.rounds else None
+        self.clock.forks += 1
+        self.writer.begin(sample, node.prompt, None)
+        if isinstance(request, Generate):
+            self._open_turn(sample, request)
+        else:
+            self._serve([(sample, None)])
 
     def _begin_branch(
         self, owner: Sample, name: str, group: int, number: int, branch: BranchPrompt, ids: list[int], trained: bool
@@ -636,7 +689,10 @@ class _Play:
         renderer = self.runner.renderer
         while True:
             try:
-                request: Request = sample.episode.send(answer)
+                growth = sample.growth
+                request: Request = (
+                    sample.episode.send(answer) if growth is None else growth.send(sample.episode, answer)
+                )
             except StopIteration as stop:
                 self._end(sample, stop.value or "ended")
                 return []
@@ -648,6 +704,7 @@ class _Play:
                 self._note(sample, request.query, hits)
                 continue
             if isinstance(request, Generate):
+                self._note_node(sample)
                 self._open_turn(sample, request)
                 return []
             if isinstance(request, Tool):
@@ -683,22 +740,38 @@ class _Play:
             sample.lead = b""
             self.writer.append(sample, segment.ids)
 
+    def _note_node(self, sample: Sample) -> None:
+        """Note the end of a sample's own turn, which another turn may follow, as a node of its tree."""
+        written = sum(1 for _ in turns(sample.trajectory))
+        growth, inherited = sample.growth, (sample.trajectory.forked or (0, 0))[1]
+        if growth is None or written <= inherited or self._room(sample)[0] <= 0:
+            return
+        if self.writer.parks:
+            self.writer.release(sample, keep=True)
+        state = copied(sample, trajectory=copied(sample.trajectory), growth=None)
+        prompt = SharedPrompt([token for segment in contexts(sample.trajectory)[-1] for token in segment.ids])
+        growth.tree.nodes.append(Node(sample.job.sample, written, state, prompt, tuple(growth.exchanges)))
+
     def _open_turn(self, sample: Sample, request: Generate) -> None:
         """Begin a turn of the policy, if the limits leave it a token."""
-        limits = self.runner.limits
-        rooms = {
-            "turn_tokens": limits.max_turn_tokens,
-            "tokens": limits.max_policy_tokens - sample.policy_tokens,
-            "context": limits.max_context - sample.length,
-        }
-        limit = min(rooms, key=rooms.__getitem__)
-        if rooms[limit] <= 0:
+        room, limit = self._room(sample)
+        if room <= 0:
             self._end(sample, limit)
             return
-        most = rooms[limit] + 1 if request.max_tokens is None else request.max_tokens * self.writer.unit
-        sample.room, sample.limit = (rooms[limit], limit) if most > rooms[limit] else (most, None)
+        most = room + 1 if request.max_tokens is None else request.max_tokens * self.writer.unit
+        sample.room, sample.limit = (room, limit) if most > room else (most, None)
         sample.trajectory.segments.append(Segment(Source.POLICY, []))
         self.writer.begin_turn(sample, request.stop, sample.lead)
+
+    def _room(self, sample: Sample) -> tuple[int, str]:
+        """Return how many tokens the limits leave a turn, and which of them leaves the fewest."""
+        limits = self.runner.limits
+        return min(
+            (limits.max_turn_tokens, "turn_tokens"),
+            (limits.max_policy_tokens - sample.policy_tokens, "tokens"),
+            (limits.max_context - sample.length, "context"),
+            key=itemgetter(0),
+        )
 
 
 def ids_by_turns(trajectory: Trajectory) -> Int32s:

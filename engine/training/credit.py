@@ -3,9 +3,16 @@
     turn     A_ik = G_ik - b_ik, the return-to-go of turn k less a baseline of the group's others   rewards/credit.py
     anchor   A_i + omega A_ik: the trajectory in its group, and the turn among the group's turns from the same state
     token    A_i, and for each span of the reward that a token has bytes in, its value
+    tree     G w_n A_n of the node n that its turn is, by tree_advantages                   rewards/credit.py
 
-A trained branch has the trajectory's A_i ("trajectory"), whatever rule its own turns go by; or, where the reward has
-`RewardResult.branches`, that of its own reward among the branches of its name in the group.
+A forest's nodes are the turns of the group's trajectories; those that one inherited (`Trajectory.forked`) are the nodes
+of the sample that wrote them. Above the first turns of a tree stands a node without tokens, its prompt. A leaf is a
+trajectory's last turn, with its whole return. The rule's weights w_n are those of a sum in which each of the G
+independent samples of a group would have 1 / G, as build_train_sequences weighs them; so a token's advantage is A_n
+times w_n / (1 / G). Where nothing is forked that is A_n, with leave-one-out 1 + across times the trajectory's.
+
+A trained branch has the trajectory's A_i ("trajectory"), with "tree" its leaf's, whatever rule its own turns go by; or,
+where the reward has `RewardResult.branches`, that of its own reward among the branches of its name in the group.
 
 Rewards of turns are `RewardResult.turns`; the trajectory's own comes with its last turn. A state is what the policy saw
 before a turn: "context", all ids before it in its context; "observation", those of them since its last turn. A span is
@@ -22,7 +29,7 @@ from thresher.engine.packing import grpo_advantages
 from thresher.engine.protocol.trajectory import Trajectory, trained_contexts, turns
 from thresher.engine.scoring.score import Scored
 from thresher.policy.tokenizer import Tokenizer
-from thresher.rewards.credit import anchor_advantages, turn_advantages
+from thresher.rewards.credit import anchor_advantages, tree_advantages, turn_advantages
 from thresher.rewards.reward import Source
 
 Values = list[list[float]]  # of each trajectory, of each of its turns or sampled tokens
@@ -48,6 +55,8 @@ def token_advantages(
         own = [_of_spans(entry, value, tokenizer) for entry, value in zip(scored, advantages, strict=True)]
     else:
         own = _by_turns(scored, rewards, grpo, seed)
+    if grpo.advantage == "tree":
+        advantages = [values[-1] if values else whole for values, whole in zip(own, advantages, strict=True)]
     branches = _branch_advantages(scored, grpo, seed)
     return [_of_trained(*each) for each in zip(scored, own, advantages, branches, strict=True)]
 
@@ -134,7 +143,9 @@ def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSec
     if not some:
         return rewards
     chosen, alone = [rewards[n] for n in some], grpo.baseline == "none"
-    if grpo.advantage == "turn":
+    if grpo.advantage == "tree":
+        found = _of_forest([trajectories[n] for n in some], [math.fsum(own) for own in chosen], grpo)
+    elif grpo.advantage == "turn":
         found = turn_advantages(chosen, gamma=grpo.gamma, baseline="none" if alone else "leave_one_out")
     else:
         found = anchor_advantages(
@@ -147,6 +158,40 @@ def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSec
         )
     by_number = dict(zip(some, found, strict=True))
     return [by_number.get(n, []) for n in range(len(rewards))]
+
+
+def _of_forest(trajectories: Sequence[Trajectory], returns: Sequence[float], grpo: GrpoSection) -> Values:
+    """Return the advantage of each turn of a group's trajectories, which are in the order of their samples."""
+    parents: list[int] = []
+    rewards: list[float | None] = []
+    paths: dict[int, list[int]] = {}  # of each sample the nodes of its tree's prompt and of its turns
+
+    def add(parent: int) -> int:
+        parents.append(parent)
+        rewards.append(None)
+        return len(parents) - 1
+
+    for trajectory, total in zip(trajectories, returns, strict=True):
+        sample, inherited = trajectory.forked or (trajectory.sample, 0)
+        path = paths.setdefault(sample, [])[: inherited + 1]
+        if not path:
+            paths[sample] = path = [add(-1)]
+        for _ in range(sum(1 for _ in turns(trajectory)) - inherited):
+            path = [*path, add(path[-1])]
+        paths[trajectory.sample] = path
+        rewards[path[-1]] = total
+    std_floor = grpo.std_floor if grpo.scale == "group" else None
+    credit = tree_advantages(
+        parents,
+        rewards,
+        across=grpo.across,
+        baseline="group" if grpo.baseline == "group" else "leave_one_out",
+        std_floor=std_floor,
+        sample_std=grpo.sample_std,
+        eps=grpo.std_eps,
+    )
+    values = [len(trajectories) * w * a for a, w in zip(credit.advantages, credit.weights, strict=True)]
+    return [[values[node] for node in paths[trajectory.sample][1:]] for trajectory in trajectories]
 
 
 def _of_turns(entry: Scored) -> list[float]:

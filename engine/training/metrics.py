@@ -10,6 +10,7 @@ import torch
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, mean, measured, summary_of
+from thresher.engine.protocol.trajectory import inherited_tokens
 from thresher.engine.store.run_folder import chosen_by
 from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
 from thresher.engine.training.step import StepResult, groups_with_signal
@@ -22,7 +23,7 @@ _TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollou
 class RankStep:
     """Measures of a step from one rank; `step_record` merges those of all ranks. right_logprobs: by place, the mean
     log-prob that the tokens of a trajectory with a right answer had when they were sampled. rounds, replaced: of
-    `Sampled`."""
+    `Sampled`. inherited: sampled tokens that trajectories took over from others."""
 
     rows: list[Measured]
     cut_passages: int
@@ -32,6 +33,7 @@ class RankStep:
     clock: dict[str, Any]
     rounds: int = 1
     replaced: int = 0
+    inherited: int = 0
     recomputed: RecomputedLogprobs | None = None
     right_logprobs: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -55,6 +57,7 @@ def rank_step(result: StepResult, tags: tuple[str, ...]) -> RankStep:
         clock=asdict(sampled.clock) | {"rest": sampled.clock.rest},
         rounds=sampled.rounds,
         replaced=sampled.replaced,
+        inherited=sum(inherited_tokens(entry.trajectory) for entry in result.scored),
         right_logprobs={place: sum(logprobs) / len(logprobs) for place, logprobs in right.items()},
     )
 
@@ -72,6 +75,7 @@ def step_record(step: int, ranks: Sequence[RankStep], refill: bool = False) -> d
         "cut_passages": sum(rank.cut_passages for rank in ranks),
         "zero_advantage_groups": sum(rank.zero_advantage_groups for rank in ranks),
         **(_refill_metrics(ranks) if refill else {}),
+        **_tree_metrics(ranks),
         **_update_metrics(updates),
         **_epoch_metrics(updates),
         **(recomputed_logprobs_record(recomputed) if recomputed else {}),
@@ -114,6 +118,16 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
 def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
     """Return the rounds of a step, its first included and the same on all ranks, and the groups set aside in them."""
     return {"refill_rounds": ranks[0].rounds, "refilled_groups": sum(rank.replaced for rank in ranks)}
+
+
+def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:
+    """Return the tokens that were sampled a trajectory, and the share of its tokens that it took over from another; {}
+    where no trajectory went on from another's."""
+    if not any(rank.clock["forks"] for rank in ranks):
+        return {}
+    inherited, rows = sum(rank.inherited for rank in ranks), [row for rank in ranks for row in rank.rows]
+    tokens = sum(row.measures["response_tokens"] or 0.0 for row in rows)
+    return {"leaf_tokens": (tokens - inherited) / len(rows), "inherited_share": inherited / max(tokens, 1)}
 
 
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:

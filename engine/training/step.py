@@ -47,6 +47,7 @@ from thresher.engine.parallel.sync import judging
 from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, Rollout, RolloutClock, seed_of
+from thresher.engine.rollout.trees import TreeShape
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.credit import token_advantages
@@ -251,7 +252,9 @@ class GrpoStep:
         return self.rollout.retrieve_and_truncate(questions)
 
     def _roll_out(self, jobs: Sequence[Job]) -> list[Trajectory]:
-        return self.rollout.run(jobs, self.context.recipe.rollout.temperature)
+        rollout = self.context.recipe.rollout
+        shape = TreeShape(rollout.trees, rollout.tree_nodes) if rollout.trees else None
+        return self.rollout.run(jobs, rollout.temperature, shape=shape)
 
     def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
         asked = [job.question for job in jobs]

@@ -1,0 +1,135 @@
+"""Rollouts that are trees: samples that go on from the end of another's turn (Tree-GRPO, Ji et al. 2025, 2509.21240).
+
+Each of the M trees of a question begins as one sample. In each of L rounds N of its nodes are drawn, and from each of
+them another sample goes on by itself to its end: M (1 + N L) samples, which are the leaves. A node is the prompt, or
+the end of a turn that another turn followed. Nodes are drawn uniformly and with replacement, as the paper's code draws
+them, by (seed of the tree's first sample, round); a round begins when all samples of its tree so far have ended.
+
+An episode is a generator and cannot be copied. A sample that goes on from a node has a new generator of the same
+episode, which is sent what the other one was sent up to there. So an episode has to be a function of what it is sent;
+`replay` compares what it asks for.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
+from operator import attrgetter
+from random import Random
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from thresher.common.errors import UserError
+from thresher.engine.decoding.scheduler import SharedPrompt
+from thresher.engine.episode import Episode, Request
+
+J = TypeVar("J", bound="Seeded")  # a job
+S = TypeVar("S")  # a sample that is under way
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """trees: of each question, M. nodes: that each of them expands in a round, N."""
+
+    trees: int
+    nodes: int
+
+
+class Exchange(NamedTuple):
+    """What an episode was sent, and a digest of the request that it answered with."""
+
+    sent: object
+    request: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Node(Generic[S]):
+    """A place where samples may go on. state: a copy of the sample `sample` there, which had `turns` turns. prompt: its
+    ids up to there. exchanges: those with its episode."""
+
+    sample: int
+    turns: int
+    state: S
+    prompt: SharedPrompt
+    exchanges: Sequence[Exchange] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Tree(Generic[J, S]):
+    """seed: of its first sample. rounds: the jobs of each round to come. playing: samples that have not ended."""
+
+    seed: int
+    rounds: list[list[J]]
+    nodes: list[Node[S]] = field(default_factory=list)
+    playing: int = 1
+    round: int = 0
+
+    def end_sample(self) -> list[tuple[J, Node[S]]]:
+        """Note that a sample has ended. Return the jobs of the next round, each with its node, if it begins now."""
+        self.playing -= 1
+        if self.playing or not self.rounds:
+            return []
+        jobs, self.round = self.rounds.pop(0), self.round + 1
+        self.playing = len(jobs)
+        nodes = sorted(self.nodes, key=attrgetter("sample", "turns"))
+        return list(zip(jobs, Random(f"{self.seed} tree {self.round}").choices(nodes, k=len(jobs)), strict=True))
+
+
+@dataclass(slots=True, eq=False)
+class Growth(Generic[J, S]):
+    """What a sample leaves to those that go on from it: its tree, and the exchanges with its episode."""
+
+    tree: Tree[J, S]
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    def send(self, episode: Episode, answer: object) -> Request:
+        """Send an answer to the episode and return its request; keep both for others."""
+        kept = copy(answer)  # the episode may change what it is sent
+        request = episode.send(answer)
+        self.exchanges.append(Exchange(kept, _digest(request)))
+        return request
+
+
+class Seeded(Protocol):
+    @property
+    def seed(self) -> int: ...
+
+
+def plant(jobs: Sequence[J], shape: TreeShape) -> list[tuple[J, Tree[J, Any]]]:
+    """Return the jobs that begin a question's trees, each with its tree, which has those of its rounds; jobs are in the
+    order of rounds, and of trees in a round."""
+    firsts, rest = jobs[: shape.trees], jobs[shape.trees :]
+    rounds = range(0, len(rest), shape.trees * shape.nodes)
+    return [
+        (job, Tree(job.seed, [list(rest[at + tree * shape.nodes :][: shape.nodes]) for at in rounds]))
+        for tree, job in enumerate(firsts)
+    ]
+
+
+def replay(episode: Episode, exchanges: Sequence[Exchange], system: str) -> Request | None:
+    """Bring a new episode to where another was; return the request that it waits with, None at its beginning. UserError
+    where it asks for something else."""
+    request: Request | None = None
+    next(episode)
+    for exchange in exchanges:
+        try:
+            request = episode.send(copy(exchange.sent))
+        except StopIteration:
+            request = None
+        if request is None or _digest(request) != exchange.request:
+            raise UserError(
+                f"{system}: the episode asked for something else when it was sent the same again, so no other sample "
+                "can go on from its turns; make it a function of what it is sent, or set rollout.trees = 0"
+            )
+    return request
+
+
+def copied(record: R, **changes: Any) -> R:
+    """Return a copy of a dataclass with lists and dictionaries of its own, and these changes."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)}  # type: ignore[arg-type]
+    own = {name: copy(value) for name, value in values.items() if isinstance(value, list | dict)}
+    return replace(record, **own | changes)  # type: ignore[type-var]
+
+
+def _digest(request: Request) -> bytes:
+    return blake2b(repr(request).encode(errors="surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,224 @@
+"""Rollouts that are trees: samples go on from others' turns as if they had written them, whatever runs beside them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from batch_invariance import needs_invariant_policy
+from model_cases import make_config
+from rollout_cases import Make, assert_logprobs_match, record, system_of
+
+from thresher.common.errors import UserError
+from thresher.engine.episode import (
+    BranchPrompt,
+    Feedback,
+    Generate,
+    Prompt,
+    Retrieved,
+    Search,
+    SubCall,
+    Tool,
+)
+from thresher.engine.protocol.trajectory import Trajectory, check_trajectory, inherited_tokens, turns
+from thresher.engine.rollout.rollout import DecoderWriter, Job
+from thresher.engine.rollout.tools import HostedTool, Toolbox
+from thresher.engine.rollout.trees import TreeShape
+from thresher.policy.config import DeltaShape
+from thresher.policy.model import Policy, init_policy
+from thresher.policy.tokenizer import Tokenizer
+from thresher.retrieval.questions import Question
+
+TAGS = ("<search>", "</search>", "<information>", "</information>")
+MOST = 3  # turns
+
+
+def walking(question: Question, config: Any) -> Any:
+    """Turns of at most eight tokens. After each the policy's own text decides: more passages, a line, or the end."""
+    yield Prompt(config.template, question.question)
+    for _ in range(MOST):
+        turn = yield Generate((), 8)
+        choice = sum(turn.text) % 4
+        if choice == 0:
+            return "ended"
+        if choice == 1:
+            yield Retrieved((yield Search(question.question)), "<information>", "</information>")
+        else:
+            yield Feedback(f" {choice}")
+    return "turns"
+
+
+def jobs_of(questions: Sequence[Question], size: int, base: int = 0) -> list[Job]:
+    return [Job(q, base + g, n, 1000 * (base + g) + n) for g, q in enumerate(questions) for n in range(size)]
+
+
+def inherited(trajectory: Trajectory, group: Sequence[Trajectory]) -> int:
+    """The segments that a sample took over, each of which is that of the sample that it went on from."""
+    if trajectory.forked is None:
+        return 1
+    sample, count = trajectory.forked
+    found, written = 0, 0
+    for segment in trajectory.segments:
+        written += segment.source == "policy"
+        if written > count:
+            break
+        found += 1
+    assert trajectory.segments[:found] == group[sample].segments[:found]
+    assert len(list(turns(group[sample]))) > count or count == 0  # the end of a last turn is no node
+    return found
+
+
+def test_samples_go_on_from_the_nodes_of_their_own_tree(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    """Two trees, two nodes in each of two rounds: samples 0 and 1 begin, 2 and 3 go on in tree 0 and 4 and 5 in tree
+    1, then 6 and 7, and 8 and 9. Log-probs are those of a forward over the whole."""
+    run = tiny_rollout(system_of(walking, TAGS))
+    jobs = jobs_of(tiny_questions[:5], 10)
+    found = run.run(jobs, 1.0, shape=TreeShape(2, 2))
+    assert [(one.group, one.sample) for one in found] == [(job.group, job.sample) for job in jobs]
+    tree_of = [0, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    depths: Counter[int] = Counter()
+    for group in range(5):
+        own = found[group * 10 : (group + 1) * 10]
+        assert [one.forked is None for one in own] == [True] * 2 + [False] * 8
+        for one in own[2:]:
+            assert one.forked is not None and tree_of[one.forked[0]] == tree_of[one.sample]
+            assert one.sample >= 6 or one.forked[0] < 2  # the first round knows the first samples alone
+            depths[one.forked[1]] += 1
+        for one in own:
+            assert len(one.segments) > inherited(one, own) and one.reason in ("ended", "turns")
+            assert check_trajectory(one, run.tokenizer, TAGS, run.limits.max_context) == []
+    assert set(depths) == {0, 1, 2}
+    assert_logprobs_match(run, found, 1.0)
+    taken = sum(map(inherited_tokens, found))
+    assert taken == sum(len(s.ids) for one in found for s in [*turns(one)][: (one.forked or (0, 0))[1]]) > 0
+    assert run.clock.forks == 40
+    written = sum(len(s.ids) for one in found for s in turns(one))
+    assert run.clock.sampled_tokens == written - taken
+
+
+def test_no_bit_depends_on_the_cache_or_on_other_questions(
+    tiny_rollout: Make, tiny_questions: list[Question], tiny_policy: Policy
+) -> None:
+    """The oracle computes every sample's beginning anew. A small cache, other questions and their order change nothing,
+    nor do drafts."""
+    needs_invariant_policy(tiny_policy)
+    shape, jobs = TreeShape(2, 2), jobs_of(tiny_questions[:4], 10)
+    fresh = tiny_rollout(system_of(walking, TAGS), reuse=False, share_prefix=False)
+    expected = [(record(one), one.forked) for one in fresh.run(jobs, 1.0, shape=shape)]
+    for settings in ({}, {"max_num_seqs": 3, "kv_tokens": 800}, {"num_draft_tokens": 3}):
+        run = tiny_rollout(system_of(walking, TAGS), **settings)
+        assert [(record(one), one.forked) for one in run.run(jobs, 1.0, shape=shape)] == expected
+        assert run.clock.prefilled_tokens < fresh.clock.prefilled_tokens / 2
+    for group in range(4):
+        own = jobs[group * 10 : (group + 1) * 10]
+        found = [(record(one), one.forked) for one in run.run(own, 1.0, shape=shape)]
+        assert found == expected[group * 10 : (group + 1) * 10]
+    other = run.run([job for group in (3, 1, 0, 2) for job in jobs[group * 10 : (group + 1) * 10]], 1.0, shape=shape)
+    assert [(record(one), one.forked) for one in other[:10]] == expected[30:]
+
+
+def test_samples_of_a_model_with_states_go_on_from_where_they_were_kept(
+    tiny_rollout: Make, tiny_questions: list[Question], tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States are kept at the ends of turns: without that, those of the prompt alone would be."""
+    types = ("linear_attention", "full_attention", "linear_attention")
+    own: dict[str, Any] = {"model_type": "qwen3_5_text", "num_hidden_layers": 3, "layer_types": types, "head_dim": 16}
+    own |= {"partial_rotary_factor": 0.25, "delta": DeltaShape(2, 4, 8, 8, 4), "eos_token_ids": ()}
+    config = make_config(**own, vocab_size=tiny_tokenizer.vocab_size, max_position_embeddings=512)
+    policy = init_policy(config, 1).requires_grad_(False)
+    needs_invariant_policy(policy)
+    jobs, shape = jobs_of(tiny_questions[:4], 6), TreeShape(2, 2)
+
+    def played(**settings: Any) -> tuple[list[Any], int]:
+        run = tiny_rollout(system_of(walking, TAGS), policy=policy, **settings)
+        found = run.run(jobs, 1.0, shape=shape)
+        return [(record(one), one.forked) for one in found], run.clock.prefilled_tokens
+
+    fresh, kept = played(reuse=False), played()
+    monkeypatch.setattr(DecoderWriter, "parks", False)
+    prompts_alone = played()
+    assert fresh[0] == kept[0] == prompts_alone[0]
+    assert kept[1] < prompts_alone[1] < fresh[1]
+
+
+class Counting:
+    """A tool that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.__name__ = "count"
+
+    def __call__(self, arguments: dict[str, Any]) -> str:
+        self.calls.append(arguments["text"])
+        return f"seen {len(arguments['text'])}"
+
+
+def asking(question: Question, config: Any) -> Any:
+    """Whatever an episode may be sent, before each of three turns."""
+    yield Prompt(config.template, question.question)
+    text = ""
+    for number in range(3):
+        result = yield Tool("count", {"text": text})
+        yield Retrieved(result.text, "<information>", "</information>")
+        read = yield SubCall(BranchPrompt(Prompt("{question} in short:", question.question), (), (), 3))
+        hits = yield Search(question.question)
+        hits.reverse()  # what it was sent is its own to change
+        yield Retrieved(hits, "<information>", "</information>")
+        yield Feedback(f" {len(read.text)} {number}")
+        turn = yield Generate((), 4)
+        text += turn.text.decode("utf-8", "replace")
+    return "ended"
+
+
+def test_nothing_is_asked_again(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
+    count = Counting()
+    box = Toolbox({"count": HostedTool(name="count", function=count)})
+    run = tiny_rollout(system_of(asking, TAGS), tools=box, max_context=700)
+    jobs = jobs_of(tiny_questions[:4], 6)
+    found = run.run(jobs, 1.0, shape=TreeShape(2, 2))
+    # Before its next turn the other one had asked once more; a sample that goes on from the prompt asks for everything.
+    taken = sum(one.forked[1] + 1 for one in found if one.forked and one.forked[1])
+    assert taken > 0 and len(count.calls) == run.clock.search_queries == 3 * len(found) - taken
+    for one in found:
+        assert len(one.tools) == len(one.searches) == len(one.branches) == 3 and list(one.branches) == [
+            "call 1",
+            "call 2",
+            "call 3",
+        ]
+    assert {one.forked[1] for one in found if one.forked} == {0, 1, 2}
+
+
+def test_an_episode_that_is_no_function_of_what_it_is_sent_is_refused(
+    tiny_rollout: Make, tiny_questions: list[Question]
+) -> None:
+    made = []
+
+    def moody(question: Question, config: Any) -> Any:
+        made.append(question)
+        number = len(made)
+        yield Prompt(config.template, question.question)
+        for _ in range(3):
+            yield Generate((), 4)
+            yield Feedback(f" {number}")
+        return "ended"
+
+    def short(question: Question, config: Any) -> Any:
+        made.append(question)
+        yield Prompt(config.template, question.question)
+        for _ in range(4 - len(made)):
+            yield Generate((), 4)
+            yield Feedback(" on")
+        return "ended"
+
+    for episode in (moody, short):
+        made.clear()
+        run = tiny_rollout(system_of(episode, TAGS))
+        with pytest.raises(UserError, match=r"test: the episode asked for something else .* or set rollout.trees = 0"):
+            for seed in range(9):  # the prompt may be drawn
+                made.clear()
+                run.run(
+                    [replace(job, seed=job.seed + seed) for job in jobs_of(tiny_questions[:1], 3)],
+                    1.0,
+                    shape=TreeShape(1, 2),
+                )
