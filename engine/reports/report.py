@@ -276,7 +276,8 @@ def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
     facts += [
         (
             "Step",
-            f"{rollout.questions_per_step} questions × {rollout.group_size} samples at temperature"
+            f"{rollout.questions_per_step} questions × {rollout.group_size} samples"
+            f"{f' in {rollout.trees} trees' if rollout.trees else ''} at temperature"
             f" {rollout.temperature:g}, at most {turns} and {rollout.max_context:,} tokens each",
         ),
         (
@@ -294,7 +295,8 @@ def _objective(grpo: GrpoSection) -> str:
     surrogate = surrogate_name(grpo.objective)
     clips = surrogate in ("clip", "cispo", "gspo", "gmpo")
     name = "GRPO" if grpo.objective == "grpo" else f"{grpo.objective} (surrogate {surrogate})"
-    return name + (f", ratio clipped to [{1 - grpo.clip_low:g}, {1 + grpo.clip_high:g}]" if clips else "")
+    name += f", ratio clipped to [{1 - grpo.clip_low:g}, {1 + grpo.clip_high:g}]" if clips else ""
+    return name + (f", advantages by {grpo.advantage}" if grpo.advantage != "trajectory" else "")
 
 
 def _model(run: RunFolder, recipe: Recipe) -> str:

@@ -66,7 +66,7 @@ const COLOURS = [
   { id: "k2", name: "KL, k2", needs: "reference", what: (s, i) => estimators.k2(d(s, i)), help: "d² / 2, where d = log p − log p of the reference." },
   { id: "k3", name: "KL, k3", needs: "reference", what: (s, i) => estimators.k3(d(s, i)), help: "exp(−d) − 1 + d, where d = log p − log p of the reference." },
   { id: "entropy", name: "entropy", needs: "entropy", what: (s, i) => value(s, "entropy", i), help: "Of the policy's distribution where the token was drawn, in nats." },
-  { id: "advantage", name: "advantage", both: true, what: advantage, help: "Of the sample within its group, or of a branch with a reward of its own; the same for all its tokens, but for importance weights." },
+  { id: "advantage", name: "advantage", both: true, what: advantage, help: "Of the sample within its group, or of a branch with a reward of its own; the same for all its tokens, unless grpo.advantage is finer, and but for importance weights." },
   { id: "clipped", name: "clipped", needs: "rollout", what: (s, i) => (s.isClipped.has(i) ? 1 : 0), full: 1, tone: "--down", show: (v) => (v ? "clipped" : "–"),
     help: "The clip left the surrogate term of this token no gradient." },
 ];
@@ -141,7 +141,8 @@ function pieces(sample, segments, offset, branch, trained = true, skipped = 0) {
         : text);
       return;
     }
-    const [, text, sizes, , breaks] = part, box = el("div", { class: "seg y", "data-seg": address });
+    const other = branch === "" && sample.forked && at < sample.forked[2] ? `written by sample ${sample.forked[0]}` : null;
+    const [, text, sizes, , breaks] = part, box = el("div", { class: `seg y${other ? " other" : ""}`, title: other, "data-seg": address });
     let from = 0, waiting = 0;
     sizes.forEach((size, k) => {
       waiting++;
@@ -179,6 +180,7 @@ function drawSample(sample, s) {
   }
   const facts = [el("strong", {}, `sample ${sample.n}`), " · ", el("span", { class: sample.right ? "right-text" : "wrong-text" }, sample.right ? "right" : "wrong"),
     ` · reward ${fmt(sample.reward)} (${signed(sample.advantage)}) · ${plural(sample.count, "token")}`,
+    sample.forked ? ` · ${plural(sample.forked[1], "turn")} written by sample ${sample.forked[0]}` : "",
     sample.ending ? ` · ${sample.ending}` : "", sample.isClipped.size ? ` · ${sample.isClipped.size} clipped` : ""];
   const strip = el("canvas", { title: "the sample's tokens, first to last", onclick: (event) => {
     pin(s, Math.floor(event.offsetX / strip.clientWidth * sample.count));
@@ -314,6 +316,7 @@ function drawLegend() {
 // The detail of a token.
 function valuesOf(sample, i, branch) {
   if (branch) return [["log-prob", fmt(value(sample, "branch_logprob", i))], ["p", fmt(Math.exp(value(sample, "branch_logprob", i)))], ["in the update", "no"]];
+  if (sample.forked && i < sample.forked[2]) return [["log-prob", fmt(value(sample, "logprob", i))], ["in the update", `as a token of sample ${sample.forked[0]}`]];
   const drawn = value(sample, "logprob", i), rows = [["advantage", signed(advantage(sample, i))]];
   if (sample.logprob !== undefined) rows.unshift(["log-prob when drawn", fmt(drawn)], ["p", fmt(Math.exp(drawn))]);
   if (sample.rollout === undefined) return sample.logprob === undefined ? rows : [...rows, ["in the update", "no"]];

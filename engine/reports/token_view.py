@@ -235,6 +235,9 @@ def _sample(record: Record, tokenizer: Tokenizer, tags: Sequence[str], texts: di
         "searches": [[visible(s.get("query", "")), len(s.get("passages") or ())] for s in record.get("searches") or []],
         "segments": cut(record.get("segments") or []),
     }
+    if forked := record.get("forked"):  # with the number of the tokens that the other sample wrote
+        written = [len(s.get("ids") or ()) for s in record.get("segments") or [] if s.get("source") == Source.POLICY]
+        made["forked"] = [*forked, sum(written[: forked[1]])]
     if branches := record.get("branches"):
         trained = record.get("trained_branches") or ()
         made["branches"] = [[visible(name), cut(part), name in trained] for name, part in branches.items()]

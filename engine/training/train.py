@@ -329,8 +329,9 @@ def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
     """Print what is trained, once all is loaded and its folder can be watched."""
     rollout = recipe.rollout
     console.announce(
-        f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples, "
-        f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {out}"
+        f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples"
+        + (f" in {rollout.trees} trees, " if rollout.trees else ", ")
+        + f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {out}"
         + (f", on {ranks.count} ranks" if ranks.is_distributed else "")
         + f"; thresher watch {out} shows it as it goes"
     )
