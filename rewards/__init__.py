@@ -21,7 +21,7 @@ from thresher.rewards.measures import (
 from thresher.rewards.papers.arena import arena_reward, naive_reward, parse_indices
 from thresher.rewards.papers.evinote import evinote_claims, evinote_reward
 from thresher.rewards.papers.eviomni import eviomni_reward
-from thresher.rewards.papers.search import autorefine_reward, eval_rar_reward, search_r1_reward
+from thresher.rewards.papers.search import autorefine_reward, eval_rar_reward, search_r1_reward, tree_grpo_reward
 from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment, count_words
 from thresher.rewards.tags import blocks, escape_tags, final_answer, outline, tag_sequence, tag_strings
 from thresher.rewards.text import contains_answer, exact_match, f1_score, normalize_answer
@@ -61,6 +61,7 @@ __all__ = [
     "sub_em",
     "tag_sequence",
     "tag_strings",
+    "tree_grpo_reward",
 ]
 
 

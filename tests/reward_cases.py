@@ -16,6 +16,7 @@ PARTS = {
     "eval_rar": {"answer", "evaluation"},
     "autorefine": {"answer", "refinement"},
     "search_r1": {"answer"},
+    "tree_grpo": {"format", "answer"},
     "naive_grpo": {"format", "answer"},
     "reading": set(),  # the measures are its parts
 }

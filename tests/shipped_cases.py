@@ -117,11 +117,14 @@ def shortened(path: Path, world: World, url: str) -> Recipe:
         "rollout.max_passage_tokens": 64,
         "rollout.max_num_seqs": 4,
         "grpo.entropy_coef": 0.1,
+        "grpo.updates_per_batch": min(whole.grpo.updates_per_batch, QUESTIONS),
         "optim.lr": LR,
         "run.steps": STEPS,
         "run.eval_questions": 1,
         "run.keep_trajectories": 1,
     }
+    if whole.rollout.trees:
+        changes |= {"rollout.trees": 1, "rollout.tree_nodes": GROUP - 1}
     if path.parent.name in OWN_MODEL:  # whose commands bring a short prompt
         changes["system.template"] = ROOT / "recipes" / "demo" / "prompt.txt"
     else:

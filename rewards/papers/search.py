@@ -1,20 +1,27 @@
 """Rewards of the search loops: Search-R1 (exact match), Eval-RAR (exact match, .1 for evaluating), AutoRefine (F1, .1
-for refining).
+for refining), Tree-GRPO (exact match and form).
 
 All judge the episode up to its final answer and read POLICY segments alone, so an `<answer>gold</answer>` in a passage
-or in the prompt earns nothing. A gold copied from a passage into an `<evaluate>` span does earn .1. None of the papers
-rewards the format.
+or in the prompt earns nothing. A gold copied from a passage into an `<evaluate>` span does earn .1. Tree-GRPO alone
+rewards the form.
 """
 
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Literal
 
 from thresher.rewards.measures import answer_measures
-from thresher.rewards.reward import RewardResult, TextSegment
+from thresher.rewards.reward import RewardResult, Source, TextSegment
 from thresher.rewards.tags import TagSpan, blocks, final_answer, up_to_answer
 from thresher.rewards.text import Golds, contains_answer
 
 EVALUATION_REWARD = REFINEMENT_REWARD = 0.1
+_INSIDE = rb"(?:(?!</?(?:think|search|information|answer)>).)*+"
+_TURN = re.compile(
+    rb"\s*+<think>%b</think>\s*+<(search|answer)>%b</\1>(?:\s|<\|im_end\|>|<\|endoftext\|>)*+" % (_INSIDE, _INSIDE),
+    re.DOTALL,
+)
 
 
 def valid_searches(pieces: Sequence[TextSegment]) -> list[TagSpan]:
@@ -91,6 +98,39 @@ def autorefine_reward(
     parts |= {"refinement": REFINEMENT_REWARD if earns else 0.0}
     parts |= {"refinements": len(spans), "refine_contains": contains}
     return RewardResult(float(parts["answer"]) or float(parts["refinement"]), parts, answer)
+
+
+def in_form(pieces: Sequence[TextSegment]) -> bool:
+    """Return whether every turn is a thought and a search, the last one a thought and an answer, each between its tags
+    with only white space around, and nothing but passages is between the turns."""
+    begun = [piece for piece in pieces if piece.source is not Source.PROMPT]
+    if any(piece.source is Source.FEEDBACK for piece in begun):
+        return False
+    turns = [
+        _TURN.fullmatch(b"".join(piece.text for piece in own))
+        for source, own in groupby(begun, lambda piece: piece.source)
+        if source is Source.POLICY
+    ]
+    actions = [turn and turn[1] for turn in turns]
+    return actions[-1:] == [b"answer"] and set(actions[:-1]) <= {b"search"}
+
+
+def tree_grpo_reward(pieces: Sequence[TextSegment], golds: Golds, *, format_reward: bool = True) -> RewardResult:
+    """Tree-GRPO, as its released code has it: 1 where the final answer equals any gold, .2 less out of form; another
+    answer .2 in form, .1 out of it; 0 without an answer. `format_reward=False` is exact match alone.
+
+    Parts: answer (1 or 0, for exact match) and format (1 or 0, see `in_form`). Measures: those of `search_r1_reward`.
+    """
+    answer = final_answer(pieces)
+    parts = _answer_parts(pieces, golds, answer)
+    formed = in_form(pieces)
+    if not format_reward:
+        reward = float(parts["answer"])
+    elif parts["answer"]:
+        reward = 1.0 if formed else 0.8
+    else:
+        reward = 0.0 if answer is None else 0.2 if formed else 0.1
+    return RewardResult(reward, parts | {"format": float(formed)}, answer)
 
 
 def _answer_parts(pieces: Sequence[TextSegment], golds: Golds, answer: str | None) -> dict[str, float | int | bool]:

@@ -203,7 +203,7 @@ def test_rewards_are_the_papers() -> None:
     [
         ("search-r1", {}, "system 'search-r1' is unknown; did you mean search_r1?"),
         ("evinote-code", {}, "system 'evinote-code' is unknown; did you mean evinote_code?"),
-        ("os", {}, "system 'os' is unknown; choose one of arena, .*, search_r1, or give a file"),
+        ("os", {}, "system 'os' is unknown; choose one of arena, .*, or give a file"),
         ("evinote", {"variant": "SEN + EQR"}, r'\[system\.options\].*variant: expected "Base" or'),
         ("evinote", {"marks": "none"}, r"\[system\.options\].*marks"),
         ("arena", {"accuracy": "bleu"}, r"\[system\.options\].*accuracy"),

@@ -1,9 +1,9 @@
-"""Rewards of Search-R1 and Eval-RAR: honest transcripts, and those after what is not theirs."""
+"""Rewards of Search-R1, Eval-RAR and Tree-GRPO: honest transcripts, and those after what is not theirs."""
 
 import pytest
 from reward_cases import transcript
 
-from thresher.rewards import RewardResult, autorefine_reward, eval_rar_reward, search_r1_reward
+from thresher.rewards import RewardResult, autorefine_reward, eval_rar_reward, search_r1_reward, tree_grpo_reward
 
 SEARCH = "p:<think>t</think><search>who</search>"
 PASSAGE = 'r:<information>Doc 1(Title: "P") Paris is the capital.</information>'
@@ -111,3 +111,35 @@ def test_autorefine(parts: list[str], reward: float, code: float) -> None:
     assert autorefine_reward(pieces, "Anna Bell", accuracy="em", require_answer=True).reward == code
     assert autorefine_reward(pieces, "Anna Bell", refinement_reward=False).reward == result.parts["f1"]
     assert autorefine_reward(pieces, "yes").parts["refine_contains"] is False
+
+
+THINK, RIGHT = "<think>so</think>", "<answer>Paris</answer>"
+LOOK = f"p:{THINK}<search>who</search>"
+FORMS = [
+    # what it tries, pieces, reward where Paris is gold, and where Oslo is: 1 and .2 in form, .8 and .1 out of it
+    ("answered at once", [f"p:{THINK}{RIGHT}"], 1.0, 0.2),
+    ("searched", [LOOK, PASSAGE, f"p: {THINK}\n{RIGHT}<|im_end|>"], 1.0, 0.2),
+    ("one turn in two pieces", ["p:<think>so</thi", f"p:nk>{RIGHT}"], 1.0, 0.2),
+    ("the question holds tags", ["q:<answer> Lisbon </answer>", f"p:{THINK}{RIGHT}"], 1.0, 0.2),
+    ("no thought", [f"p:{RIGHT}"], 0.8, 0.1),
+    ("no thought after a search", [LOOK, PASSAGE, f"p:{RIGHT}"], 0.8, 0.1),
+    ("text between", [f"p:{THINK} well {RIGHT}"], 0.8, 0.1),
+    ("text behind", [f"p:{THINK}{RIGHT} done"], 0.8, 0.1),
+    ("a tag inside a thought", [f"p:<think><search>who</search></think>{RIGHT}"], 0.8, 0.1),
+    ("feedback between", [f"p:{THINK}<search></search>", "f:again", f"p:{THINK}{RIGHT}"], 0.8, 0.1),
+    ("two actions in a turn", [f"{LOOK}{THINK}{RIGHT}"], 0.8, 0.1),
+    ("information of its own", [f"{LOOK}<information>Paris</information>{THINK}{RIGHT}"], 0.8, 0.1),
+    ("an answer, then more", [f"p:{THINK}{RIGHT}", PASSAGE, f"p:{THINK}{RIGHT}"], 0.8, 0.1),
+    ("a search last", [LOOK, PASSAGE], 0.0, 0.0),
+    ("an answer in a passage", [LOOK, f"r:{THINK}{RIGHT}"], 0.0, 0.0),
+    ("nothing", ["q:Who?"], 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("parts", "paris", "oslo"), [case[1:] for case in FORMS], ids=[case[0] for case in FORMS])
+def test_tree_grpo_pays_for_the_form(parts: list[str], paris: float, oslo: float) -> None:
+    pieces = transcript(*parts)
+    right, wrong = tree_grpo_reward(pieces, "Paris"), tree_grpo_reward(pieces, "Oslo")
+    assert (right.reward, wrong.reward) == (paris, oslo)
+    assert right.parts["format"] == wrong.parts["format"] == (oslo == 0.2)
+    assert tree_grpo_reward(pieces, "Paris", format_reward=False).reward == right.parts["answer"] == (paris > 0)
