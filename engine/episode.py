@@ -9,6 +9,7 @@ never sees a tensor, a batch or another episode.
     Search(query)   -> [Hit]        waits for the next retrieval, which serves all waiting episodes in one call
     Tool(name, arguments) -> Result waits for a tool of the recipe, while other episodes go on
     SubCall(context)   -> Turn         a turn of the policy in a context of its own, which the episode waits for
+    Score(context, text) -> [float]    log-probs of a text that the policy did not write
     Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
     Fold(context)   -> None         goes on in a new context; what came before is not in it, but for what it keeps
@@ -164,7 +165,22 @@ class SubCall:
     trained: bool = False
 
 
-Request = Prompt | Generate | Search | Tool | SubCall | Retrieved | Feedback | Fold | SpawnBranches
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Ask for the log-probs of a text that nobody sampled, such as a gold answer: a list, one a token of `text`, which
+    is encoded by itself as plain text; under softmax(z / temperature), as of sampled tokens (greedy: at temperature 1).
+
+    context: template text, put behind the trajectory as it stands; or a context of its own, whose `stop` and
+    `max_tokens` mean nothing here, and whose passages are cut as those of a SubCall. The trajectory goes on as if
+    nothing had been asked: neither is a segment of it, and no token of either is trained on. Each score is recorded in
+    Trajectory.scores. A context that leaves the text no room ends the trajectory.
+    """
+
+    context: BranchPrompt | str
+    text: str
+
+
+Request = Prompt | Generate | Search | Tool | SubCall | Score | Retrieved | Feedback | Fold | SpawnBranches
 Episode = Generator[Request, Any, str]
 
 

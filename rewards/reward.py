@@ -60,6 +60,8 @@ class RewardInput:
     the reward sees, by name; the context is PROMPT, what the policy wrote there POLICY. entailment: a judge's
     probability in [0, 1] for the system's own claims. verdict: a judge's yes or no on the answer. length: of a text, in
     tokens or words. chance: a number in [0, 1), for rewards with a random part. metadata: the question's other keys.
+    scores: log-probs of texts that the episode had scored, in order, each with context, text, logprobs and turns, as
+    Trajectory.scores.
     """
 
     pieces: Sequence[TextSegment]
@@ -73,6 +75,7 @@ class RewardInput:
     length: Callable[[str], int] = count_words
     chance: float = 0.0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    scores: Sequence[Mapping[str, Any]] = ()
 
     @property
     def text(self) -> str:

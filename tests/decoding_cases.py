@@ -23,6 +23,7 @@ from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 
 Record = list[tuple[list[int], list[str], str, str | None, bytes]]  # of a sequence, a turn each
+SCORED = "scored"
 GAP = 1e-4  # nats: float32 sums of other orders
 
 
@@ -39,16 +40,18 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """prompt: a number; sequences with one number share it. arrive: the step at which it is handed in."""
+    """prompt: a number; sequences with one number share it. arrive: the step at which it is handed in. scored: a text
+    that is scored before each turn, in the sequence's context; it has an entry of its own in the record."""
 
     prompt: int
     seed: int
     turns: tuple[TurnPlan, ...]
     draw: SamplingParams = field(default_factory=SamplingParams)
     arrive: int = 0
+    scored: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Playing:
     plan: Plan
     sequence: TokenSequence
@@ -58,7 +61,12 @@ class _Playing:
 
     @property
     def turn(self) -> TurnPlan:
-        return self.plan.turns[len(self.record)]
+        return self.plan.turns[len(turns_of(self.record))]
+
+
+def turns_of(record: Record) -> Record:
+    """Return a record without what was scored."""
+    return [entry for entry in record if entry[2] != SCORED]
 
 
 def make_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> Decoder:
@@ -68,7 +76,9 @@ def make_decoder(policy: Policy, tokenizer: Tokenizer, **changes: Any) -> Decode
 
 def longest(prompts: Sequence[Sequence[int]], plans: Iterable[Plan]) -> int:
     return max(
-        len(prompts[plan.prompt]) + sum(turn.room + sum(map(len, turn.appended)) for turn in plan.turns)
+        len(prompts[plan.prompt])
+        + sum(turn.room + sum(map(len, turn.appended)) for turn in plan.turns)
+        + len(plan.scored)
         for plan in plans
     )
 
@@ -84,15 +94,20 @@ def play(decoder: Decoder, prompts: Sequence[Sequence[int]], plans: Sequence[Pla
     tick, steps = 0, 0
     while coming or pausing or not decoder.idle:
         while coming and coming[-1].plan.arrive <= tick:
-            _begin(decoder, coming.pop())
-        pausing = [one for one in pausing if not _goes_on(decoder, one)]
+            _begin(decoder, coming.pop(), of)
+        pausing = [one for one in pausing if not _goes_on(decoder, one, of)]
         for sequence in decoder.step():
             one = of[sequence]
             hit = sequence.hit
             logprobs = [x.hex() for x in sequence.logprobs]
+            if sequence.scored_from:
+                decoder.release(sequence, keep=True)
+                one.record.append((sequence.ids[sequence.scored_from :], logprobs, SCORED, None, b""))
+                decoder.begin_turn(one.sequence, one.turn.stop, one.turn.room)
+                continue
             ended = (sequence.turn_ids, logprobs, sequence.finish, hit and hit.tag, hit.trailing if hit else b"")
             one.record.append(ended)
-            if len(one.record) == len(one.plan.turns):
+            if len(turns_of(one.record)) == len(one.plan.turns):
                 decoder.release(sequence, keep=one.plan.seed % 2 == 0)
             else:
                 one.pause, one.left = one.turn.pause, list(one.turn.appended)
@@ -103,11 +118,19 @@ def play(decoder: Decoder, prompts: Sequence[Sequence[int]], plans: Sequence[Pla
     return [one.record for one in playing]
 
 
-def _begin(decoder: Decoder, one: _Playing) -> None:
-    decoder.begin_turn(one.sequence, one.turn.stop, one.turn.room)
+def _begin(decoder: Decoder, one: _Playing, of: dict[TokenSequence, _Playing]) -> None:
+    if not one.plan.scored:
+        decoder.begin_turn(one.sequence, one.turn.stop, one.turn.room)
+        return
+    decoder.release(one.sequence, keep=True)
+    context = one.sequence.ids
+    ids = [*context, *one.plan.scored]
+    scored = TokenSequence(SharedPrompt(ids), 0, one.plan.draw, most=len(ids), scored_from=len(context))
+    of[scored] = one
+    decoder.score(scored)
 
 
-def _goes_on(decoder: Decoder, one: _Playing) -> bool:
+def _goes_on(decoder: Decoder, one: _Playing, of: dict[TokenSequence, _Playing]) -> bool:
     """Whether the next turn has begun; of the texts before it one comes a step."""
     while one.left:
         decoder.append(one.sequence, one.left.pop(0))
@@ -116,7 +139,7 @@ def _goes_on(decoder: Decoder, one: _Playing) -> bool:
     one.pause -= 1
     if one.pause >= 0 or one.left:
         return False
-    _begin(decoder, one)
+    _begin(decoder, one, of)
     return True
 
 

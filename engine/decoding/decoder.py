@@ -7,6 +7,7 @@ arrays (batch_state.py); between the ends of turns there is no loop over sequenc
     begin_turn(sequence, stop, room)    a new sequence, or one between two turns
     step() -> the sequences whose turn has ended
     append(sequence, ids)               text that it did not write, between two turns
+    score(sequence)                     log-probs of ids that are given; `step` returns it as one whose turn has ended
     release(sequence)                   the sequence is over
 
 A sequence's tokens and log-probs do not depend on the others: its noise is a function of its seed and position, and a
@@ -21,17 +22,26 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from thresher.common.errors import UserError
-from thresher.engine.decoding.batch_state import NOT_FINITE, BatchState, StopTables, accept_tokens, with_drafts
+from thresher.engine.decoding.batch_state import (
+    NOT_FINITE,
+    BatchState,
+    StopTables,
+    accept_tokens,
+    to_device,
+    with_drafts,
+)
 from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.scheduler import TokenSequence, start_scheduler
 from thresher.engine.decoding.speculative import MOST, ON_CPU, Costs, Drafter, Speculate
 from thresher.kernels import sampling
 from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
+from thresher.kernels.logprob import token_logprobs
 from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -129,6 +139,7 @@ class Decoder:
         self._sequence_in: dict[int, TokenSequence] = {}
         self._slots_N: Ints | None = None  # of the running sequences, by age; None: they changed
         self._prefilling: list[TokenSequence] = []
+        self._scoring: list[TokenSequence] = []  # running, and log-probs of their ids are missing
         self._from_prompt: list[TokenSequence] = []  # all is cached: they draw from their prompt's last hidden state
         self._busy = 0.0
         self._sampled: tuple[Ints, Ints] | None = None  # by the last step: slots, and how many tokens each
@@ -155,8 +166,8 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
-        """Return whether no sequence is being written and none waits."""
-        return not self.scheduler.waiting and not self.batch.room_B.any()
+        """Return whether no sequence is being written or scored and none waits."""
+        return not self.scheduler.waiting and not self._scoring and not self.batch.room_B.any()
 
     @property
     def takes_text(self) -> bool:
@@ -186,6 +197,11 @@ class Decoder:
                 sequence.prefilled -= int(self.batch.known_B[sequence.slot] > self.batch.cached_B[sequence.slot])
             self.batch.append(sequence.slot, ids)
 
+    def score(self, sequence: TokenSequence) -> None:
+        """Compute the log-probs of a new sequence's ids from `scored_from` on, under softmax(z / temperature) of all
+        columns (greedy: at temperature 1, as those of drawn tokens). Nothing is drawn."""
+        self.scheduler.submit(sequence)
+
     def release(self, sequence: TokenSequence, keep: bool = False) -> None:
         """Remove a sequence and free its blocks. keep: others will soon begin as it did, and are to find them."""
         if sequence.slot >= 0:
@@ -212,7 +228,8 @@ class Decoder:
         runs = self._make_room()
         hidden_TH = self._forward(runs)
         self._finish_prefills(runs, hidden_TH)
-        ended = self._sample_and_end_turns(runs, hidden_TH)
+        ended = self._read_scores(self._score(runs, hidden_TH))
+        ended = sorted([*ended, *self._sample_and_end_turns(runs, hidden_TH)], key=attrgetter("number"))
         self.clock.host += time.perf_counter() - started - self._busy
         return ended
 
@@ -235,6 +252,8 @@ class Decoder:
                 sequence.prompt.waiting -= 1
                 self.clock.shared_tokens += cached
             (self._from_prompt if cached == len(sequence.ids) else self._prefilling).append(sequence)
+            if sequence.unscored:
+                self._scoring.append(sequence)
         self.batch.send()
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
@@ -246,7 +265,7 @@ class Decoder:
             self._keep_states(slot, sequence.ids[:cached])
         del self._sequence_in[slot]
         self._slots_N = None
-        for listed in (self._prefilling, self._from_prompt):
+        for listed in (self._prefilling, self._from_prompt, self._scoring):
             if sequence in listed:
                 listed.remove(sequence)
 
@@ -367,6 +386,54 @@ class Decoder:
         self.scheduler.mark_computed(sequence, cached)
         return cached
 
+    def _score(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[Scores]:
+        """Launch the log-probs of the ids to be scored that the step's rows predict: at each temperature, one product
+        with the head for all sequences. hidden_TH: of the rows, which lie run after run."""
+        found: dict[float, list[tuple[TokenSequence, Ints]]] = {}
+        row_N = np.cumsum(runs.count_N) - runs.count_N
+        for sequence in self._scoring:
+            for run in np.flatnonzero(runs.table_N == sequence.slot):
+                # A row predicts the id behind it.
+                place_R = int(runs.start_N[run]) + 1 + np.arange(runs.count_N[run])
+                row_R = np.arange(row_N[run], row_N[run] + len(place_R))
+                about_3R = np.stack([row_R, np.full_like(row_R, sequence.slot), place_R])
+                about_3R = about_3R[:, place_R >= sequence.scored_from]
+                if about_3R.size:
+                    found.setdefault(sequence.draw.temperature or 1.0, []).append((sequence, about_3R))
+        return [self._launch_scores(temperature, some, hidden_TH) for temperature, some in found.items()]
+
+    def _launch_scores(
+        self, temperature: float, some: Sequence[tuple[TokenSequence, Ints]], hidden_TH: torch.Tensor | None
+    ) -> Scores:
+        """some: sequences with the rows, slots and positions of their ids, [3, R]."""
+        assert hidden_TH is not None and self.head_VH is not None
+        with CudaTimer(self.policy.device) as lap:
+            row_R, slot_R, place_R = to_device(np.concatenate([at for _, at in some], 1), self.policy.device)
+            rows_RH, ids_R = hidden_TH[row_R].to(self.head_VH.dtype), self.batch.tokens_BL[slot_R, place_R]
+            # Whether they are finite is checked once they are read.
+            logprobs_R, _ = token_logprobs(rows_RH, self.head_VH, ids_R, temperature=temperature, late=[])
+            cuda = logprobs_R.is_cuda
+            received_R = torch.empty(logprobs_R.shape, dtype=logprobs_R.dtype, pin_memory=cuda)
+            received_R.copy_(logprobs_R, non_blocking=True)
+        self._timers.append((lap, 1.0))
+        self._busy += lap.host
+        done = torch.cuda.Event() if cuda else None
+        if done is not None:
+            done.record()
+        return Scores([(sequence, at.shape[1]) for sequence, at in some], received_R, done)
+
+    def _read_scores(self, scores: Sequence[Scores]) -> list[TokenSequence]:
+        """Append log-probs to their sequences; return the sequences of which none are missing any more."""
+        ended = []
+        for one in scores:
+            for sequence, values in one.read():
+                self._check_finite(np.where(np.isfinite(values), 0, NOT_FINITE))
+                sequence.logprobs += values
+                if not sequence.unscored:
+                    self._scoring.remove(sequence)
+                    ended.append(sequence)
+        return ended
+
     def _look_up_drafts(self) -> None:
         """Look up drafts for the slots that decode, where drafts pay."""
         batch = self.batch
@@ -439,13 +506,13 @@ class Decoder:
         return accept_tokens(batch, self.stops, slot_N, drafted_N, ids_F, logprobs_F)
 
     def _check_finite(self, code_N: Ints) -> None:
-        """Raise NotFiniteDraw where a token was drawn from logits that are not finite."""
+        """Raise NotFiniteDraw where a token was drawn from logits, or an id scored, that are not finite."""
         if not (code_N == NOT_FINITE).any():
             return
         self.end()
         self.cache = None  # on a CPU it would be kept, with NaN in slots that attention multiplies by 0
         raise NotFiniteDraw(
-            f"{self.policy.folder or 'the policy'}: the log-prob of a drawn token is not finite, so its logits hold "
+            f"{self.policy.folder or 'the policy'}: the log-prob of a token is not finite, so its logits hold "
             "NaN or infinity; check the weights, config.json (rope_theta, rms_norm_eps) and the temperature"
         )
 
@@ -477,6 +544,22 @@ class Decoder:
         sequence.hit = self.stops.hit(sequence.stop, code, sequence.ids[-1])
         sequence.finish = "stop" if sequence.hit else "eos" if code else "length"
         return sequence
+
+
+class Scores(NamedTuple):
+    """Log-probs of given ids on their way to the host: so many of each sequence, one after the other. done: None on a
+    CPU."""
+
+    counts: list[tuple[TokenSequence, int]]
+    logprobs_R: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def read(self) -> list[tuple[TokenSequence, list[float]]]:
+        """Return each sequence's log-probs, once they have arrived."""
+        if self.done is not None:
+            self.done.synchronize()
+        parts = self.logprobs_R.split([count for _, count in self.counts])
+        return [(sequence, part.tolist()) for (sequence, _), part in zip(self.counts, parts, strict=True)]
 
 
 class CudaTimer:

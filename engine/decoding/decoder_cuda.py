@@ -2,10 +2,11 @@
 
     draft      where drafts pay: read the pending step, and look up drafts (speculative.py)
     prefill    new rows of prompts and of appended text but for a sequence's last token: one forward, no draw; few rows
-               wait for the next fourth step, since they take as long as many; a graph where launches take longest
+               wait for the next fourth step, since they take as long as many; a graph where launches take longest.
+               Log-probs of ids that are scored follow it
     launch     feed each writing sequence's last token and its drafts, draw behind each, accept: a function of fixed
                buffers (`BucketStep`), on CUDA one graph
-    receive    read the step before: a row of ids, log-probs and a code for each sequence
+    receive    read the step before: a row of ids, log-probs and a code for each sequence, and what was scored
 
 Without drafts a step is launched before the previous one has been read. It takes its tokens from the device's arrays.
 So a turn that has ended gets one token too many, which is discarded and counted; its key was never written.
@@ -43,7 +44,7 @@ from thresher.engine.decoding.batch_state import (
     pack_drawn,
     to_pinned,
 )
-from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder, states_bytes
+from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder, Scores, states_bytes
 from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
 from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
@@ -173,6 +174,7 @@ class DeviceDecoder(Decoder):
     def _start_over(self, longest: int, clock: DecodeClock) -> None:
         super()._start_over(longest, clock)
         self._pending: PendingStep | None = None
+        self._scores: list[Scores] = []  # launched and not yet read
         self._steps_begun = 0
         self._ended: list[TokenSequence] = []  # in this step
         self._new_ids: list[tuple[TokenSequence, list[int]]] = []
@@ -227,12 +229,14 @@ class DeviceDecoder(Decoder):
         runs = self._make_room()
         decodes = self.batch.known_B[runs.table_N] == self.batch.cached_B[runs.table_N] + 1
         new = runs[np.flatnonzero(~decodes)]
+        scores, self._scores = self._scores, []
         if self.takes_text or not decodes.any() or new.count_N.sum() > FEW_ROWS:
             self._prefill(new)
         self._mark_prefilled()
         self._steps_begun += 1
         before, self._pending = self._pending, self._launch(runs.table_N[decodes])
         self._receive(before)
+        self._ended += self._read_scores(scores)
         self.clock.host += time.perf_counter() - started - self._busy
         return sorted(self._ended, key=attrgetter("number"))
 
@@ -248,14 +252,16 @@ class DeviceDecoder(Decoder):
         return np.where(missing_N == 1, self.batch.room_B[slot_N] > 0, missing_N - 1).astype(np.int64)
 
     def _give_way(self) -> bool:
-        """Drop drafts first, then read the pending step: no sequence is preempted while its token is pending."""
+        """Drop drafts first, then read what is pending: no sequence is preempted while a token or log-prob of it is."""
         return super()._give_way() or self._receive_pending()
 
     def _receive_pending(self) -> bool:
-        """Read the pending step; return whether there was one."""
+        """Read the pending step and scores; return whether there were any."""
         pending, self._pending = self._pending, None
+        scores, self._scores = self._scores, []
         self._receive(pending)
-        return pending is not None
+        self._ended += self._read_scores(scores)
+        return pending is not None or bool(scores)
 
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
         if self._pending is not None:
@@ -279,7 +285,7 @@ class DeviceDecoder(Decoder):
     # --- Prefill
 
     def _prefill(self, runs: QueryRuns) -> None:
-        """Compute keys and values of new rows; nothing is drawn."""
+        """Compute keys and values of new rows; nothing is drawn, and ids to be scored are."""
         if not len(runs.table_N):
             return
         rows = int(runs.count_N.sum())
@@ -287,10 +293,12 @@ class DeviceDecoder(Decoder):
         with CudaTimer(self.policy.device) as lap:
             if step is None:
                 eager = DeviceStep(self._cache(), self.batch.table_BP, runs, self.policy.device, self.fresh)
-                self.policy.hidden(self.batch.tokens_BL[eager.slot_T, eager.positions_T], eager.positions_T, eager)
+                ids_T = self.batch.tokens_BL[eager.slot_T, eager.positions_T]
+                hidden_TH = self.policy.hidden(ids_T, eager.positions_T, eager)
             else:
                 step.load(runs)
                 step.play()
+                hidden_TH = step.hidden_TH
         self.batch.cached_B[runs.table_N] += runs.count_N
         self._count_prefilled(runs)
         self.clock.prefilled_tokens += rows
@@ -298,6 +306,7 @@ class DeviceDecoder(Decoder):
         self.clock.forwards += 1
         self._timers.append((lap, 1.0))
         self._busy += lap.host
+        self._scores += self._score(runs, hidden_TH)
 
     def _prefill_step_for(self, rows: int, runs: QueryRuns) -> PrefillStep | None:
         """Return the step of the smallest bucket that holds these rows; None: there are too many for one, launches are
@@ -500,9 +509,12 @@ class StaticStep:
 
 
 class PrefillStep(StaticStep):
-    """Up to `rows` new rows of up to PREFILL_RUNS sequences, of which nothing is drawn: `DeviceStep` in buffers."""
+    """Up to `rows` new rows of up to PREFILL_RUNS sequences, of which nothing is drawn: `DeviceStep` in buffers.
+
+    hidden_TH: of the rows, until the next step runs."""
 
     captured_at = 16  # a capture takes as long as some forty launches save
+    hidden_TH: torch.Tensor
 
     def __init__(self, rows: int, policy: Policy, cache: DeviceKV, batch: BatchState, pool: Any = None) -> None:
         runs, blocks = PREFILL_RUNS, batch.table_BP.shape[1]
@@ -523,7 +535,7 @@ class PrefillStep(StaticStep):
 
     def run(self) -> None:
         slot_T, position_T, *_ = self.inputs["rows"]
-        self.policy.hidden(self.batch.tokens_BL[slot_T, position_T], position_T, self)
+        self.hidden_TH = self.policy.hidden(self.batch.tokens_BL[slot_T, position_T], position_T, self)
 
     def __call__(self, layer: int, qkv_TMD: torch.Tensor, rope: torch.Tensor, kv_heads: int) -> torch.Tensor:
         k_PKSD, v_PKSD = self.cache.k_LPKSD[layer], self.cache.v_LPKSD[layer]

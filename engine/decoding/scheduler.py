@@ -52,7 +52,8 @@ class TokenSequence:
 
     stop, room: the turn's stop strings, and its largest number of tokens. finish: why the last turn ended, "stop",
     "eos" or "length"; hit: the stop that ended it. prefilled: tokens computed for it without being drawn, recomputed
-    ones included. earlier: what was written before for the same question, in which drafts are looked up.
+    ones included. earlier: what was written before for the same question, in which drafts are looked up. scored_from:
+    above 0, nothing is drawn, and `logprobs` are those of the ids from there on.
     """
 
     prompt: SharedPrompt
@@ -79,6 +80,7 @@ class TokenSequence:
     earlier: npt.NDArray[np.int32] | None = None
     drafted: int = 0
     accepted: int = 0
+    scored_from: int = 0
 
     def __post_init__(self) -> None:
         self.ids = self.ids or list(self.prompt.ids)
@@ -87,6 +89,11 @@ class TokenSequence:
     def turn_ids(self) -> list[int]:
         """Return the ids of the turn that has just ended."""
         return self.ids[self.turn_start :]
+
+    @property
+    def unscored(self) -> int:
+        """Return how many log-probs of given ids are missing; 0 too for a sequence of which none are wanted."""
+        return len(self.ids) - self.scored_from - len(self.logprobs) if self.scored_from else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +195,11 @@ class Scheduler:
     def _prefix(self, sequence: TokenSequence) -> Prefix:
         if not self.reuse:
             return Prefix([], self.pool.root)
-        # The whole of it is of use only where the last token's hidden state is known.
+        # The whole of it is of use only where the last token's hidden state is known; a scored id needs that of the
+        # token before it.
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
         match = self.pool.match_state if self.has_states else self.pool.match_prefix
-        return match(sequence.ids, len(sequence.ids) - (0 if whole else 1))
+        return match(sequence.ids, len(sequence.ids) - (sequence.unscored + 1 if sequence.scored_from else not whole))
 
     def mark_computed(self, sequence: TokenSequence, cached: int) -> None:
         """Mark the nodes of the sequence's first `cached` tokens as ready for others."""
@@ -225,10 +233,11 @@ class Scheduler:
             sequence.node_end = full
 
     def preempt(self) -> TokenSequence:
-        """Remove and return the youngest running sequence; it waits again if it has a turn."""
+        """Remove and return the youngest running sequence; it waits again if it has a turn, or ids to be
+        scored."""
         sequence = self.running.pop()
         self.preemptions += 1
-        if sequence.writing:
+        if sequence.writing or sequence.unscored:
             self.submit(sequence)
         return sequence
 

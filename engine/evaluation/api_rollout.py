@@ -285,6 +285,12 @@ class ApiWriter:
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         self.due.append((sample, stop))
 
+    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
+        raise UserError(
+            f"{self.rollout.system.name} asks for log-probs of a text (Score), which a server does not give; play it "
+            "with a model folder"
+        )
+
     def step(self) -> list[tuple[Sample, Written]]:
         due, self.due = self.due, []
         asked = [(self.contexts[sample], stop, max(sample.room // self.unit, 1)) for sample, stop in due]

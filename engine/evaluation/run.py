@@ -62,7 +62,7 @@ from thresher.engine.protocol.prompts import (
     with_noise,
     with_passages,
 )
-from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
+from thresher.engine.protocol.trajectory import Segment, Trajectory, are_scores, check_trajectory
 from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.run_folder import Best
@@ -417,6 +417,7 @@ def _trajectory(record: Mapping[str, Any]) -> Trajectory:
     _require(isinstance(found.tools, list) and all(isinstance(call, dict) for call in found.tools))
     _require(all(isinstance(call["error"], bool) for call in found.tools))
     _require(all(isinstance(call[key], str) for call in found.tools for key in ("name", "text")))
+    _require(are_scores(found.scores))
     return found
 
 

@@ -43,6 +43,8 @@ class Trajectory:
     branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids(), and
     of the loss where they are `trained`.
     tools: each call of a tool with its result, in order: name, arguments, text, error.
+    scores: each text that was scored, in order: context (template text behind the trajectory; None: one of its own),
+    text, logprobs (one a token), and turns, how many of the policy's came before.
     from_api: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
     forked: (sample, turns): the first `turns` POLICY segments were written by that sample of the same group, and are
     trained there alone. None: all are its own.
@@ -60,6 +62,7 @@ class Trajectory:
     tools: list[dict[str, Any]] = field(default_factory=list)
     forked: tuple[int, int] | None = None
     trained: bool = False
+    scores: list[dict[str, Any]] = field(default_factory=list)
 
     def ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.ids]
@@ -103,6 +106,8 @@ class Trajectory:
         }
         if self.tools:
             record["tools"] = self.tools
+        if self.scores:
+            record["scores"] = self.scores
         if self.branches:
             record["branches"] = {name: branch._segments(tokenizer) for name, branch in self.branches.items()}
         if trained := [name for name, branch in self.branches.items() if branch.trained]:
@@ -119,6 +124,24 @@ class Trajectory:
         ]
 
 
+def are_scores(found: Any) -> bool:
+    """Return whether a value that was read is a list of scores as `Trajectory.scores` has them."""
+
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    return isinstance(found, list) and all(
+        isinstance(score, dict)
+        and score.keys() == {"context", "text", "turns", "logprobs"}
+        and isinstance(score["context"], str | None)
+        and isinstance(score["text"], str)
+        and type(score["turns"]) is int
+        and isinstance(score["logprobs"], list)
+        and all(map(number, score["logprobs"]))
+        for score in found
+    )
+
+
 def turns(trajectory: Trajectory) -> Iterator[Segment]:
     """Yield the policy's turns, in order."""
     return (segment for segment in trajectory.segments if segment.source is Source.POLICY)
@@ -132,6 +155,11 @@ def contexts(trajectory: Trajectory) -> list[list[Segment]]:
             found.append([])
         found[-1].append(segment)
     return found
+
+
+def present_ids(trajectory: Trajectory) -> list[int]:
+    """Return the ids of the context that the trajectory is in, its last."""
+    return [token for segment in contexts(trajectory)[-1] for token in segment.ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +224,7 @@ def check_trajectory(
        that trail the turn before (`Turn` of engine/episode.py).
     4. No RETRIEVED or FEEDBACK segment holds a control token, but for those of its template text.
     5. Inside a RETRIEVED segment no tag occurs but the one pair that wraps it; inside FEEDBACK none occurs.
+    6. Every score has a log-prob, which is at most 0, for each token of its text.
     """
     wrong: list[str] = []
     segments = trajectory.segments
@@ -234,4 +263,8 @@ def check_trajectory(
             counts = {tag: text.count(tag.encode()) for tag in tags}
             if any(count > allowed for count in counts.values()) or sum(counts.values()) > 2 * allowed:
                 wrong.append(f"{name} holds tags of its own: {counts}")
+    for number, score in enumerate(trajectory.scores):
+        values = score["logprobs"]
+        if len(values) != len(tokenizer.encode(score["text"])) or any(not value <= 1e-6 for value in values):
+            wrong.append(f"score {number} has not a log-prob of at most 0 for each token of its text")
     return wrong

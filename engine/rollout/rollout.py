@@ -1,10 +1,10 @@
 """Play many episodes at once into trajectories; `Rollout` has their turns written by the decoder.
 
-An episode asks for turns, searches, tools and text of the engine's (engine/episode.py). `EpisodeRunner` renders,
-searches, calls tools (tools.py), keeps the limits, and begins branches and calls; a `TurnWriter` writes the turns, here
-the decoder, in engine/evaluation/api_rollout.py a server. Searches that are due together are one call of the retriever.
-Calls of tools go on beside the writing. A sample does not depend on the others: its noise is a function of its seed and
-position, and the decoder's sequences are independent.
+An episode asks for turns, searches, tools, scores and text of the engine's (engine/episode.py). `EpisodeRunner`
+renders, searches, calls tools (tools.py), keeps the limits, and begins branches and calls; a `TurnWriter` writes the
+turns, here the decoder, in engine/evaluation/api_rollout.py a server. Searches that are due together are one call of
+the retriever. Calls of tools go on beside the writing. A sample does not depend on the others: its noise is a function
+of its seed and position, and the decoder's sequences are independent.
 
 The way of a sample: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
 writer, and `_store_turn` puts the written turn on the trajectory.
@@ -20,13 +20,13 @@ from functools import partial
 from hashlib import blake2b
 from operator import itemgetter
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from thresher.common.background import Background
 from thresher.common.console import Stage
-from thresher.common.errors import UserError
+from thresher.common.errors import UserError, shown
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
@@ -43,6 +43,7 @@ from thresher.engine.episode import (
     Request,
     Result,
     Retrieved,
+    Score,
     Search,
     SpawnBranches,
     SubCall,
@@ -51,7 +52,7 @@ from thresher.engine.episode import (
     Turn,
 )
 from thresher.engine.protocol.prompts import PromptBatch, Renderer, first_prompt, fit, truncate_passages, with_passages
-from thresher.engine.protocol.trajectory import Segment, Trajectory, contexts, turns
+from thresher.engine.protocol.trajectory import Segment, Trajectory, present_ids, turns
 from thresher.engine.rollout.tools import Call, Toolbox
 from thresher.engine.rollout.trees import Growth, Node, Tree, TreeShape, copied, plant, replay
 from thresher.kernels.attention.backends.choice import Backend
@@ -130,6 +131,7 @@ class Sample:
     behind the last stop tag, which open the next turn's text where nothing is appended before it. forks: branches, with
     the ids of their contexts, and whether they are trained. reported: one of the run's jobs, not a branch. caller: the
     sample that waits for this call, and the call's name. growth: its tree, while others will go on from its nodes.
+    score: the record of the text that is being scored.
     """
 
     job: Job
@@ -145,11 +147,13 @@ class Sample:
     calls: int = 0
     caller: "tuple[Sample, str] | None" = None
     growth: "Growth[Job, Sample] | None" = None
+    score: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A turn that has ended. full: it used up its room. trailing: bytes of its last token behind the stop tag."""
+    """A turn that has ended, or the log-probs of a text that was scored, without ids. full: the turn used up its room.
+    trailing: bytes of its last token behind the stop tag."""
 
     ids: list[int]
     logprobs: Sequence[float] = ()
@@ -188,8 +192,12 @@ class TurnWriter(Protocol):
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         """Begin a turn of `sample.room` tokens at most. lead: bytes before it that belong to its text."""
 
+    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
+        """Begin to compute the log-probs of the ids from `scored_from` on, in a context that is those before. UserError
+        where there are none to be had."""
+
     def step(self) -> list[tuple[Sample, Written]]:
-        """Write on; return the turns that have ended."""
+        """Write on; return the turns that have ended, and what has been scored."""
 
     def release(self, sample: Sample, keep: bool) -> None:
         """Free a sample's resources. keep: its branches, others, or the sample itself, will begin with the same
@@ -421,10 +429,18 @@ class DecoderWriter:
         self.writing[sequence] = sample
         self.decoder.begin_turn(sequence, stop, sample.room, lead)
 
+    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
+        sequence = TokenSequence(SharedPrompt(ids), 0, self.draw, most=len(ids), scored_from=scored_from)
+        self.writing[sequence] = sample
+        self.decoder.score(sequence)
+
     def step(self) -> list[tuple[Sample, Written]]:
         return [(self.writing.pop(sequence), self._ended_turn(sequence)) for sequence in self.decoder.step()]
 
     def _ended_turn(self, sequence: TokenSequence) -> Written:
+        if sequence.scored_from:
+            self.decoder.release(sequence, keep=True)  # the trajectory goes on from its context
+            return Written([], sequence.logprobs)
         hit, full = sequence.hit, sequence.finish == "length"
         stop, trailing = (None, b"") if hit is None else (hit.tag, hit.trailing)
         return Written(sequence.turn_ids, sequence.logprobs, stop, trailing, full)
@@ -475,8 +491,8 @@ class _Play:
                 if tools.waiting:
                     self._serve(self._tool_results())
                 if not self.writer.idle:
-                    ended = [(sample, self._store_turn(sample, written)) for sample, written in self.writer.step()]
-                    self._serve([(sample, turn) for sample, turn in ended if turn is not None])
+                    ended = [(sample, self._store_written(sample, written)) for sample, written in self.writer.step()]
+                    self._serve([(sample, answer) for sample, answer in ended if answer is not None])
                 yield self._take_ended()
         finally:
             if tools.waiting:
@@ -487,6 +503,14 @@ class _Play:
     def _take_ended(self) -> list[Sample]:
         ended, self.ended = self.ended, []
         return ended
+
+    def _store_written(self, sample: Sample, written: Written) -> Turn | list[float] | None:
+        """Put on the trajectory what was written for it; return what its episode gets, None if that has ended."""
+        if sample.score is None:
+            return self._store_turn(sample, written)
+        record, sample.score = sample.score, None
+        sample.trajectory.scores.append(record | {"logprobs": list(written.logprobs)})
+        return list(written.logprobs)
 
     def _store_turn(self, sample: Sample, written: Written) -> Turn | None:
         """Put the turn that has ended on the trajectory; None if a limit ended it, and the trajectory with it."""
@@ -559,12 +583,16 @@ class _Play:
         written = [token for turn in turns(sample.trajectory) for token in turn.ids]
         return context_ids(branch, written, self.runner.renderer)
 
+    def _truncated_context(self, sample: Sample, context: BranchPrompt) -> tuple[BranchPrompt, list[int]]:
+        """Return a context that a sample waits for, with its prompt's passages truncated, and its ids."""
+        context, cut = with_truncated_passages(context, self.runner.renderer, sample.job.question.id)
+        self.clock.cut_search_tokens += cut
+        return context, self._context(sample, context)
+
     def _leave_for(self, sample: Sample, context: BranchPrompt) -> tuple[BranchPrompt, list[int]] | None:
         """Take the sample off the writer, for a turn in this context. Return the context with its passages truncated,
         and its ids; None, and the sample has ended, where they leave no room for a token."""
-        context, cut = with_truncated_passages(context, self.runner.renderer, sample.job.question.id)
-        self.clock.cut_search_tokens += cut
-        ids = self._context(sample, context)
+        context, ids = self._truncated_context(sample, context)
         if len(ids) + 1 > self.runner.limits.max_context:
             self._end(sample, "context")
             return None
@@ -592,6 +620,31 @@ class _Play:
         sample.length, sample.lead = len(ids), b""
         self.writer.begin(sample, SharedPrompt(ids), context)
         return True
+
+    def _score(self, sample: Sample, request: Score) -> None:
+        """Begin to score a text; the sample leaves the writer until its log-probs are there."""
+        context, text, tokenizer = request.context, request.text, self.runner.tokenizer
+        where = f"question {sample.job.question.id}: {self.runner.system.name} asks for a Score"
+        if not isinstance(text, str) or not text:
+            raise UserError(f"{where} of {shown(text)}; expected a text that is not empty")
+        if isinstance(context, str):
+            ids = present_ids(sample.trajectory) + tokenizer.encode_template(context)
+        else:
+            ids = self._truncated_context(sample, context)[1]
+        if not ids:
+            raise UserError(f"{where} in an empty context; expected a token at least")
+        try:
+            text_ids = tokenizer.encode(text)
+        except UserError as error:
+            raise UserError(f"{where} of a text that cannot be encoded: {error}") from None
+        if len(ids) + len(text_ids) > self.runner.limits.max_context:
+            self._end(sample, "context")
+            return
+        template = context if isinstance(context, str) else None
+        written = sum(1 for _ in turns(sample.trajectory))
+        sample.score = {"context": template, "text": text, "turns": written}
+        self.writer.release(sample, keep=True)
+        self.writer.score(sample, ids + text_ids, len(ids))
 
     def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
@@ -718,6 +771,9 @@ class _Play:
                 if not self._fold(sample, request.context):
                     return []
                 continue
+            if isinstance(request, Score):
+                self._score(sample, request)
+                return []
             if isinstance(request, SpawnBranches):
                 for name, branch in request.branches.items():
                     sample.forks[name] = (branch, self._context(sample, branch), request.trained)
@@ -749,7 +805,7 @@ class _Play:
         if self.writer.parks:
             self.writer.release(sample, keep=True)
         state = copied(sample, trajectory=copied(sample.trajectory), growth=None)
-        prompt = SharedPrompt([token for segment in contexts(sample.trajectory)[-1] for token in segment.ids])
+        prompt = SharedPrompt(present_ids(sample.trajectory))
         growth.tree.nodes.append(Node(sample.job.sample, written, state, prompt, tuple(growth.exchanges)))
 
     def _open_turn(self, sample: Sample, request: Generate) -> None:

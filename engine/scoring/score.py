@@ -105,6 +105,7 @@ def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tok
         length=lambda text: len(tokenizer.encode(text)),
         chance=hash_uniform(question.id, pieces),
         metadata=question.metadata,
+        scores=trajectory.scores,
     )
 
 

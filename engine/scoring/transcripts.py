@@ -7,6 +7,7 @@ in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|p
     "branches": {name: segments}                                   the same, as a run folder stores them
     "entailment": .87, "verdict": true                             what a judge said; no judge is asked here
     "metadata": {..}                                               the question's other keys
+    "scores": [{"context", "text", "turns", "logprobs"}, ..]       texts that were scored, as a run folder stores them
 out {"id", "reward", "parts": {..}, "answer"}
 
 Lengths are in words, or in tokens where a tokenizer is given. With the run's own tokenizer segments are read from their
@@ -21,6 +22,7 @@ from thresher.common.errors import UserError
 from thresher.common.jsonl import string_field, write_jsonl
 from thresher.common.records import read_records
 from thresher.engine.episode import System
+from thresher.engine.protocol.trajectory import are_scores
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.rewards.reward import RewardInput, Source, TextSegment, count_words, hash_uniform
@@ -105,6 +107,7 @@ def read_reward_input(record: dict[str, Any], where: str, tokenizer: Tokenizer |
         length=count_words if tokenizer is None else lambda text: len(tokenizer.encode(text)),
         chance=hash_uniform(str(id_), pieces),
         metadata=value("metadata", "an object", lambda v: isinstance(v, dict), {}),
+        scores=value("scores", "a list of objects with context, text, turns and logprobs", are_scores, []),
     )
 
 

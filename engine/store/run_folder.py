@@ -78,6 +78,7 @@ TRAJECTORY = {
     "passages": [{"*": ANYTHING, "text": TEXT}],
     "searches": [{"*": ANYTHING, "query": TEXT, "passages": [ANYTHING]}],
     "tools": [{"*": ANYTHING, "name": TEXT, "text": TEXT}],
+    "scores": [{"*": ANYTHING, "text": TEXT, "logprobs": [NUMBER], "turns": WHOLE}],
 }
 
 

@@ -135,7 +135,7 @@ SCRIPTS: dict[str, Script] = {
 
 
 class ScriptedWriter:
-    """Writes the turns of a script, in tokens of log-prob 0."""
+    """Writes the turns of a script, in tokens of log-prob 0; of a text that is scored they have the same."""
 
     unit = 1
     elsewhere = False
@@ -144,10 +144,11 @@ class ScriptedWriter:
     def __init__(self, tokenizer: Tokenizer, script: Script, tags: tuple[str, ...]) -> None:
         self.tokenizer, self.script, self.tags = tokenizer, script, tags
         self.due: list[tuple[Sample, tuple[str, ...]]] = []
+        self.scored: list[tuple[Sample, Written]] = []
 
     @property
     def idle(self) -> bool:
-        return not self.due
+        return not self.due and not self.scored
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
         """Do nothing, as `append` and `release`: a script reads the trajectory."""
@@ -159,9 +160,12 @@ class ScriptedWriter:
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         self.due.append((sample, stop))
 
+    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
+        self.scored.append((sample, Written([], [0.0] * (len(ids) - scored_from))))
+
     def step(self) -> list[tuple[Sample, Written]]:
-        due, self.due = self.due, []
-        return [(sample, self._turn(sample, stop)) for sample, stop in due]
+        due, self.due, scored, self.scored = self.due, [], self.scored, []
+        return scored + [(sample, self._turn(sample, stop)) for sample, stop in due]
 
     def _turn(self, sample: Sample, stop: tuple[str, ...]) -> Written:
         question = sample.job.question

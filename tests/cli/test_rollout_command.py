@@ -205,7 +205,7 @@ def test_logits_that_are_not_finite_are_refused_by_every_command_that_samples(
     }
     for name, more in commands.items():
         said = refusal(capsys, *name.split()[:1], *model, *more)
-        assert f"{tiny_model_folder}: the log-prob of a drawn token is not finite" in said, name
+        assert f"{tiny_model_folder}: the log-prob of a token is not finite" in said, name
 
 
 def test_a_recipe_says_what_the_flags_do_not(

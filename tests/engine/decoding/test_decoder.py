@@ -213,7 +213,7 @@ def test_logits_that_are_not_finite_end_the_step_and_masked_columns_do_not(
     if not ends:
         assert all(len(turn[0]) == 8 for record in play(decoder, prompt, plans) for turn in record)
         return
-    with pytest.raises(NotFiniteDraw, match=r"^the policy: the log-prob of a drawn token is not finite, so its logits"):
+    with pytest.raises(NotFiniteDraw, match=r"^the policy: the log-prob of a token is not finite, so its logits"):
         play(decoder, prompt, plans)
     assert calls <= 4 and decoder.cache is None
 

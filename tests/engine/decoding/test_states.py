@@ -2,17 +2,20 @@
 the same; and where the tree of blocks says that a beginning's states lie."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from decoding_cases import Plan, TurnPlan, agree, alone, blocks, play, random_world
+from decoding_cases import Plan, TurnPlan, agree, alone, blocks, play, random_world, turns_of
 from model_cases import make_config
 
 from thresher.common.errors import UserError
+from thresher.engine.decoding import decoder as decoder_module
 from thresher.engine.decoding import generator as generator_file
 from thresher.engine.decoding.blocks import BlockPool, Prefix
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.decoding.decoder_cuda import DeviceDecoder
 from thresher.engine.decoding.generator import GenerateRequest, Generator
 from thresher.engine.decoding.scheduler import SamplingParams
@@ -91,6 +94,32 @@ def test_steps_that_are_launched_ahead_agree(
     decoder = DeviceDecoder(policy, tokenizer, **sizes)
     agree(play(decoder, prompts, plans), wanted)
     assert decoder.clock.shared_tokens > 0 and (decoder.clock.drafted_tokens > 0) == (speculate > 0)
+
+
+@pytest.mark.parametrize("make", [Decoder, DeviceDecoder])
+def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
+    make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are scored behind states that were kept, cut off by a step's rows, and their states go on to no sample."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
+    prompts, plans = random_world(Random(4), 6, 8)
+    wanted = alone(policy, tokenizer, prompts, plans)
+    texts = [tuple(Random(seed).choices(range(6), k=20)) for seed in range(8)]
+    scored = [replace(plan, scored=text) for plan, text in zip(plans, texts, strict=True)]
+    monkeypatch.setattr(decoder_module, "FORWARD_ROWS", 30)
+    sizes = {"num_blocks": blocks(prompts, scored, 4), "page_size": 16, "max_running": 6, "speculate": 3}
+    found = play(make(policy, tokenizer, **sizes), prompts, scored)
+    agree([turns_of(record) for record in found], wanted)
+    for plan, record in zip(plans, found, strict=True):
+        scale = plan.draw.temperature or 1.0
+        (first, *_) = record
+        ids = torch.tensor([*prompts[plan.prompt], *first[0]])
+        start = len(prompts[plan.prompt])
+        logits_TV = policy.logits(ids)[start - 1 : -1, : tokenizer.vocab_size]
+        expected = torch.log_softmax(logits_TV / scale, -1).gather(1, ids[start:, None])[:, 0]
+        got = torch.tensor([float.fromhex(x) for x in first[1]])
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-3)
 
 
 def test_a_prompt_is_kept_before_its_drafts(
