@@ -150,7 +150,7 @@ def test_a_reward_that_does_not_fit_its_trajectory_is_refused(tiny_tokenizer: To
         ({"advantage": "turn"}, 'baseline: expected leave_one_out or none with advantage = "turn", got group'),
         ({"advantage": "turn", "baseline": "none"}, 'scale: expected none with advantage = "turn", got group'),
         ({"advantage": "anchor", "baseline": "batch"}, "baseline: expected group or leave_one_out"),
-        ({"advantage": "anchor", "baseline": "leave_one_out"}, "scale: expected none with anchor"),
+        ({"advantage": "anchor", "baseline": "leave_one_out"}, 'scale: expected none with advantage = "anchor"'),
     ):
         with pytest.raises(Exception, match=why):
             GrpoSection(**keys)  # type: ignore[arg-type]
