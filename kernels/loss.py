@@ -197,11 +197,12 @@ def _run_chunks(
     hidden_grad_TH: Tensor | None,
     head_grad_VH: Tensor | None,
     add_to_head_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    """(logprobs_R, entropy_R) of all rows. The first `with_gradient` of them also write their rows of hidden_grad_TH
-    and head_grad_VH, where these are given; what head_grad_VH holds is added to, or else overwritten."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprobs_R, entropy_R, logit_gradients_R) of all rows. The first `with_gradient` of them also write their rows
+    of hidden_grad_TH and head_grad_VH, where these are given; what head_grad_VH holds is added to, or else overwritten.
+    The other rows' logit gradients are 0."""
     count = len(rows)
-    logprobs_R, entropy_R = hidden_TH.new_empty((2, count), dtype=compute_dtype(hidden_TH))
+    logprobs_R, entropy_R, logit_gradients_R = hidden_TH.new_zeros((3, count), dtype=compute_dtype(hidden_TH))
 
     def run(chunk: slice) -> None:  # a function, so that a chunk's temporaries are gone before the next one's come
         part = rows.part(chunk)
@@ -212,6 +213,9 @@ def _run_chunks(
             return
         done = backend.gradient(rows_RH, part)
         logprobs_R[chunk], entropy_R[chunk] = done.logprobs_R, done.entropy_R
+        logit_gradients_R[chunk] = done.dlogits_RV.gather(1, part.targets_R[:, None])[:, 0]
+        if done.factor_R is not None:
+            logit_gradients_R[chunk] *= done.factor_R
         if hidden_grad_TH is not None:
             grad_RH = hidden_product(done.dlogits_RV, head_VH)
             grad_RH = grad_RH if done.factor_R is None else grad_RH.mul_(done.factor_R[:, None])
@@ -228,7 +232,7 @@ def _run_chunks(
         run(slice(start, min(start + chunk_rows, with_gradient)))
     for start in range(with_gradient, count, chunk_rows):
         run(slice(start, min(start + chunk_rows, count)))
-    return logprobs_R, entropy_R
+    return logprobs_R, entropy_R, logit_gradients_R
 
 
 class _WithGradients(torch.autograd.Function):
@@ -385,7 +389,8 @@ def grpo_loss(
             head_grad_VH = torch.empty_like(lm_head_VH, dtype=compute_dtype(lm_head_VH))
             # The first chunk writes where it can, which saves filling the whole with zeros.
             head_grad_VH[columns if with_gradient else 0 :] = 0
-        if hidden_grad_TH is None and head_grad_VH is None:
+        forward_only = hidden_grad_TH is None and head_grad_VH is None
+        if forward_only:
             # Without gradients to make, splitting the rows into two kinds would only cost a chunk.
             with_gradient = 0
         head_VH = blas_ready(lm_head_VH[:padded])
@@ -393,9 +398,9 @@ def grpo_loss(
         rows_at_once = chunk_size(chunk_rows, workspace_bytes, backend, head_VH[:columns], most_rows)
         made = _make_backend(backend, head_VH, columns, settings, rows_at_once)
         if not settings.of_rows and with_gradient:
-            logprobs_R, _ = _run_chunks(made, hidden_TH, head_VH, rows, 0, rows_at_once, None, None, False)
+            logprobs_R, *_ = _run_chunks(made, hidden_TH, head_VH, rows, 0, rows_at_once, None, None, False)
             rows = replace(rows, slopes_R=slopes(logprobs_R, rows, settings))
-        logprobs_R, entropy_R = _run_chunks(
+        logprobs_R, entropy_R, logit_gradients_R = _run_chunks(
             made,
             hidden_TH,
             head_VH,
@@ -406,9 +411,10 @@ def grpo_loss(
             None if head_grad_VH is None else head_grad_VH[:padded],
             add_to_head_grad=lm_head_grad_VH is not None,
         )
-        result = assemble(logprobs_R, entropy_R, rows, settings, len(targets_T))
+        of_logits_R = None if forward_only else logit_gradients_R
+        result = assemble(logprobs_R, entropy_R, rows, settings, len(targets_T), of_logits_R)
     if lm_head_grad_VH is not None:
         return replace(result, hidden_grad_TH=hidden_grad_TH)
-    if hidden_grad_TH is None and head_grad_VH is None:
+    if forward_only:
         return result
     return replace(result, loss=_WithGradients.apply(hidden_TH, lm_head_VH, result.loss, hidden_grad_TH, head_grad_VH))

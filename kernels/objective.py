@@ -158,6 +158,7 @@ class LossResult:
     capped: Tensor  # 0-d int64: unmasked rows with log-ratio > 80, or d < -80, whose exponent was capped
     hidden_grad_TH: Tensor | None = None  # hidden's dtype; only when the call was given lm_head_grad_VH
     kl_coefficients: Tensor | None = None  # dKL/dlogp of the gradient's estimator; None without reference log-probs
+    logit_gradients: Tensor | None = None  # dloss/d(hidden @ head.T)[target]; None where the call made no gradient
 
 
 class LogitGradient(NamedTuple):
@@ -359,7 +360,14 @@ def logit_coefficients(
     return on_target_R, on_plogp_R * entropy_R - on_target_R, on_plogp_R
 
 
-def assemble(logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: LossSettings, length: int) -> LossResult:
+def assemble(
+    logprobs_R: Tensor,
+    entropy_R: Tensor,
+    rows: LossRows,
+    settings: LossSettings,
+    length: int,
+    logit_gradients_R: Tensor | None = None,
+) -> LossResult:
     """Loss and metrics from log-probs and entropies of the unmasked rows; autograd may pass to the loss."""
     ratios_R, objective_R, clipped_R = surrogate_of(logprobs_R, rows, settings)
     capped_R = log_ratios(logprobs_R, rows) > EXP_CAP
@@ -394,4 +402,5 @@ def assemble(logprobs_R: Tensor, entropy_R: Tensor, rows: LossRows, settings: Lo
         clipped=spread(clipped_R),
         capped=capped_R.sum(),
         kl_coefficients=None if coefficients_R is None else spread(coefficients_R),
+        logit_gradients=None if logit_gradients_R is None else spread(logit_gradients_R),
     )

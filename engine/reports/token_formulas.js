@@ -1,31 +1,13 @@
 "use strict";
 // The formulas of the token page, without the page: what it computes from a token's stored values.
-// The loss's are those of kernels/objective.py and kernels/loss.py; tests compare them with torch's over a table.
+// Ratio and KL are those of kernels/objective.py; tests compare them with torch's over a table. The gradient is stored.
 // The page inlines this file before token_view.js.
 const FORMULAS = (() => {
-const EXP_CAP = 80, BOUND = Math.exp(EXP_CAP);
-const bounded = (x) => Math.min(Math.max(x, -BOUND), BOUND);
+const EXP_CAP = 80;
 const ratioOf = (logRatio) => Math.exp(Math.min(logRatio, EXP_CAP));
 
 // The KL estimators of one token. d: log p - log p of the reference.
 const estimators = { k1: (d) => d, k2: (d) => d * d / 2, k3: (d) => Math.expm1(Math.min(-d, EXP_CAP)) + d };
-// dKL/dlogp by the estimator whose gradient is taken.
-const coefficients = {
-  none: () => 0,
-  k1: () => 1,
-  k2: (d) => d,
-  k3: (d) => -Math.expm1(Math.min(-d, EXP_CAP)),
-  k3_ratio: (d, ratio) => bounded(ratio * d),
-};
-// Minus the derivative of the policy-gradient term by the log-prob.
-const surrogate = (ratio, advantage, clipped) => (clipped ? 0 : ratio * advantage);
-// Minus dloss/dz of the token's own logit, for a weight of 1 / tokens, or 1 where the loss divides by no length.
-function logitGradient({ logprob, ratio, advantage, clipped, d, entropy, tokens }, { kl, beta, entropy: entropyCoef, per_trajectory }) {
-  const p = Math.exp(logprob), penalty = d === null || kl === "none" ? 0 : beta * coefficients[kl](d, ratio);
-  const onTarget = bounded(surrogate(ratio, advantage, clipped) - penalty);
-  const onEntropy = entropyCoef ? entropyCoef * p * (logprob + entropy) : 0;
-  return (onTarget * (1 - p) - onEntropy) / (per_trajectory ? tokens : 1);
-}
 
 // Colours. The value at which a colour is full: `fixed`, or else the 99th percentile of the sizes (or the largest).
 function fullScale(sizes, fixed, share = .99) {
@@ -48,5 +30,5 @@ function halves(text) {
   }
   return values;
 }
-return { ratioOf, estimators, coefficients, surrogate, logitGradient, fullScale, opacity, halves };
+return { ratioOf, estimators, fullScale, opacity, halves };
 })();

@@ -1,5 +1,5 @@
 (() => {
-const { ratioOf, estimators, logitGradient, fullScale, opacity, halves } = FORMULAS; // token_formulas.js
+const { ratioOf, estimators, fullScale, opacity, halves } = FORMULAS; // token_formulas.js
 const $ = (id) => document.getElementById(id);
 const D = JSON.parse($("data").textContent), O = D.objective, groups = D.groups;
 
@@ -45,21 +45,17 @@ function value(sample, name, i) {
 const now = (sample, i) => value(sample, "logprob", i) + value(sample, "rollout", i); // log-prob by the update's forward
 const d = (sample, i) => value(sample, "reference", i);
 const advantage = (sample, i) => (sample.weighted === undefined ? sample.advantage : value(sample, "weighted", i));
-function gradient(sample, i) {
-  const token = { logprob: now(sample, i), ratio: O.old === "recomputed" ? 1 : ratioOf(value(sample, "rollout", i)), advantage: advantage(sample, i),
-    clipped: sample.isClipped.has(i), d: sample.reference ? d(sample, i) : null, entropy: value(sample, "entropy", i), tokens: sample.count - (sample.inherited || 0) };
-  return logitGradient(token, O);
-}
+const gradient = (sample, i) => value(sample, "gradient", i) * sample.unit;
 
 // Colourings: what(sample, i) -> number; full: where the colour is full, or null: the step's 99th percentile.
 const COLOURS = [
-  { id: "gradient", name: "gradient on its logit", needs: "rollout", both: true, what: gradient, ends: ["less likely", "likelier"],
-    help: "Minus the loss's derivative by the token's own logit: (ratio × advantage where not clipped, less β × the KL's coefficient) × (1 − p), over the sample's length where the loss divides by it. A token that the policy is sure of is hardly moved, whatever its advantage." },
+  { id: "gradient", name: "gradient on its logit", needs: "gradient", both: true, what: gradient, ends: ["less likely", "likelier"],
+    help: `Minus the loss's derivative by the token's own logit, as the update computed it: the objective ${O.objective}, with what the recipe adds to it (KL, entropy, guard), times the token's weight in the mean. A token that the policy is sure of is hardly moved, whatever its advantage.` },
   { id: "source", name: "source", help: "Who wrote it: template, question, given passages, the policy, retrieved text, the engine's feedback." },
   { id: "logprob", name: "log-prob", needs: "logprob", full: 5, what: (s, i) => -value(s, "logprob", i), show: (v) => fmt(-v), ends: ["sure", "unlikely"],
     help: "Of the token when it was drawn, in nats." },
   { id: "rollout", name: "ratio to the rollout", needs: "rollout", both: true, full: Math.log(O.high), what: (s, i) => value(s, "rollout", i), show: (v) => fmt(ratioOf(v)),
-    ends: ["falls", "rises"], help: "Probability by the update's own forward over that when it was drawn; the colour is full at the upper clip. In the first update of a batch it is 1 up to rounding." },
+    ends: ["falls", "rises"], help: "Probability by the update's own forward over that when it was drawn; the colour is full at the upper clip, or at 1.2 where a token's ratio has none. In the first update of a batch it is 1 up to rounding." },
   { id: "reference", name: "ratio to the reference", needs: "reference", both: true, what: d, show: (v) => fmt(ratioOf(v)), ends: ["below", "above"],
     help: "Probability by the policy over that by the reference." },
   { id: "k1", name: "KL, k1", needs: "reference", both: true, what: (s, i) => estimators.k1(d(s, i)), help: "d = log p − log p of the reference." },
@@ -320,7 +316,8 @@ function valuesOf(sample, i, branch) {
   const drawn = value(sample, "logprob", i), rows = [["advantage", signed(advantage(sample, i))]];
   if (sample.logprob !== undefined) rows.unshift(["log-prob when drawn", fmt(drawn)], ["p", fmt(Math.exp(drawn))]);
   if (sample.rollout === undefined) return sample.logprob === undefined ? rows : [...rows, ["in the update", "no"]];
-  rows.push(["gradient", signed(gradient(sample, i))], ["log-prob in the update", fmt(now(sample, i))], ["ratio to the rollout", String(+ratioOf(value(sample, "rollout", i)).toPrecision(6))]);
+  if (sample.gradient !== undefined) rows.push(["gradient", signed(gradient(sample, i))]);
+  rows.push(["log-prob in the update", fmt(now(sample, i))], ["ratio to the rollout", String(+ratioOf(value(sample, "rollout", i)).toPrecision(6))]);
   if (sample.reference !== undefined) {
     const x = d(sample, i);
     rows.push(["ratio to the reference", fmt(ratioOf(x))], ["k1", signed(estimators.k1(x))], ["k2", fmt(estimators.k2(x))], ["k3", fmt(estimators.k3(x))]);
@@ -471,7 +468,7 @@ function notes() {
   const found = [];
   if (!D.stored) found.push("This step has no log-probs: none were stored (run.token_stats_mib), or newer steps took their room. Sources and advantages are shown.");
   else if (!D.reference) found.push("The run has no KL, so there was no reference: ratios to it and KL are not shown.");
-  if (O.objective) found.push(`The gradients shown are those of a clipped ratio; the run's objective, ${O.objective}, or its guard has others.`);
+  if (all.some(({ sample }) => sample.rollout && !sample.gradient)) found.push("This step was stored by an earlier version of Thresher, which kept no gradients: they are not shown.");
   if (D.stored && O.temperature !== 1) found.push(`Log-probs are at the rollout's temperature, ${O.temperature}.`);
   if (D.stored && O.passes > 1) found.push(`The update's values are of the first of ${O.passes} passes over the batch.`);
   if (D.stored && O.updates > 1) found.push(`The batch had ${O.updates} updates: a part's values were found after the updates before it.`);

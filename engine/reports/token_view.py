@@ -4,10 +4,11 @@
     index.html         in a folder of such pages: the run's stored steps with their measures
 
 The page is this folder's token_view.html, .css and .js with the step's data in it as JSON: groups of samples, their
-text cut into tokens, values in base64. token_formulas.js computes the rest. Sampled text is data alone: the script only
-makes text nodes of it. A character whose bytes lie in several tokens is shown with the last of them. Strings that
-repeat (prompts, passages) are stored once a group. Differences of log-probs are computed here in float32 and stored as
-float16, because the rounding of the log-probs to float16 would exceed them.
+text cut into tokens, values in base64. The gradients are those that the update computed; token_formulas.js computes
+ratios and KL. Sampled text is data alone: the script only makes text nodes of it. A character whose bytes lie in
+several tokens is shown with the last of them. Strings that repeat (prompts, passages) are stored once a group.
+Differences of log-probs are computed here in float32 and stored as float16, because the rounding of the log-probs to
+float16 would exceed them.
 """
 
 import base64
@@ -316,6 +317,9 @@ def values_of(stats: TokenStats) -> dict[str, Any]:
         made["reference"] = half(recomputed - values["reference"])
     if "advantage" in values:
         made["weighted"] = half(values["advantage"])
+    if "gradient" in values:  # divided by the sample's largest: most are below what float16 has
+        made["unit"] = float(np.nanmax(np.abs(values["gradient"]))) or 1.0
+        made["gradient"] = half(values["gradient"] / made["unit"])
     return made
 
 
@@ -344,15 +348,10 @@ def odd_tokens(records: Sequence[Record], tokenizer: Tokenizer) -> dict[int, str
 
 
 def objective_of(grpo: GrpoSection, temperature: float) -> dict[str, Any]:
-    """Return the constants of the recipe that the page computes with, as kernels/loss.py has them."""
+    """Return what the page shows of the recipe's loss."""
     return {
-        "low": 1 - grpo.clip_low,
-        "high": 1 + grpo.clip_high,
-        "beta": grpo.beta,
-        "kl": (grpo.kl_gradient or grpo.kl_value) if grpo.beta else "none",
-        "entropy": grpo.entropy_coef,
-        "per_trajectory": grpo.aggregation == "trajectory",
-        "objective": None if surrogate_name(grpo.objective) == "clip" and grpo.guard == "none" else grpo.objective,
+        "objective": visible(grpo.objective),
+        "high": 1.2 if surrogate_name(grpo.objective) == "gspo" else 1 + grpo.clip_high,  # gspo's is of a sequence
         "old": grpo.old_logprobs,
         "passes": grpo.epochs_per_batch,
         "updates": grpo.updates_per_batch,

@@ -7,11 +7,15 @@
     clipped_P      bool     the clip left the surrogate term no gradient
     reference_P    float32  log-prob by the reference; absent without a KL
     advantage_P    float32  the advantage times the importance weight; absent where each trajectory has one for all
+    gradient_P     float32  minus the loss's derivative by the token's own logit; absent in files of earlier versions
     branches_B     float32  log-prob when drawn, of the tokens of the other branches, which are in no update
 
 All in nats, at the rollout's temperature; the file's metadata has a digest of them. The update's values are those of
 the first pass over the batch, taken from the loss as it stands: no forward is run for them, and they come to the host
 once a step.
+
+The gradient is that of the step's loss, whatever the objective, its weights and 1 / temperature included: the number
+which the update's backward began with at the token's logit before the temperature.
 
 Deliberately absent: what follows from these and the recipe (ratios, KL estimators), and the text (the JSONL's ids).
 Axes: N trajectories, P their sampled tokens one behind the other (each one's own, then those of its trained branches),
@@ -45,6 +49,7 @@ DTYPES = {
     "clipped": np.bool_,
     "reference": np.float32,
     "advantage": np.float32,
+    "gradient": np.float32,
 }
 DIGEST = "digest"  # its key in the metadata
 ALWAYS = ("sampled", "recomputed", "entropy", "clipped")

@@ -324,7 +324,9 @@ class Updater:
             if grpo.kl_value != "none":
                 largest["kl_largest"] = result.kl[self.grpo.kl_value]
         unread.add(result, sums, largest)
+        assert result.logit_gradients is not None
         values_R = {"recomputed": result.logprobs, "entropy": result.entropy, "clipped": result.clipped}
+        values_R["gradient"] = -result.logit_gradients
         if reference_logprobs is not None:
             values_R["reference"] = reference_logprobs
         return values_R | {"advantage": micro_batch.advantages_R}

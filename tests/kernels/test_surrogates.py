@@ -31,22 +31,28 @@ def case_of(seed: int = 0) -> Case:
 
 def by_hand(case: Case, objective: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     hidden, head = (x.clone().requires_grad_() for x in (case.hidden, case.head))
-    logp = torch.log_softmax(hidden @ head.t(), 1).gather(1, case.targets[:, None])[:, 0]
+    logits = hidden @ head.t()
+    logits.retain_grad()
+    logp = torch.log_softmax(logits, 1).gather(1, case.targets[:, None])[:, 0]
     loss = torch.zeros((), dtype=torch.float64)
     for number in range(len(LENGTHS)):
         rows = (number == SEQUENCE) & (case.weights != 0)
         if rows.any():
             loss = loss - (case.weights[rows] * objective(logp[rows], case.old[rows], case.advantages[rows])).sum()
     loss.backward()
-    assert hidden.grad is not None and head.grad is not None
-    return {"loss": loss.detach(), "hidden_grad": hidden.grad, "head_grad": head.grad}
+    assert hidden.grad is not None and head.grad is not None and logits.grad is not None
+    own = logits.grad.gather(1, case.targets[:, None])[:, 0]
+    return {"loss": loss.detach(), "hidden_grad": hidden.grad, "head_grad": head.grad, "logit_gradients": own}
 
 
 def ours(case: Case, surrogate: Any, loss: Callable[..., Any] = grpo_loss, **options: Any) -> dict[str, Tensor]:
     hidden, head = (x.clone().requires_grad_() for x in (case.hidden, case.head))
+    logits = hidden @ head.t() if loss is reference_grpo_loss else None  # with a head of ones they are hidden states
+    if logits is not None:
+        logits.retain_grad()
     result = loss(
-        hidden,
-        head,
+        hidden if logits is None else logits,
+        head if logits is None else torch.eye(len(head), dtype=head.dtype),
         *case.arguments[2:],
         ref_logprobs_T=case.ref,
         sequence_T=SEQUENCE,
@@ -55,7 +61,8 @@ def ours(case: Case, surrogate: Any, loss: Callable[..., Any] = grpo_loss, **opt
     )
     result.loss.backward()
     assert hidden.grad is not None and head.grad is not None
-    return {"loss": result.loss.detach(), "hidden_grad": hidden.grad, "head_grad": head.grad}
+    own = result.logit_gradients if logits is None else logits.grad.gather(1, case.targets[:, None])[:, 0]
+    return {"loss": result.loss.detach(), "hidden_grad": hidden.grad, "head_grad": head.grad, "logit_gradients": own}
 
 
 def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
@@ -160,6 +167,7 @@ def test_the_guard_holds_what_was_right() -> None:
     assert result.loss.item() == pytest.approx(0.5 * 0.2 * float(fallen.sum()), rel=1e-12)
     result.loss.backward()
     assert leaf.grad is not None and (leaf.grad[:, 0] < 0).tolist() == [True, False, False, True, False]
+    assert result.logit_gradients is not None and torch.equal(result.logit_gradients, leaf.grad[:, 0])
 
 
 def test_beta_and_entropy_are_added_whatever_the_surrogate() -> None:

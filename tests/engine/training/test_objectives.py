@@ -1,5 +1,5 @@
 """Objectives of a recipe: what a name presets, and that an update's gradient is the named one's, with prefixes shared
-and not, in float64; a function of one's own, and the guard; overlong shaping."""
+and not, in float64, and what a recorder keeps of it; a function of one's own, and the guard; overlong shaping."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,15 @@ import pytest
 import torch
 from model_cases import make_config
 from surrogate_cases import BY_HAND, DELTA, HIGH, LOW
-from update_cases import ADVANTAGES, logprobs, spoken, update
+from update_cases import ADVANTAGES, logits, logprobs, make_updater, spoken, update
 
 from thresher.common.errors import UserError
 from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.recipe import make_recipe
 from thresher.engine.config.sections import GrpoSection
+from thresher.engine.packing import build_train_sequences
 from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.step import overlong_penalty
 from thresher.policy.model import Policy, init_policy
 
@@ -28,14 +30,19 @@ def policy_of(seed: int = 0) -> Policy:
 
 def expected(
     policy: Policy, trajectories: list[Trajectory], surrogate: str, weights: list[float]
-) -> list[torch.Tensor]:
-    loss = torch.zeros((), dtype=torch.float64)
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Autograd's gradient by the weights and, of each trajectory, by its tokens' own logits."""
+    loss, logits_RV, targets_R1 = torch.zeros((), dtype=torch.float64), [], []
     for trajectory, advantage, weight in zip(trajectories, ADVANTAGES, weights, strict=True):
-        own = logprobs(policy, trajectory)
+        logits_RV.append(logits(policy, trajectory))
+        targets_R1.append(torch.tensor(trajectory.ids())[trajectory.policy_positions()][:, None])
+        own = logits_RV[-1].log_softmax(-1).gather(1, targets_R1[-1])[:, 0]
         old = torch.tensor(trajectory.policy_logprobs(), dtype=torch.float64)
         A = torch.full_like(own, torch.tensor(advantage, dtype=torch.float32).item()).detach()
         loss = loss - torch.tensor(weight, dtype=torch.float32).item() * BY_HAND[surrogate](own, old, A).sum()
-    return list(torch.autograd.grad(loss, list(policy.parameters())))
+    of_weights = torch.autograd.grad(loss, list(policy.parameters()), retain_graph=True)
+    of_logits = torch.autograd.grad(loss, logits_RV)
+    return list(of_weights), [x.gather(1, ids)[:, 0] for x, ids in zip(of_logits, targets_R1, strict=True)]
 
 
 def found(policy: Policy, gradients: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -51,7 +58,7 @@ def test_an_update_has_the_objectives_gradient(objective: str, gradients: dict[s
     constant = 40.0 if aggregation == "constant" else None
     per_token = {"token": [1 / sum(lengths)] * 3, "constant": [1 / (3 * 40.0)] * 3}
     weights = per_token.get(aggregation, [1 / (3 * n) for n in lengths])
-    wanted = expected(policy, trajectories, OBJECTIVES[objective].surrogate, weights)
+    wanted, of_logits = expected(policy, trajectories, OBJECTIVES[objective].surrogate, weights)
     grpo = GrpoSection(
         objective=objective,
         clip_low=LOW,
@@ -62,9 +69,13 @@ def test_an_update_has_the_objectives_gradient(objective: str, gradients: dict[s
         aggregation_constant=constant,
     )
     for share in (True, False):
-        update(policy, None, trajectories, ADVANTAGES, grpo, share_prefix=share, micro_batch_tokens=10_000)
+        recorder, sequences = TokenRecorder(), build_train_sequences(trajectories, ADVANTAGES, grpo)
+        updater = make_updater(policy, None, grpo, share_prefix=share, micro_batch_tokens=10_000)
+        updater.update(sequences, 0, 1.0, recorder)
         for gradient, exact in zip(found(policy, gradients), wanted, strict=True):
             assert float((gradient - exact).norm()) <= 1e-12 * float(exact.norm())
+        for (_, values), exact in zip(sorted(recorder.found().items()), of_logits, strict=True):
+            assert values["gradient"] == pytest.approx(-exact.numpy(), rel=2**-24)  # bound: rounded to float32
 
 
 def test_an_objective_presets_keys_between_the_systems_and_ones_own() -> None:

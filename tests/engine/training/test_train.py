@@ -108,6 +108,7 @@ def test_the_metrics_of_a_step_are_those_of_its_trajectories(uninterrupted: Path
         assert record["kl_k2"] == pytest.approx((d * d / 2).mean(), rel=1e-4, abs=1e-9)
         assert record["entropy"] == pytest.approx(values["entropy"].mean(), rel=1e-3)
         assert record["clipped"] == values["clipped"].mean()
+        assert np.isfinite(values["gradient"]).all() and values["gradient"].any()
         gap = abs(values["recomputed"] - values["sampled"])
         assert record["logprob_gap_max"] == pytest.approx(gap.max(), rel=1e-2, abs=1e-8)
         rewards = [{entry["reward"] for entry in entries if entry["group"] == group} for group in range(GROUPS)]

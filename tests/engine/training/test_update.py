@@ -25,8 +25,10 @@ from update_cases import (
     VOCAB,
     brute_force,
     entropies,
+    logits,
     logprobs,
     make_updater,
+    rounded,
     spoken,
     update,
 )
@@ -273,7 +275,7 @@ def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: Gradi
     for trajectory in trajectories:
         for segment in trajectory.segments:
             # Ratios of about .67 and 1.49 in turn, so that in every trajectory some are clipped and some are not.
-            segment.logprobs = [value + (0.4, -0.4)[n % 2] for n, value in enumerate(segment.logprobs)]
+            segment.logprobs = [rounded(value + (0.4, -0.4)[n % 2]) for n, value in enumerate(segment.logprobs)]
     grpo = GrpoSection(beta=0.1, tis_level="token", old_logprobs="recomputed", drop_zero_advantage=True)
     items = build_train_sequences(trajectories, [1.3, 0.0, -0.4], grpo)
     items[1] = replace(items[1], importance=[0.5] * 9)
@@ -295,7 +297,17 @@ def test_recording_changes_no_bit_and_finds_what_the_loss_found(gradients: Gradi
         assert recorded["reference"] == pytest.approx(ref.numpy(), rel=2**-24)  # bound: rounded to float32
         assert recorded["entropy"] == pytest.approx(entropy.numpy(), rel=2**-11)  # bound: rounded to float16
         assert recorded["clipped"].tolist() == clipped.tolist() and 0 < clipped.sum() < len(clipped)
-        assert recorded["advantage"] == pytest.approx([1.3] * 8 if sample == 0 else [-0.2] * 9)
+        advantage = 1.3 if sample == 0 else -0.2
+        assert recorded["advantage"] == pytest.approx([advantage] * len(own))
+        # Minus autograd's derivative of the loss by each token's own logit, before the temperature.
+        logits_RV = (logits(policy, trajectory, 0.7).detach() * 0.7).requires_grad_()
+        targets_R1 = torch.tensor(trajectory.ids())[trajectory.policy_positions()][:, None]
+        log_R = (logits_RV / 0.7).log_softmax(-1).gather(1, targets_R1)[:, 0]
+        pull_R = torch.where(clipped, 0.0, torch.exp(log_R - log_R.detach()) * ratio * rounded(advantage))
+        loss = rounded(1 / (3 * len(own))) * (0.1 * (torch.exp(ref - log_R) + log_R - ref) - pull_R).sum()
+        (exact_RV,) = torch.autograd.grad(loss, logits_RV)
+        exact_R = exact_RV.gather(1, targets_R1)[:, 0]
+        assert recorded["gradient"] == pytest.approx(-exact_R.numpy(), rel=2**-24)  # bound: rounded to float32
 
 
 # --- Advantages, and the weight of each token
