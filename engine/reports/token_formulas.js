@@ -9,10 +9,11 @@ const ratioOf = (logRatio) => Math.exp(Math.min(logRatio, EXP_CAP));
 // The KL estimators of one token. d: log p - log p of the reference.
 const estimators = { k1: (d) => d, k2: (d) => d * d / 2, k3: (d) => Math.expm1(Math.min(-d, EXP_CAP)) + d };
 
-// Colours. The value at which a colour is full: `fixed`, or else the 99th percentile of the sizes (or the largest).
-function fullScale(sizes, fixed, share = .99) {
-  const sorted = Float64Array.from(sizes).sort(), at = (part) => (sorted.length ? sorted[Math.floor(part * (sorted.length - 1))] : 0);
-  return { full: fixed || at(share) || 1, largest: at(1) };
+// Colours. The value at which a colour is full: `fixed`, or else the 99th percentile of the sizes (or the largest size).
+// largest: the value of the largest size, with its sign.
+function fullScale(values, fixed, share = .99) {
+  const sorted = Float64Array.from(values).sort((a, b) => Math.abs(a) - Math.abs(b)), at = (part) => sorted[Math.floor(part * (sorted.length - 1))] || 0;
+  return { full: fixed || Math.abs(at(share)) || 1, largest: at(1) };
 }
 // How opaque the colour of a value is, from 0 to .77; values below 1.5% of the full scale have none.
 function opacity(value, full) {

@@ -73,8 +73,8 @@ function scale(colour) {
   if (scales[colour.id]) return scales[colour.id];
   const values = [];
   for (const { sample } of all) for (let i = 0; i < sample.count; i++) {
-    const size = Math.abs(colour.what(sample, i));
-    if (size > 0) values.push(size);
+    const v = colour.what(sample, i);
+    if (Math.abs(v) > 0) values.push(v);
   }
   return (scales[colour.id] = fullScale(values, colour.full, colour.id === "advantage" ? 1 : .99));
 }
@@ -275,7 +275,7 @@ function drawStrong(group) {
   found.sort((a, b) => Math.abs(b[0]) - Math.abs(a[0]));
   const chips = new Map(); // samples that begin alike have the same token with the same value: once, with their number
   for (const [v, s, i] of found) {
-    if (chips.size > 9 || Math.abs(v) < .02 * Math.abs(found[0][0])) break;
+    if (chips.size > 9 || Math.abs(v) < .02 * Math.abs(found[0][0]) || !strength(colour, v)) break;
     const text = spelled(tokens(group.samples[s])[i]), about = colour.show ? colour.show(v) : colour.both ? signed(v) : fmt(v);
     const chip = chips.get(text + about) || { text, about, v, s, i, times: 0 };
     chip.times++;

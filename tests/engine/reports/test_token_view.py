@@ -333,7 +333,7 @@ def test_every_colour_filter_and_key_of_the_page(run: RunFolder, tmp_path: Path)
         "gradient": ["less likelylikelier· full at 6.0e−9", ">+6.0e−9 ×2", 8],
         "source": ["templatequestionpolicyretrievedfeedback", "", 0],
         "logprob": ["sureunlikely· full at −5, largest −1.13", ">−1.13 ×2", 9],
-        "rollout": ["fallsrises· full at 1.2, largest 1", "<1 ×2", 0],
+        "rollout": ["fallsrises· full at 1.2, largest 1", "", 0],
         "reference": ["belowabove· full at 1.65", "<1.65 ×2", 9],
         "k1": ["−0.50.5", "<+0.5 ×2", 9],
         "k2": ["00.125", "<0.125 ×2", 9],
@@ -406,6 +406,8 @@ def test_colours_are_full_at_the_99th_percentile() -> None:
     assert formulas(at, sizes) == [percentile, max(sizes)]
     assert formulas(at, sizes, None, 1) == [max(sizes), max(sizes)]
     assert formulas(at, sizes, 5.0) == [5.0, max(sizes)]
+    falls = [-7.0, *sizes, -3.0]  # the sign stays, or the largest fall of a ratio would be shown as a rise
+    assert formulas(at, falls, None, 1) == [7.0, -7.0] and formulas(at, falls, 5.0) == [5.0, -7.0]
     assert formulas(at, []) == [1, 0]
     given = [0.0, 0.015, 0.016, -0.5, 1.0, -7.0]
     shown = formulas("(all) => all.map((v) => FORMULAS.opacity(v, 1))", given)
