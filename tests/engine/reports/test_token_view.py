@@ -25,6 +25,7 @@ from thresher.kernels.objective import capped_exp, kl_values
 from thresher.policy.tokenizer import Tokenizer
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u202e\x1b[31m"
+FALL = -0.25  # of the last token's log-prob between rollout and update
 TABLE = {"model": {"path": "gone"}, "system": {"name": "eval_rar"}, "run": {"steps": 9}}
 
 
@@ -62,7 +63,8 @@ def record(tokenizer: Tokenizer, group: int, sample: int, said: str = "<answer> 
 def stats_of_record(one: dict[str, Any]) -> TokenStats:
     count = len(one["segments"][1]["ids"])
     drawn = -np.arange(1, count + 1, dtype=np.float32) / 8
-    values = {"sampled": drawn, "recomputed": drawn + np.float32(1e-4), "reference": drawn - np.float32(0.5)}
+    drift = np.array([1e-4] * (count - 1) + [FALL], np.float32)
+    values = {"sampled": drawn, "recomputed": drawn + drift, "reference": drawn + drift - np.float32(0.5)}
     values |= {"entropy": np.full(count, 0.25, np.float16), "clipped": np.arange(count) == 1}
     values["gradient"] = (np.arange(count) - 2).astype(np.float32) * np.float32(
         1e-9
@@ -115,7 +117,9 @@ def test_the_page_holds_what_was_stored(run: RunFolder, tmp_path: Path, tiny_tok
     assert text == "<answer> Bel </answer>" and sum(lengths) == len(text) and tiny_tokenizer.decode(ids) == text
     drawn = -np.arange(1, len(ids) + 1) / 8
     assert halves(sample["logprob"]) == pytest.approx(drawn, rel=1e-3)
-    assert halves(sample["rollout"]) == pytest.approx(1e-4, rel=2e-3)  # not what float16 would leave of a difference
+    *small, last = halves(sample["rollout"])
+    assert small == pytest.approx([1e-4] * len(small), rel=2e-3)  # not what float16 would leave of a difference
+    assert last == pytest.approx(FALL, rel=1e-3)
     assert halves(sample["reference"]) == pytest.approx(0.5, rel=1e-3)
     assert sample["clipped"] == [1] and halves(sample["branch_logprob"]).tolist() == [-1.0, -2.0, -3.0]
     bare = data_of(write_token_view(run.path, "4", tmp_path / "bare.html"))
@@ -259,8 +263,8 @@ def test_the_pages_script_shows_the_kernels_numbers(run: RunFolder, tmp_path: Pa
     assert first["text"] == "<answer> Bel </answer>" and first["notes"] == []
     count = len(seen)
     figures = dict(zip(first["names"], first["figures"], strict=True))
-    d, entropy = halves(half(np.array([np.float32(0.5) + np.float32(1e-4)])))[0], 0.25
-    k3 = float(kl_values(torch.tensor(float(d)), torch.tensor(1.0))["k3"])
+    d, entropy = 0.5, 0.25
+    k3 = float(kl_values(torch.tensor(d), torch.tensor(1.0))["k3"])
     assert figures == {
         "groups": "2",
         "samples": "4",
@@ -272,13 +276,13 @@ def test_the_pages_script_shows_the_kernels_numbers(run: RunFolder, tmp_path: Pa
         "KL, k3": f"{k3:.3g}",
     }
     for i, row in enumerate(seen):
-        drawn = -(i + 1) / 8
+        drawn, drift = -(i + 1) / 8, FALL if i == count - 1 else 1e-4
         expected = {
             "log-prob when drawn": drawn,
             "p": math.exp(drawn),
             "advantage": 0.5,
-            "log-prob in the update": drawn + 1e-4,
-            "ratio to the rollout": math.exp(1e-4),
+            "log-prob in the update": drawn + drift,
+            "ratio to the rollout": math.exp(drift),
             "ratio to the reference": math.exp(d),
             "k1": d,
             "k2": d * d / 2,
@@ -333,7 +337,7 @@ def test_every_colour_filter_and_key_of_the_page(run: RunFolder, tmp_path: Path)
         "gradient": ["less likelylikelier· full at 6.0e−9", ">+6.0e−9 ×2", 8],
         "source": ["templatequestionpolicyretrievedfeedback", "", 0],
         "logprob": ["sureunlikely· full at −5, largest −1.13", ">−1.13 ×2", 9],
-        "rollout": ["fallsrises· full at 1.2, largest 1", "", 0],
+        "rollout": ["fallsrises· full at 1.2, largest 0.779", ">0.779 ×2", 1],
         "reference": ["belowabove· full at 1.65", "<1.65 ×2", 9],
         "k1": ["−0.50.5", "<+0.5 ×2", 9],
         "k2": ["00.125", "<0.125 ×2", 9],
@@ -360,12 +364,14 @@ def test_a_step_of_an_earlier_version_has_no_gradients(
     earlier = [stats_of_record(one) for one in records]
     for entry in earlier:
         del entry.values["gradient"]
+        entry.values["recomputed"] = entry.values["sampled"] + np.float32(1e-4)
     run.write_trajectories(4, records)
     assert write_token_stats(run.trajectories / "step_000004.safetensors", earlier, 10**6)
     page = write_token_view(run.path, "4", tmp_path / "F.html").read_text(encoding="utf-8")
     bare = run_page(page, OPEN + TOUR, address="#g=0&s=1&c=gradient&f=all")
     assert list(bare["colours"]) == ["source", *[name for name in COLOURS if name not in ("source", "gradient")]]
     assert len(bare["notes"]) == 1 and "kept no gradients" in bare["notes"][0]
+    assert bare["colours"]["rollout"] == ["fallsrises· full at 1.2, largest 1", "", 0]  # roundings are not listed
 
 
 # Both sides of the cap at 80, both signs, sizes at which exp(-d) - 1 loses its digits, and float16's largest.
