@@ -30,7 +30,7 @@ engine's business: it closes the generator and records its own reason.
 """
 
 import tomllib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,6 +217,11 @@ class EpisodeConfig:
     room_needed: int = 0
 
 
+def rewarded_by_group(attempt: RewardInput) -> RewardResult:
+    """Raise TypeError: the `reward` of a System that has `reward_group` alone."""
+    raise TypeError("the system rewards whole groups; call System.rewards")
+
+
 def last_answer(attempt: RewardInput) -> str | None:
     """Return the final answer of the transcript, as most systems read it (rewards/tags.py)."""
     return final_answer(attempt.pieces)
@@ -227,7 +232,8 @@ class System:
     """One paper's method, as the engine needs it.
 
     tags: every tag of its grammar, opening and closing; no passage, question or feedback may contain one.
-    episode(question, config): the protocol. reward(attempt): the reward with its parts.
+    episode(question, config): the protocol. reward(attempt): the reward with its parts. reward_group(attempts): in
+    place of `reward`, the rewards of a group's attempts, in their order; in an evaluation a group has one attempt.
     template: the built-in prompt, with `{question}` where the question goes, and `{passages}` if passages are given.
     preset: the paper's hyperparameters as recipe values, section -> key -> value.
     given_passages: the prompt shows the question's passages; where it comes with none, the engine retrieves them first.
@@ -243,8 +249,8 @@ class System:
     name: str
     tags: tuple[str, ...]
     episode: Callable[[Question, EpisodeConfig], Episode]
-    reward: Callable[[RewardInput], RewardResult]
-    template: str
+    reward: Callable[[RewardInput], RewardResult] = rewarded_by_group
+    template: str = "{question}"
     preset: dict[str, dict[str, Any]] = field(default_factory=dict)
     given_passages: bool = False
     claims: Callable[[RewardInput], Sequence[tuple[str, str]]] | None = None
@@ -254,10 +260,28 @@ class System:
     needs_golds: bool = True
     searches: bool | None = None
     tools: tuple[str, ...] = ()
+    reward_group: Callable[[Sequence[RewardInput]], Sequence[RewardResult]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.reward is rewarded_by_group and self.reward_group is None:
+            raise TypeError(f"the System {self.name} has neither reward nor reward_group; give it one")
 
     @property
     def needs_index(self) -> bool:
         return "<information>" in self.tags if self.searches is None else self.searches
+
+    def rewards(self, attempts: Sequence[RewardInput], groups: Sequence[Hashable]) -> list[RewardResult]:
+        """Return the reward of each attempt; groups[i]: the group of attempts[i]."""
+        if self.reward_group is None:
+            return [self.reward(attempt) for attempt in attempts]
+        members: dict[Hashable, list[int]] = {}
+        for number, group in enumerate(groups):
+            members.setdefault(group, []).append(number)
+        found: dict[int, RewardResult] = {}
+        for numbers in members.values():
+            results = self.reward_group([attempts[number] for number in numbers])
+            found |= dict(zip(numbers, results, strict=True))
+        return [found[number] for number in range(len(attempts))]
 
 
 def over_given(system: System) -> System:

@@ -518,7 +518,7 @@ def rewarded_by(context: PromptContext) -> str:
     if context.system_digest is not None:
         section = context.recipe.need(SystemSection)
         return f"{section.name}, {context.system_digest[:16]}, {dict(sorted(section.options.items()))}"
-    given = context.system.reward
+    given = context.system.reward_group or context.system.reward
     reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
     # As stored by evaluations that are older than the folder of the papers' rewards.
     module = reward.__module__.replace("thresher.rewards.papers.", "thresher.rewards.")

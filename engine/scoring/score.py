@@ -82,14 +82,12 @@ def score(
     tokenizer: Tokenizer,
     judges: Judges | None = None,
 ) -> list[Scored]:
-    """Return each trajectory with its reward; questions[i] is the one that trajectories[i] answers. UserError where the
-    system needs a judge that is absent."""
+    """Return each trajectory with its reward; questions[i] is the one that trajectories[i] answers. Groups are whole:
+    `System.reward_group` gets all trajectories with the same `group`."""
     attempts = [make_reward_input(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
-    return [
-        Scored(question, trajectory, system.reward(attempt), attempt)
-        for question, trajectory, attempt in zip(questions, trajectories, attempts, strict=True)
-    ]
+    results = system.rewards(attempts, [trajectory.group for trajectory in trajectories])
+    return list(map(Scored, questions, trajectories, results, attempts))
 
 
 def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> RewardInput:

@@ -8,15 +8,17 @@ in  {"id", "question", "golden_answers": [..], "segments": [{"source": "prompt|p
     "entailment": .87, "verdict": true                             what a judge said; no judge is asked here
     "metadata": {..}                                               the question's other keys
     "scores": [{"context", "text", "turns", "logprobs"}, ..]       texts that were scored, as a run folder stores them
+    "group": 0                                                     its samples are rewarded together; left out: the id's
 out {"id", "reward", "parts": {..}, "answer"}
 
 Lengths are in words, or in tokens where a tokenizer is given. With the run's own tokenizer segments are read from their
 ids, and a stored trajectory has, to the bit, the reward that it had in the run.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from thresher.common.errors import UserError
 from thresher.common.jsonl import string_field, write_jsonl
@@ -28,6 +30,14 @@ from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.rewards.reward import RewardInput, Source, TextSegment, count_words, hash_uniform
 
 ANSWERS = ("rationale", "evidence", "full")
+
+
+class Attempt(NamedTuple):
+    """A transcript as its reward sees it, with its id and the group that it is rewarded in."""
+
+    id: str | int
+    group: str
+    attempt: RewardInput
 
 
 def score_file(
@@ -43,15 +53,32 @@ def score_file(
     system = load_system(system_name, options)
     encoder = None if tokenizer is None else load_tokenizer(tokenizer)
     rewards: list[float] = []
+    seen: set[tuple[str, str]] = set()  # group and sample
 
-    def scored() -> Iterator[dict[str, Any]]:
+    def attempts() -> Iterator[Attempt]:
         for number, record in read_records(transcripts, unverified=unverified, foreign=True):
             where = f"{transcripts}:{number}"
             attempt = read_reward_input(record, where, encoder)
             check_judged(attempt, system, where)
-            result = system.reward(attempt)
-            rewards.append(result.reward)
-            yield {"id": record["id"], "reward": result.reward, "parts": result.parts, "answer": result.answer}
+            group = json.dumps(record.get("group", {"id": record["id"]}))
+            if system.reward_group is not None and "sample" in record:
+                key = group, json.dumps(record["sample"])
+                if key in seen:
+                    raise UserError(
+                        f"{where}: another record is sample {key[1]} of group {group} already; score the records of "
+                        "one step at a time, for a group's are rewarded together"
+                    )
+                seen.add(key)
+            yield Attempt(record["id"], group, attempt)
+
+    def scored() -> Iterator[dict[str, Any]]:
+        # A group may lie anywhere in the file; a reward of one attempt needs no more than that.
+        parts = ([one] for one in attempts()) if system.reward_group is None else [list(attempts())]
+        for part in parts:
+            results = system.rewards([one.attempt for one in part], [one.group for one in part])
+            for one, result in zip(part, results, strict=True):
+                rewards.append(result.reward)
+                yield {"id": one.id, "reward": result.reward, "parts": result.parts, "answer": result.answer}
         if not rewards:  # raised here, before anything takes the name of `out`
             raise UserError(f"{transcripts}: holds no transcript; expected one JSON object a line")
 

@@ -9,14 +9,14 @@ Every error that such a file raises, on import or later in its functions, become
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import partial, wraps
 from hashlib import blake2b, sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, read_bytes
@@ -70,10 +70,12 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
         made,
         episode=partial(_own_episode, path=path, episode=made.episode),
         reward=partial(_own_reward, path=path, reward=made.reward),
+        reward_group=made.reward_group and partial(_own_group_reward, path=path, reward_group=made.reward_group),
         answer=_guarded(made.answer, "answer(attempt)", path),
         claims=made.claims and _guarded(made.claims, "claims(attempt)", path),
     )
-    made.reward(_nothing_written(made))
+    for size in (1,) if made.reward_group is None else (1, 2):
+        made.rewards([_nothing_written(made)] * size, [0] * size)
     return made
 
 
@@ -160,6 +162,22 @@ def _own_reward(attempt: RewardInput, *, path: Path, reward: Callable[[RewardInp
     if wrong := _wrong(result):
         raise UserError(f"{path}: reward(attempt) returned {wrong}; fix the file")
     return result
+
+
+def _own_group_reward(
+    attempts: Sequence[RewardInput], *, path: Path, reward_group: Callable[[Sequence[RewardInput]], Any]
+) -> Sequence[RewardResult]:
+    """Call the file's reward of a group. UserError as `_own_reward`, and where it gives no result for each attempt."""
+    found = _called(partial(reward_group, attempts), "reward_group(attempts)", path)
+    if not isinstance(found, list | tuple) or len(found) != len(attempts):
+        what = f"{len(found)} results" if isinstance(found, list | tuple) else type(found).__name__
+        wrong: str | None = f"{what} for a group of {len(attempts)}; expected a list with a RewardResult for each"
+    else:
+        faults = ((number, _wrong(result)) for number, result in enumerate(found, 1))
+        wrong = next((f"for attempt {number} of {len(found)} {fault}" for number, fault in faults if fault), None)
+    if wrong:
+        raise UserError(f"{path}: reward_group(attempts) returned {wrong}; fix the file")
+    return cast(Sequence[RewardResult], found)
 
 
 def _wrong(result: object) -> str | None:

@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from thresher.engine.scoring.score import Judges
 from thresher.engine.training.step import DistributedGrpoStep, GrpoStep, Sampled, questions_of_step, refill_questions
 from thresher.engine.training.train import train
 from thresher.retrieval.questions import Question
+from thresher.rewards.reward import RewardInput, RewardResult
 
 COUNT, SIZE = 4, 2  # groups of two: half of them have no signal
 REFILL: dict[str, Any] = {
@@ -243,6 +244,23 @@ def test_ranks_refill_their_shares_in_equally_many_rounds(make_recipe: Make) -> 
     assert [part.sampled.rounds for part in parts] == [10, 10] and whole.sampled.rounds < 10
     assert [one.trajectory for one in whole.scored] == [one.trajectory for part in parts for one in part.scored]
     assert whole.advantages == [value for part in parts for value in part.advantages]
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_reward_of_groups_gets_whole_groups_in_each_round(make_recipe: Make, rank: int | None) -> None:
+    recipe, sizes = make_recipe(**REFILL), []
+    plain, grouped = step_of(recipe, rank).collect(1), step_of(recipe, rank)
+    system = grouped.context.system
+
+    def reward_group(attempts: Sequence[RewardInput]) -> list[RewardResult]:
+        assert len({attempt.question for attempt in attempts}) == 1
+        sizes.append(len(attempts))
+        return [system.reward(attempt) for attempt in attempts]
+
+    grouped.context = replace(grouped.context, system=replace(system, reward_group=reward_group))
+    result = grouped.collect(1)
+    assert result.advantages == plain.advantages and result.sampled.replaced > 0
+    assert sizes == [SIZE] * (len(result.sampled.scored) + result.sampled.replaced)
 
 
 def test_a_replay_of_tools_is_not_refilled(make_recipe: Make) -> None:
