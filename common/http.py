@@ -14,6 +14,7 @@ from thresher.common.errors import UserError
 
 # Of an answer: the passages of a whole batch are some 50 MB.
 MOST_BYTES = 2**28
+CHAT_PATH = "/chat/completions"  # what the address of a chat model ends in
 
 
 def service_address(url: str, path: str, whose: str, example: str, root: str = "") -> str:
@@ -90,6 +91,16 @@ def json_of(response: HttpAnswer) -> Any:
         return json.loads(response.data)
     except (ValueError, RecursionError):
         return None
+
+
+def chat_reply(response: HttpAnswer) -> str | None:
+    """Return the text of a chat completion; None where the answer is none."""
+    answer = json_of(response)
+    try:
+        reply = answer["choices"][0]["message"]["content"]
+    except (TypeError, KeyError, IndexError):
+        return None
+    return reply if isinstance(reply, str) else None
 
 
 def in_words(error: Exception, timeout: float, answer: str) -> str:

@@ -161,7 +161,7 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
             num_draft_tokens=rollout.num_draft_tokens,
         ),
         system_digest=digest,
-        tools=load_tools(recipe.tools, rollout.tools_replay, _say),
+        tools=load_tools(recipe.tools, rollout.tools_replay, _say, recipe.run),
         tools_digest=tools_digest(recipe),
     )
 

@@ -17,6 +17,7 @@ PARTS = {
     "autorefine": {"answer", "refinement"},
     "search_r1": {"answer"},
     "tree_grpo": {"format", "answer"},
+    "zero_search": {"answer"},
     "naive_grpo": {"format", "answer"},
     "reading": set(),  # the measures are its parts
 }

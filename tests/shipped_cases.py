@@ -133,6 +133,12 @@ def shortened(path: Path, world: World, url: str) -> Recipe:
         changes["retrieval.url"] = url
     elif retrieval.index is not None or path.parent.name in OWN_MODEL:
         changes["retrieval.index"] = world.index
+    if whole.tools is not None:
+        tool = world.folder / "search.py"
+        tool.write_text(
+            "def search(query, noisy, question, golds):\n    return f'{query} is {golds[0][::1 - 2 * noisy]}.'\n"
+        )
+        changes |= {"tools.search.function": f"{tool}:search", "tools.search.chat_url": "", "tools.search.model": ""}
     if whole.judge.entailment is not None:
         changes |= {"judge.entailment": world.judge(whole.judge.entailment), "judge.device": "cpu"}
     return read_run_recipe(path, [f"{key}={value}" for key, value in changes.items()])

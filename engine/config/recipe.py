@@ -73,7 +73,9 @@ MAY_CHANGE = frozenset(
     }.items()
     for key in keys.split()
 )
-TOOL = re.compile(r"tools\.[^.]+\.(url|concurrency)")  # keys of every tool that a resumed run may change as well
+TOOL = re.compile(
+    r"tools\.[^.]+\.(url|chat_url|concurrency)"
+)  # keys of every tool that a resumed run may change as well
 # Keys that decide where and in which portions a rollout is computed, and no trajectory.
 COMPUTING_KEYS = (
     "model.device",
@@ -206,6 +208,8 @@ class Recipe(Section):
         if (targets := fixed.get("lora.targets")) is not None:
             # The default had none of these before there were layers with them; adapters are held to their checkpoint.
             fixed["lora.targets"] = [target for target in targets if not target.startswith("linear_")]
+        if any(tool.noise is not None and len(set(tool.noise)) > 1 for tool in (self.tools or {}).values()):
+            fixed["run.steps"] = self.run.steps  # over which the noise rises
         return fixed
 
 

@@ -132,18 +132,33 @@ class RolloutSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSection(Section):
-    """[tools.NAME] a tool that episodes call by its NAME: a Python function, or a server (docs/systems.md)."""
+    """[tools.NAME] a tool that episodes call by its NAME: a Python function, a server, or a chat model that writes what
+    a search engine would find (docs/systems.md)."""
 
     function: str | None = None  # path of a Python file, ":", a function; it gets the arguments by keyword
     url: str | None = None  # of a server that is sent {"name", "arguments"} and answers {"result"} or {"error"}
+    chat_url: str | None = None  # of a chat model's server (/v1/chat/completions), asked for documents for a query
+    model: str | None = None  # of chat_url: the chat model's name there
+    template: str | None = None  # of chat_url: file with the prompt, with {query}, {quality}, {question}, {answer}
+    # probability that a call is to return noise, at the first step and at the last; a function or server of one's own
+    # then gets the arguments noisy, question and golds as well
+    noise: tuple[Share, Share] | None = None
+    noise_base: Annotated[float, Within(1, 1e9)] = (
+        4.0  # of noise: the larger, the later it rises; 1: with each step alike
+    )
     timeout: Positive = 10.0  # seconds of a call; then its result is an error, and what comes later is dropped
     max_tokens: Count | None = None  # of a result, the rest is cut off; None: rollout.max_passage_tokens
     concurrency: SmallCount = 8  # calls at once; when as many others hang beyond their timeout, no more are begun
 
     def check(self) -> None:
-        if (self.function is None) == (self.url is None):
-            got = "neither" if self.url is None else "both"
-            raise FieldError("function", f"expected either function, FILE.py:FUNCTION, or url, a server, got {got}")
+        given = [key for key in ("function", "url", "chat_url") if getattr(self, key) is not None]
+        if len(given) != 1:
+            expected = "function, FILE.py:FUNCTION, or url, a server, or chat_url, a chat model's"
+            raise FieldError("function", f"expected one of {expected}, got {' and '.join(given) or 'none'}")
+        if (self.chat_url is None) != (self.model is None):
+            raise FieldError("model", "expected the chat model's name with chat_url, and none without")
+        if self.template is not None and self.chat_url is None:
+            raise FieldError("template", "expected none without chat_url, for no prompt is sent")
         if self.function is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", self.function):
             raise FieldError("function", f"expected FILE.py:FUNCTION, got {shown(self.function)}")
 

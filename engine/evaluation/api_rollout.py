@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from thresher.common.console import console
 from thresher.common.errors import UserError
-from thresher.common.http import HttpAnswer, json_of
+from thresher.common.http import CHAT_PATH, HttpAnswer, json_of
 from thresher.engine.assemble import PromptContext, make_prompt_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import RetrievalSection
@@ -31,7 +31,7 @@ from thresher.engine.episode import BranchPrompt, EpisodeConfig, Retrieved, Syst
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import EpisodeRunner, Job, Limits, RolloutClock, Sample, Written, context_ids
-from thresher.engine.scoring.endpoint import PATH, Endpoint, Messages, Unusable, read_key, shown
+from thresher.engine.scoring.endpoint import Endpoint, Messages, Unusable, read_key, shown
 from thresher.policy.tokenizer import load_tokenizer, train_bpe
 from thresher.retrieval.retriever import Retriever
 
@@ -44,7 +44,7 @@ MOST_STOPS = 4  # that OpenAI's servers take
 def speaks_chat(url: str) -> bool:
     """Return True for the address of a chat: all are but those of completions."""
     path = url.rstrip("/")
-    return path.endswith(PATH) or not path.endswith(COMPLETIONS)
+    return path.endswith(CHAT_PATH) or not path.endswith(COMPLETIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ContinuingEndpoint(Endpoint):
 
     def __init__(self, url: str, model: str, **settings: Any) -> None:
         self.chat = speaks_chat(url)
-        super().__init__(url, model, path=PATH if self.chat else COMPLETIONS, **settings)
+        super().__init__(url, model, path=CHAT_PATH if self.chat else COMPLETIONS, **settings)
 
     def continued(self, asked: Sequence[tuple[Messages, tuple[str, ...], int]], temperature: float) -> list[Continued]:
         bodies = [self._body(context, stop, most, temperature) for context, stop, most in asked]

@@ -115,6 +115,7 @@ class RolloutClock(DecodeClock):
     forks: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
+    noisy_tool_calls: int = 0
 
     @property
     def rest(self) -> float:
@@ -707,7 +708,7 @@ class _Play:
 
     def _begin_tool(self, sample: Sample, request: Tool) -> Result | None:
         """Begin a call of a tool; return its result where that is known at once, None where the sample waits."""
-        call = self.runner.tools.call(sample, sample.trajectory, request)
+        call = self.runner.tools.call(sample, sample.trajectory, request, sample.job.question)
         return None if call.result is None else self._store_result(call, call.result)
 
     def _tool_results(self) -> list[tuple[Sample, object]]:
@@ -728,6 +729,7 @@ class _Play:
         call.owner.trajectory.tools.append(call.record())
         self.clock.tool_calls += 1
         self.clock.tool_errors += call.result.error
+        self.clock.noisy_tool_calls += call.added.get("noisy", False)
         return call.result
 
     def _retriever(self) -> Retriever:

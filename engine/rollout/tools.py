@@ -1,4 +1,5 @@
-"""Call the tools of a recipe for episodes: Python functions in threads, servers by HTTP, or results of a stored run.
+"""Call the tools of a recipe for episodes: Python functions in threads, servers and chat models by HTTP, or results of
+a stored run.
 
 A call waits until fewer than `concurrency` calls of its tool run, and then at most `timeout` seconds. The thread that
 plays the episodes does all accounting; another runs the call and puts its outcome into a queue.
@@ -9,6 +10,7 @@ each is an error at once. So no episode waits for ever, and a tool has at most 2
 keep the program from ending. A function that holds Python's global lock cannot be left behind.
 
 A call's arguments are kept as JSON text. A function gets a copy of its own, by keyword; nothing in them is executed.
+Where a tool has `noise`, it gets `noisy`, `question` and `golds` beside them (simulated_search.py).
 """
 
 import json
@@ -26,13 +28,31 @@ import urllib3
 
 from thresher.common.background import Background
 from thresher.common.errors import UserError
-from thresher.common.http import TooLarge, TooSlow, in_words, json_of, request, service_address
+from thresher.common.http import (
+    CHAT_PATH,
+    HttpAnswer,
+    TooLarge,
+    TooSlow,
+    chat_reply,
+    in_words,
+    json_of,
+    request,
+    service_address,
+)
 from thresher.common.records import read_records
-from thresher.engine.config.sections import ToolSection
+from thresher.engine.config.sections import RunSection, ToolSection
 from thresher.engine.episode import Result, Tool
 from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.simulated_search import (
+    DOCUMENT_TOKENS,
+    TEMPERATURE,
+    Curriculum,
+    read_search_prompt,
+    search_prompt,
+)
 from thresher.engine.store.run_folder import TRAJECTORY, check_shape
 from thresher.engine.systems import load_functions
+from thresher.retrieval.questions import Question
 
 MOST_BYTES = 1_000_000  # of a result; a longer one is an error
 MOST_NAME = 64  # characters of a tool's name, which the policy may have written
@@ -47,11 +67,13 @@ class ToolFailure(Exception):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call. owner: who waits. arguments: as JSON; None if they are no JSON object. result: once there is one."""
+    """One call. owner: who waits. arguments: as JSON; None if they are no JSON object. added: what the engine puts
+    beside them. result: once there is one."""
 
     owner: Any
     name: str
     arguments: str | None
+    added: Mapping[str, Any] = field(default_factory=dict)
     begun: float = 0.0
     result: Result | None = None
 
@@ -59,7 +81,8 @@ class Call:
         """Return the call with its result, as a trajectory keeps it."""
         assert self.result is not None
         arguments = None if self.arguments is None else json.loads(self.arguments)
-        return {"name": self.name, "arguments": arguments, "text": self.result.text, "error": self.result.error}
+        record = {"name": self.name, "arguments": arguments, "text": self.result.text, "error": self.result.error}
+        return record | {key: self.added[key] for key in ("noisy",) if key in self.added}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -71,6 +94,7 @@ class HostedTool:
     timeout: float = 10.0
     max_tokens: int | None = None
     concurrency: int = 8
+    curriculum: Curriculum | None = None
     queue: deque[Call] = field(default_factory=deque)
     running: set[Call] = field(default_factory=set)
     hung: set[Call] = field(default_factory=set)
@@ -83,10 +107,10 @@ class HostedTool:
     def too_late(self) -> Result:
         return Result(f"{self.name} gave no result within {self.timeout:g} s.", True)
 
-    def outcome(self, arguments: str) -> Result:
+    def outcome(self, arguments: str, added: Mapping[str, Any]) -> Result:
         """Call the function; return its text, or a sentence on why there is none."""
         try:
-            text = self.function(json.loads(arguments))
+            text = self.function({**json.loads(arguments), **added})
         except TooSlow:
             return self.too_late
         except ToolFailure as error:
@@ -104,6 +128,7 @@ class HostedTool:
 
 class Toolbox:
     """The tools of a run. waiting: calls without a result yet. place: the file that a replay reads next, see Replay.
+    step: the training step that is under way, from 1; None outside of one.
 
     say: called with a sentence at the first failure of each tool.
     """
@@ -116,13 +141,17 @@ class Toolbox:
     ) -> None:
         self.tools, self.replay, self._say = tools or {}, replay, say
         self.place: str | None = None
+        self.step: int | None = None
         self.waiting: set[Call] = set()
         self._outcomes: SimpleQueue[tuple[Call, Result, float]] = SimpleQueue()
 
-    def call(self, owner: object, trajectory: Trajectory, asked: Tool) -> Call:
+    def call(self, owner: object, trajectory: Trajectory, asked: Tool, question: Question) -> Call:
         """Return a call, which `ended` begins; it has its result already if it is replayed or cannot be made."""
         call = Call(owner, _unicode(str(asked.name))[:MOST_NAME], _as_json(asked.arguments))
         tool = self.tools.get(call.name)
+        if tool is not None and tool.curriculum is not None:
+            noisy = tool.curriculum.noisy(self.step, question.id, trajectory.sample, len(trajectory.tools))
+            call.added = {"noisy": noisy, "question": question.question, "golds": list(question.golds)}
         if self.replay is not None:
             call.result = self.replay.result(self.place, trajectory, call)
         elif tool is None:
@@ -195,7 +224,7 @@ class Toolbox:
     def _run(self, tool: HostedTool, call: Call) -> None:
         assert call.arguments is not None
         started = monotonic()
-        result = tool.outcome(call.arguments)
+        result = tool.outcome(call.arguments, call.added)
         self._outcomes.put((call, result, monotonic() - started))
 
     def _close(self, tool: HostedTool, call: Call, result: Result, found: list[Call]) -> None:
@@ -220,27 +249,37 @@ def _as_json(arguments: object) -> str | None:
         return None
 
 
-class HttpTool:
-    """A tool that a server runs: it is sent {"name", "arguments"}, and answers {"result": text} or {"error": text}."""
+class ToolServer:
+    """A server that runs a tool. address: of its requests."""
 
-    def __init__(self, name: str, section: ToolSection) -> None:
-        whose, example = f"the server of a tool ([tools.{name}] url)", "http://127.0.0.1:9000/call"
-        self.name, self.timeout = name, section.timeout
-        self.url = service_address(section.url or "", "", whose, example)
+    def __init__(self, name: str, section: ToolSection, address: str) -> None:
+        self.name, self.timeout, self.url = name, section.timeout, address
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=2 * section.concurrency, retries=False)
 
-    def __call__(self, arguments: dict[str, Any]) -> str:
-        """Return the server's result. ToolFailure where it gives none, TooSlow where none comes in time."""
-        body = json.dumps({"name": self.name, "arguments": arguments}).encode("ascii")
+    def ask(self, body: Mapping[str, Any]) -> HttpAnswer:
+        """Return the server's answer. ToolFailure where it gives none, TooSlow where none comes in time."""
+        data = json.dumps(body).encode("ascii")
         headers, most = {"content-type": "application/json"}, 8 * MOST_BYTES  # JSON may escape each character
         try:
-            response = request(self._pool, "POST", self.url, body, headers, self.timeout, CONNECT_SECONDS, most)
+            return request(self._pool, "POST", self.url, data, headers, self.timeout, CONNECT_SECONDS, most)
         except TooLarge as error:
             raise ToolFailure(f"its server gave {error}.") from None
         except (urllib3.exceptions.ReadTimeoutError, TooSlow):
             raise TooSlow from None
         except urllib3.exceptions.HTTPError as error:
             raise ToolFailure(f"its server gave {in_words(error, self.timeout, 'an answer')}.") from None
+
+
+class HttpTool(ToolServer):
+    """A tool that a server runs: it is sent {"name", "arguments"}, and answers {"result": text} or {"error": text}."""
+
+    def __init__(self, name: str, section: ToolSection) -> None:
+        whose, example = f"the server of a tool ([tools.{name}] url)", "http://127.0.0.1:9000/call"
+        super().__init__(name, section, service_address(section.url or "", "", whose, example))
+
+    def __call__(self, arguments: dict[str, Any]) -> str:
+        """Return the server's result. ToolFailure where it gives none, TooSlow where none comes in time."""
+        response = self.ask({"name": self.name, "arguments": arguments})
         answer = json_of(response) if response.status == 200 else None
         found = answer if isinstance(answer, dict) else {}
         if isinstance(error_text := found.get("error"), str):
@@ -249,6 +288,34 @@ class HttpTool:
             what = 'neither a string "result" nor "error"' if response.status == 200 else f"status {response.status}"
             raise ToolFailure(f"its server gave {what}.")
         return result
+
+
+class ChatTool(ToolServer):
+    """A tool whose result a chat model writes: the documents that a search engine would find for the argument `query`,
+    one a line."""
+
+    def __init__(self, name: str, section: ToolSection) -> None:
+        whose, example = f"a chat model's server ([tools.{name}] chat_url)", "http://127.0.0.1:8000/v1"
+        address = service_address(section.chat_url or "", CHAT_PATH, whose, example, root="/v1")
+        super().__init__(name, section, address)
+        self.template, self.model = read_search_prompt(section.template), section.model
+        self.max_tokens = section.max_tokens or DOCUMENT_TOKENS
+
+    def __call__(self, arguments: dict[str, Any]) -> str:
+        """Return the documents. ToolFailure where the model writes none, TooSlow where none come in time."""
+        asked = {key: arguments[key] for key in ("question", "golds", "noisy")}
+        if not isinstance(query := arguments.get("query"), str):
+            raise ToolFailure("it was called without a query.")
+        content = search_prompt(self.template, query, **asked)
+        messages = [{"role": "user", "content": content}]
+        body = {"model": self.model, "temperature": TEMPERATURE, "max_tokens": self.max_tokens, "messages": messages}
+        response = self.ask(body)
+        if response.status != 200:
+            raise ToolFailure(f"its server gave status {response.status}.")
+        lines = [line.strip() for line in (chat_reply(response) or "").splitlines()]
+        if not any(lines):
+            raise ToolFailure("its chat model wrote nothing.")
+        return "\n".join(filter(None, lines))
 
 
 class Replay:
@@ -294,23 +361,38 @@ class Replay:
         return found
 
 
-def load_tools(sections: Mapping[str, ToolSection] | None, replay: str | None, say: Callable[[str], None]) -> Toolbox:
-    """Return the tools of a recipe, with their files imported; with a replay nothing of them is loaded or called."""
-    sections = sections or {}
+def load_tools(
+    sections: Mapping[str, ToolSection] | None,
+    replay: str | None,
+    say: Callable[[str], None],
+    run: RunSection | None = None,
+) -> Toolbox:
+    """Return the tools of a recipe, with their files imported; with a replay nothing of them is loaded or called. run:
+    what the noise of simulated searches is drawn by."""
+    sections, run = sections or {}, run or RunSection()
     wanted = {name: one.function for name, one in sections.items() if one.function is not None}
     functions = {} if replay is not None else load_functions({f"[tools.{n}] function": f for n, f in wanted.items()})
     tools: dict[str, HostedTool] = {}
     for name, section in sections.items():
+        server = None if section.function is not None else HttpTool if section.chat_url is None else ChatTool
         if replay is not None:
             function: Callable[[dict[str, Any]], object] = partial(_not_called, name)
-        elif section.url is not None:
-            function = HttpTool(name, section)
-            say(f"calls of the tool {name} go to {section.url}")
+        elif server is not None:
+            function = server(name, section)
+            say(f"calls of the tool {name} go to {section.url or section.chat_url}")
         else:
             function = partial(_by_keyword, functions[f"[tools.{name}] function"])
         limits = {key: getattr(section, key) for key in ("timeout", "max_tokens", "concurrency")}
-        tools[name] = HostedTool(name=name, function=function, **limits)
+        tools[name] = HostedTool(name=name, function=function, curriculum=_curriculum(section, run), **limits)
     return Toolbox(tools, None if replay is None else Replay(replay), say)
+
+
+def _curriculum(section: ToolSection, run: RunSection) -> Curriculum | None:
+    """Return the curriculum of a tool; None where it is told nothing of noise. A chat model is told always."""
+    if section.noise is None and section.chat_url is None:
+        return None
+    start, end = section.noise or (0.0, 0.0)
+    return Curriculum(start=start, end=end, base=section.noise_base, steps=run.steps, seed=run.seed)
 
 
 def _by_keyword(function: Callable[..., object], arguments: dict[str, Any]) -> object:

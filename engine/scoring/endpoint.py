@@ -31,13 +31,21 @@ from thresher.common import console
 from thresher.common.background import Background
 from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
-from thresher.common.http import HttpAnswer, TooLarge, in_words, json_of, request, service_address
+from thresher.common.http import (
+    CHAT_PATH,
+    HttpAnswer,
+    TooLarge,
+    chat_reply,
+    in_words,
+    json_of,
+    request,
+    service_address,
+)
 from thresher.common.records import RecordLog
 from thresher.engine.config.sections import JudgeSection
 
 Messages = Sequence[Mapping[str, str]]
 
-PATH = "/chat/completions"
 CONNECT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 PASSING = frozenset({408, 425, 429})  # and all from 500 on
@@ -126,7 +134,7 @@ class Endpoint:
         concurrency: int = 4,
         replies: str | Path | None = None,
         say: Callable[[str], None] = lambda _: None,
-        path: str = PATH,
+        path: str = CHAT_PATH,
     ) -> None:
         self.url, self.model = _address(url, path), model
         self.requests = 0  # sent to the server since the beginning, repeated ones included
@@ -270,12 +278,8 @@ class Endpoint:
         raise UserError(f"{self.url}: refuses a request with {words}; fix what it names ({self._kept})")
 
     def _read(self, response: HttpAnswer) -> str:
-        answer = json_of(response)
-        try:
-            reply = answer["choices"][0]["message"]["content"]
-        except (TypeError, KeyError, IndexError):
-            reply = None
-        if not isinstance(reply, str):
+        reply = chat_reply(response)
+        if reply is None:
             got = shown(response.data[:400].decode("utf-8", "replace"))
             raise Unusable(f"no text at choices[0].message.content, as a chat completion has it, but {got}")
         return reply
@@ -292,7 +296,7 @@ def load_endpoint(
     """
     if section.url is None or section.model is None:
         raise UserError("a chat model must be asked, but the recipe names none; add judge.url and judge.model")
-    variable, address = section.key_env, _address(section.url, PATH)
+    variable, address = section.key_env, _address(section.url, CHAT_PATH)
     if variable is not None and (wanted := key_at(variable, address)) not in allow_keys:
         raise UserError(
             f"judge.key_env: the recipe would send the key in {variable} to {address}; allow it, if that is what you "

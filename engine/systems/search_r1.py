@@ -26,6 +26,7 @@ from thresher.engine.episode import (
     Retrieved,
     Search,
     System,
+    Tool,
     pair_tags,
     read_preset,
     read_template,
@@ -53,11 +54,12 @@ def search_loop(
     answer_after_searches: bool = True,
     behind_information: str | None = None,
     around: tuple[str, str] = (BEFORE, AFTER),
+    tool: str | None = None,
 ) -> Episode:
     """Yield the requests of Search-R1's episode, and of systems that differ in the tags inside a turn alone.
 
     behind_information: a turn up to this tag follows what was found, and is not counted. around: text before and after
-    what was found.
+    what was found. tool: is called with the query in place of a search.
     """
     yield Prompt(config.template, question.question)
     for searches_left in reversed(range(config.max_turns)):
@@ -69,7 +71,8 @@ def search_loop(
         if searches_left == 0:
             break
         if turn.stopped_at("</search>") and (query := turn.inside("search")):
-            yield Retrieved((yield Search(query)), *around)
+            found = yield (Search(query) if tool is None else Tool(tool, {"query": query}))
+            yield Retrieved(found if tool is None else found.text, *around)
             if behind_information is not None:
                 yield Generate(stop=(behind_information,))
         else:

@@ -234,7 +234,7 @@ class Trainer:
         with explain_out_of_memory(self.updater, self.rollout):
             if not self.ranks.is_distributed:
                 check()  # a signal that came since the last step's rollout; several ranks leave theirs together
-            self.rollout.tools.place = f"trajectories/{step_name(step)}"
+            self.rollout.tools.place, self.rollout.tools.step = f"trajectories/{step_name(step)}", step
             result = self.grpo_step(step, recorder)
         self._warn_of_cuts(result.sampled.shown.warning())
         if stored:
@@ -307,7 +307,7 @@ class Trainer:
             console.stage("evaluation"),
         ):
             asked = shown.questions
-            self.rollout.tools.place = f"evaluations/{step_name(step)}"
+            self.rollout.tools.place, self.rollout.tools.step = f"evaluations/{step_name(step)}", None
             with divergence(step):
                 judges = self.grpo_step.judges
                 scored = evaluate(self.rollout, asked, judges=judges, first=mine.start, ranks=self.ranks)

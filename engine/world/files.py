@@ -4,6 +4,7 @@ corpus.jsonl    {"id", "title", "text"}                     training and held-ou
 train.jsonl     {"id", "question", "golden_answers", ..}    questions about training entities
 test.jsonl      the same about held-out entities
 warmup.jsonl    segmented transcripts for `thresher sft`
+search.py       a search of the corpus, useful or noisy, as a tool (simulated_search.py)
 
 and, with --forms, for `study systems` and `reproduce --scale world`:
 
@@ -52,7 +53,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thresher.common.files import staged_folder
+from thresher.common.files import atomic_write_text, staged_folder
 from thresher.common.jsonl import write_jsonl
 from thresher.engine.protocol.prompts import check_passage_format, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
@@ -68,6 +69,7 @@ from thresher.engine.world.facts import (
     walk,
     with_paths,
 )
+from thresher.engine.world.simulated_search import DIM, TOOL_FILE, K
 from thresher.retrieval.building.build import build_index
 from thresher.retrieval.corpus import Corpus
 from thresher.retrieval.encoders.lexical import LexicalEncoder
@@ -94,11 +96,10 @@ STAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 DISTINCT = ("relation", "bracket")  # forms in which a relation stands in one fact only
 COPY_TASKS = 10  # copy-task transcripts for each warm-up transcript of a system
-K, DIM = 3, 2048  # of the searches in warm-up transcripts: as many passages as the demo's recipe shows
 
 
 def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, forms: int = 0) -> dict[str, Any]:
-    """Write the four files into the new folder `out`, and with `forms` > 0 the others, that many warm-up transcripts of
+    """Write the five files into the new folder `out`, and with `forms` > 0 the others, that many warm-up transcripts of
     each system; return their counts."""
     check_passage_format(passage_format)
     worlds = invent(size, seed)
@@ -119,6 +120,7 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
             warmup += transcripts(world, size.transcripts // size.warmup_worlds, size, number, search)
             for name in (*SEARCHING, *GIVEN) if forms else ():
                 mixed += warmup_transcripts(world, name, forms // size.warmup_worlds, size, number, search)
+        atomic_write_text(staged / "search.py", TOOL_FILE.format(passage_format=passage_format))
         write("corpus", ({"id": p.id, "title": p.title, "text": p.text} for p in corpus))
         write("warmup", warmup)
         if forms:

@@ -28,7 +28,8 @@ from thresher.common.machine import cpu_dtype
 from thresher.common.records import read_object, write_object
 from thresher.engine.store.run_folder import to_be_resumed
 from thresher.engine.world.before_after import FIRST_QUESTIONS, HELD_OUT, split_questions, transcripts
-from thresher.engine.world.files import DIM, GIVEN, GIVEN_FORMAT, NUMBERED_FORMAT, STAGES
+from thresher.engine.world.files import GIVEN, GIVEN_FORMAT, NUMBERED_FORMAT, STAGES
+from thresher.engine.world.simulated_search import DIM
 from thresher.policy.config import read_config
 
 RECIPES = Path(str(files("thresher.recipes")))

@@ -1,5 +1,5 @@
-"""Rewards of the search loops: Search-R1 (exact match), Eval-RAR (exact match, .1 for evaluating), AutoRefine (F1, .1
-for refining), Tree-GRPO (exact match and form).
+"""Rewards of the search loops: Search-R1 (exact match), ZeroSearch (F1), Eval-RAR (exact match, .1 for evaluating),
+AutoRefine (F1, .1 for refining), Tree-GRPO (exact match and form).
 
 All judge the episode up to its final answer and read POLICY segments alone, so an `<answer>gold</answer>` in a passage
 or in the prompt earns nothing. A gold copied from a passage into an `<evaluate>` span does earn .1. Tree-GRPO alone
@@ -36,6 +36,14 @@ def search_r1_reward(pieces: Sequence[TextSegment], golds: Golds) -> RewardResul
     """
     answer = final_answer(pieces)
     parts = _answer_parts(pieces, golds, answer)
+    return RewardResult(float(parts["answer"]), parts, answer)
+
+
+def zero_search_reward(pieces: Sequence[TextSegment], golds: Golds) -> RewardResult:
+    """ZeroSearch: the final answer's F1, the best over the golds. Parts: as `search_r1_reward`, answer being the F1."""
+    answer = final_answer(pieces)
+    parts = _answer_parts(pieces, golds, answer)
+    parts["answer"] = float(parts["f1"])
     return RewardResult(float(parts["answer"]), parts, answer)
 
 

@@ -30,6 +30,7 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 
 TAGS = ("<call>", "</call>", "<result>", "</result>")
+QUESTION = Question("q", "Who?", ("Anna",))
 WAIT = 30  # seconds after which a test has failed
 
 
@@ -54,7 +55,7 @@ def asking(*calls: Tool) -> System:
 
 def called(box: Toolbox, *calls: Tool) -> list[Result]:
     """The results of calls that are made at once, in their order."""
-    begun = [box.call(n, Trajectory("q", 0, n), call) for n, call in enumerate(calls)]
+    begun = [box.call(n, Trajectory("q", 0, n), call, QUESTION) for n, call in enumerate(calls)]
     while box.waiting:
         box.ended(wait=True)
     return [call.result or Result("none") for call in begun]
@@ -130,7 +131,7 @@ def test_a_result_that_comes_late_is_an_error_whenever_it_is_looked_for() -> Non
         return "late"
 
     box = toolbox(slow, timeout=0.02)
-    call = box.call(0, Trajectory("q", 0, 0), Tool("slow", {}))
+    call = box.call(0, Trajectory("q", 0, 0), Tool("slow", {}), QUESTION)
     assert box.ended(wait=False) == [] and call.begun > 0
     time.sleep(0.03)  # nobody looks
     release.set()
@@ -146,8 +147,9 @@ from threading import Event
 from thresher.engine.episode import Tool
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.tools import HostedTool, Toolbox
+from thresher.retrieval.questions import Question
 box = Toolbox({"f": HostedTool(name="f", function=lambda arguments: Event().wait(), timeout=0.01)})
-call = box.call(0, Trajectory("q", 0, 0), Tool("f", {}))
+call = box.call(0, Trajectory("q", 0, 0), Tool("f", {}), Question("q", "Who?", ()))
 box.ended(wait=True)
 print(call.result.text)
 """
@@ -524,7 +526,7 @@ def test_a_replay_reads_a_file_once(tmp_path: Path) -> None:
     stored = {"id": "q", "group": 0, "sample": 0, "segments": [], "tools": [{"name": "f", "text": "x", "error": False}]}
     write_records(file, [stored])
     box = Toolbox(replay=Replay(str(file)))
-    first = box.call(0, Trajectory("q", 0, 0), Tool("f", None))  # type: ignore[arg-type]
+    first = box.call(0, Trajectory("q", 0, 0), Tool("f", None), QUESTION)  # type: ignore[arg-type]
     file.unlink()
-    again = box.call(0, Trajectory("q", 0, 0), Tool("f", None))  # type: ignore[arg-type]
+    again = box.call(0, Trajectory("q", 0, 0), Tool("f", None), QUESTION)  # type: ignore[arg-type]
     assert first.result == again.result == Result("x")

@@ -222,8 +222,11 @@ SMALL = {"model": {"path": "m"}}
 @pytest.mark.parametrize(
     ("tools", "problem"),
     [
-        ({"a": {}}, r"r\.toml: \[tools\.a\] function: expected either function, FILE\.py:FUNCTION, or url"),
-        ({"a": {"function": "f.py:g", "url": "http://x"}}, r"\[tools\.a\] function: expected either .* got both"),
+        ({"a": {}}, r"r\.toml: \[tools\.a\] function: expected one of function, FILE\.py:FUNCTION, or url"),
+        (
+            {"a": {"function": "f.py:g", "url": "http://x"}},
+            r"\[tools\.a\] function: expected one of .* got function and url",
+        ),
         ({"a": {"function": "f.py"}}, r'\[tools\.a\] function: expected FILE\.py:FUNCTION, got "f\.py"'),
         ({"a": {"function": "f.py:1"}}, r"expected FILE\.py:FUNCTION"),
         ({"a": {"url": "u", "timeout": 0}}, r"\[tools\.a\] timeout: expected a number > 0, got 0"),

@@ -299,7 +299,8 @@ def test_the_recipes_are_filled_by_their_presets(path: Path) -> None:
     assert recipe.system is not None
     system = load_system(recipe.system.name, recipe.system.options)
     places = recipe.retrieval and (recipe.retrieval.index or recipe.retrieval.url)
-    assert places or system.given_passages or "<information>" not in system.tags, "it has nowhere to search"
+    assert places or system.given_passages or not system.needs_index, "it has nowhere to search"
+    assert {*system.tools} <= {*(recipe.tools or {})}
     passages = recipe.rollout.max_passage_tokens if system.given_passages else 0
     turn = 0 if recipe.data is None else recipe.rollout.max_turn_tokens  # `sft` alone samples nothing
     assert passages + turn < recipe.rollout.max_context

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from thresher.cli.main import build_parser
+from thresher.engine.config.sections import ToolSection
 from thresher.engine.protocol.prompts import Renderer, passage_lines
+from thresher.engine.rollout.tools import load_tools
 from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_transcript
 from thresher.engine.world.facts import (
@@ -29,7 +31,6 @@ from thresher.engine.world.files import (
     GIVEN_FORMAT,
     SEARCHING,
     STAGES,
-    K,
     drawn_facts,
     invent_files,
     number_transcripts,
@@ -38,6 +39,7 @@ from thresher.engine.world.files import (
     transcripts,
     warmup_transcripts,
 )
+from thresher.engine.world.simulated_search import K
 from thresher.engine.world.stages import base_folder, world_stages
 from thresher.policy.tokenizer import train_bpe
 from thresher.retrieval.building.commands import build
@@ -151,11 +153,23 @@ def test_more_questions_than_there_are_gives_all_there_are() -> None:
 def test_everything_is_a_function_of_the_seed(tmp_path: Path, files: Path) -> None:
     invent_files(tmp_path / "again", 5, SMALL, FORMAT)
     invent_files(tmp_path / "other", 6, SMALL, FORMAT)
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == [*PLAIN]
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == sorted([*PLAIN, "search.py"])
     for name in PLAIN:
         assert (tmp_path / "again" / name).read_bytes() == (files / name).read_bytes()
         assert (tmp_path / "other" / name).read_bytes() != (files / name).read_bytes()
     assert invent(Size(), 1) == invent(Size(), 1) != invent(Size(), 2)
+
+
+def test_the_search_beside_the_corpus_is_a_tool_with_noise(files: Path) -> None:
+    section = ToolSection(function=f"{files / 'search.py'}:search", noise=(0.0, 1.0))
+    function = load_tools({"search": section}, None, print).tools["search"].function
+    sentences = {fact.sentence for world in (WORLDS.train, WORLDS.test) for fact in world.facts.values()}
+    for fact in list(WORLDS.train.facts.values())[:40]:
+        asked = {"query": fact.query, "question": "Who?", "golds": [fact.object]}
+        useful, noisy = (str(function(asked | {"noisy": noise})).split("\n") for noise in (False, True))
+        assert f" {fact.sentence}" in useful and not {*useful} & {*noisy}
+        assert not any(fact.object in line for line in noisy)
+        assert len(useful) == len(noisy) == K and {line[1:] for line in (*useful, *noisy)} <= sentences
 
 
 def test_files_are_what_the_readers_read(files: Path, tmp_path: Path) -> None:
