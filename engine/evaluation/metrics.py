@@ -1,6 +1,7 @@
 """Metrics that every trajectory has, whatever its system rewards, and the table of one evaluation.
 
-A measure without a value for a question is None and left out of means. A system's tags decide which measures it has.
+A measure without a value for a question is None and left out of means. A system's tags decide which measures it has. A
+question without gold answers has no measure against them, and a reward only where the system needs none.
 Parts of the system's own reward are beside these, under their own names. f1_plain is F1 without the rule for yes and
 no (MuSiQue's); recall_X: a gold string is in such a span; the retrieval measures take passages with a gold string as
 positive. Lengths of a trajectory that folds are of all its contexts together: response_tokens are what it sampled, each
@@ -84,8 +85,8 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
     attempt, trajectory, parts = entry.attempt, entry.trajectory, entry.result.parts
     answer, golds = entry.result.answer or "", attempt.golds
     segments = Counter(segment.source for segment in trajectory.segments)
-    values: Values = {"reward": entry.result.reward}
-    values |= {name: _value(parts[name]) for name in ("em", "f1") if name in parts}
+    values: Values = {"reward": entry.result.reward} if entry.rated else {}
+    values |= {name: _value(parts[name]) for name in ("em", "f1") if name in parts and entry.rated}
     if golds and {"em", "f1"} & parts.keys():
         values |= {
             "f1_plain": f1_score(answer, golds, yes_no=False),
@@ -105,14 +106,14 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
         "tokens": float(len(trajectory)),
     }
     values |= {name: _value(parts[name]) for name in COUNTS if name in parts}
-    if attempt.verdict is not None:
+    if attempt.verdict is not None and golds:
         values["verdict"] = float(attempt.verdict)
-    if attempt.entailment is not None:
+    if attempt.entailment is not None and entry.rated:
         values["entailment"] = attempt.entailment
     if trajectory.branches:
         values["branch_tokens"] = float(sum(b.count(Source.POLICY) for b in trajectory.branches.values()))
     for tag, (name, texts) in _RECALLS.items():
-        if f"<{tag}>" in tags:
+        if f"<{tag}>" in tags and golds:
             values[name] = float(any(answer_recalled(text, golds) for text in texts(attempt)))
     if "<extract>" in tags and attempt.passages:
         evidence = attempt.length(evidence_of(attempt.pieces))
@@ -129,7 +130,8 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
 
 def parts_of(entry: Scored) -> Values:
     """Return the parts of the system's own reward; None for one that nobody measured."""
-    return {name: _value(part) for name, part in entry.result.parts.items() if name not in NOT_PARTS}
+    parts = entry.result.parts if entry.rated else {}
+    return {name: _value(part) for name, part in parts.items() if name not in NOT_PARTS}
 
 
 def ranking_measures(relevant: Sequence[bool]) -> Values:
@@ -227,6 +229,7 @@ FACTS = {  # what an evaluation says of itself, and how the table calls it
     "lengths": "Lengths",
     "chosen": "Chosen",
     "data": "Questions",
+    "golds": "Gold answers",
     "retrieval": "Passages",
     "cut": "Passages cut",
     "gold": "Gold passages",

@@ -66,7 +66,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory, are_scores,
 from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.run_folder import Best
-from thresher.engine.systems import own_digest
+from thresher.engine.systems import PLAIN, is_path, own_digest
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
@@ -107,7 +107,7 @@ def run_evaluation(recipe: Recipe, asked: EvalOptions, out: Path) -> dict[str, A
     path = asked.questions or recipe.need(DataSection).dev
     if path is None:
         raise UserError("eval: no questions; give --questions FILE, or data.dev in the recipe")
-    questions = read_questions(path)[: asked.limit]
+    questions = read_questions(path, golds_needed=False)[: asked.limit]
     settings = settings_of(recipe, asked, path, questions)
     EvalFolder.check(out, settings)
     recipe = recipe.running_at_most(len(questions))
@@ -240,7 +240,7 @@ def _with_claims(system: System, classifier: str | None) -> System:
 class Generated:
     """A trajectory, with its shares of its batch's seconds and of the batch's branches without room in the context.
 
-    relevant: for each passage found or given, True if it contains a gold string.
+    relevant: for each passage found or given, True if it contains a gold string; empty where the question has none.
     """
 
     trajectory: Trajectory
@@ -362,7 +362,7 @@ def _relevant(question: Question, trajectory: Trajectory, rollout: EpisodeRunner
     elif queries and rollout.retriever is not None:  # its cache has these queries
         hits = [hit for found in rollout.retriever.search(queries, rollout.renderer.k) for hit in found]
         passages = list({hit.passage.id: hit.passage for hit in hits}.values())
-    return [contains_answer(passage.text, question.golds) for passage in passages]
+    return [contains_answer(passage.text, question.golds) for passage in passages] if question.golds else []
 
 
 def check_generated(entries: Sequence[Generated], rollout: EpisodeRunner, path: Path) -> None:
@@ -474,6 +474,9 @@ def _facts(
     unknown = sum(entry.question.gold_indices is None for entry in scored)
     if context.system.needs_gold_indices and unknown:
         gold = f"unknown for {unknown:,} of {len(scored):,} questions, to which naming some earns nothing"
+    bare = sum(not entry.question.golds for entry in scored)
+    without = f"missing for {bare:,} of {len(scored):,} questions, which count in no measure against them"
+    without += " nor in the reward" if context.system.needs_golds else ""
     each, model, batch = seconds / len(scored), recipe.model, recipe.rollout.max_num_seqs
     branches = ", branches included" if any(entry.trajectory.branches for entry in scored) else ""
     options = recipe.system.options if recipe.system else {}
@@ -487,6 +490,7 @@ def _facts(
         "prompt": model.prompt,
         "chosen": chosen,
         "data": f"{path}, {len(scored):,} questions",
+        "golds": without if bare else None,
         "retrieval": _retrieval(context),
         "noise": asked.noise,
         "temperature": asked.temperature,
@@ -518,6 +522,10 @@ def rewarded_by(context: PromptContext) -> str:
     if context.system_digest is not None:
         section = context.recipe.need(SystemSection)
         return f"{section.name}, {context.system_digest[:16]}, {dict(sorted(section.options.items()))}"
+    if context.system.name == PLAIN:  # functions of a user's, by name, and by the content of their files
+        options = context.recipe.need(SystemSection).options
+        files = [name.rpartition(":")[0] for name in options.get("rewards", ()) if is_path(name.rpartition(":")[0])]
+        return f"{PLAIN}, {[str(own_digest(file))[:16] for file in files]}, {dict(sorted(options.items()))}"
     given = context.system.reward_group or context.system.reward
     reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
     # As stored by evaluations that are older than the folder of the papers' rewards.

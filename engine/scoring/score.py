@@ -34,20 +34,22 @@ class Judges:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A trajectory with its question and its reward."""
+    """A trajectory with its question and its reward. rated: the reward says something; False where it goes by gold
+    answers and the question has none."""
 
     question: Question
     trajectory: Trajectory
     result: RewardResult
     attempt: RewardInput
+    rated: bool = True
 
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return all that `thresher score` needs to find the same reward again, and the exact ids."""
         record = {
             **self.trajectory.to_dict(tokenizer),
             **asked_record(self.question),
-            "reward": self.result.reward,
-            "parts": self.result.parts,
+            "reward": self.result.reward if self.rated else None,
+            "parts": self.result.parts if self.rated else {},
             "answer": self.result.answer,
         }
         if self.result.turns is not None:
@@ -87,7 +89,8 @@ def score(
     attempts = [make_reward_input(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
     results = system.rewards(attempts, [trajectory.group for trajectory in trajectories])
-    return list(map(Scored, questions, trajectories, results, attempts))
+    rated = [bool(question.golds) or not system.needs_golds for question in questions]
+    return list(map(Scored, questions, trajectories, results, attempts, rated))
 
 
 def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> RewardInput:
@@ -118,10 +121,10 @@ def ask_judges(attempts: Sequence[RewardInput], system: System, judges: Judges) 
         ]
     if system.wants_verdict and judges.verdict is not None:
         answers = [system.answer(attempt) for attempt in attempts]
-        asked = [(a.golds, text) for a, text in zip(attempts, answers, strict=True) if text]
+        asked = [(a.golds, text) for a, text in zip(attempts, answers, strict=True) if text and a.golds]
         verdicts = iter(judges.verdict.rate(asked))
         attempts = [
-            replace(attempt, verdict=next(verdicts) if text else False)
+            replace(attempt, verdict=next(verdicts) if text and attempt.golds else False)
             for attempt, text in zip(attempts, answers, strict=True)
         ]
     return list(attempts)

@@ -22,7 +22,17 @@ from thresher.engine.systems._own_file import (
     own_digest,
 )
 
-__all__ = ["NAMES", "built_in", "load_functions", "load_own_function", "load_system", "own_digest", "preset_of"]
+__all__ = [
+    "NAMES",
+    "PLAIN",
+    "built_in",
+    "is_path",
+    "load_functions",
+    "load_own_function",
+    "load_system",
+    "own_digest",
+    "preset_of",
+]
 
 # Systems in the file of another: the file, and its names in the place of `Options` and `system`.
 VARIANTS = {

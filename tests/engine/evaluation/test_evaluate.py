@@ -225,6 +225,64 @@ def test_the_table_counts_questions_without_gold_indices(
         assert ("- Gold passages: unknown for 2 of 3 questions, to which naming some earns nothing" in page) == counted
 
 
+GOLDLESS = """def short(text):
+    return -float(len(text))
+
+
+def asked(text, target):
+    return float(target in text)
+"""
+
+
+def test_questions_without_gold_answers(
+    searching: list[str], tiny_model_folder: Path, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [json.loads(line) for line in asked.read_text().splitlines()][:3]
+    for record in records:
+        record["target"] = record["question"][0]
+    del records[0]["golden_answers"], records[1]["golden_answers"]
+    (tmp_path / "bare.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "mine.py").write_text(GOLDLESS)
+
+    def evaluated(out: str, *command: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+        command = tuple("bare.jsonl" if word == str(asked) else word for word in command)
+        assert cli.run([*command, "--out", out]) == 0
+        page = (tmp_path / out / "table.md").read_text()
+        return (
+            json.loads((tmp_path / out / "metrics.json").read_text()),
+            stored(tmp_path / out / "trajectories.jsonl"),
+            page,
+        )
+
+    # A reward that goes by golds counts for the one question that has some; what was done counts for all.
+    figures, entries, page = evaluated("search", *searching)
+    assert [entry["reward"] is None for entry in entries] == [True, True, False]
+    assert [bool(entry["parts"]) for entry in entries] == [False, False, True]
+    counts = {key: count for key, _, _, count in rows_of(figures)}
+    assert counts["reward"] == counts["em"] == counts["contains"] == counts["parts.answer"] == 1
+    assert counts["response_tokens"] == counts["answered"] == counts["searches"] == 3
+    assert not {"em", "recall_passages"} & entries[0]["measures"].keys()
+    line = "- Gold answers: missing for 2 of 3 questions, which count in no measure against them"
+    assert f"{line} nor in the reward\n" in page
+    # One that needs none counts for all, and evaluations by it compare.
+    (tmp_path / "r.toml").write_text(
+        f'[model]\npath = "{tiny_model_folder}"\n[rollout]\nmax_context = 200\nmax_turn_tokens = 4\n[system]\n'
+        'name = "plain"\noptions = { rewards = ["mine.py:short", "mine.py:asked"], weights = [1.0, 0.5] }\n'
+    )
+    plain = ["eval", "r.toml", "--questions", str(asked)]
+    figures, entries, page = evaluated("plain", *plain)
+    assert all(e["reward"] == e["parts"]["short"] + 0.5 * e["parts"]["asked"] < 0 for e in entries)
+    assert figures["reward"] == pytest.approx(sum(entry["reward"] for entry in entries) / 3)
+    assert "em" not in figures and f"{line}\n" in page
+    evaluated("again", *plain, "--temperature", "1", "--seed", "4")
+    assert cli.run(["compare", "plain", "again", "--out", "both"]) == 0
+    assert "reward" in json.loads((tmp_path / "both" / "compare.json").read_text())["differences"]
+    (tmp_path / "mine.py").write_text(GOLDLESS.replace("-float", "2 - float"))
+    other, _, _ = evaluated("other", *plain)
+    assert other["rewarded_by"] != figures["rewarded_by"]
+
+
 def test_what_found_no_room_and_which_switches_were_set_is_reported(
     tiny_model_folder: Path, asked: Path, tiny_index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
