@@ -201,6 +201,8 @@ class GrpoSection(Section):
     std_eps: NotNegative = 0.0  # see std_floor; TRL's, and so ARENA's code's, is 1e-4
     sample_std: bool = False  # divide by n - 1 instead of n
     drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
+    # whether groups without a signal count in what the loss is a mean over; if not, they are not trained on either
+    count_zero_advantage_groups: bool = True
     refill: bool = False  # DAPO's dynamic sampling: other questions for groups without a signal (docs/objectives.md)
     refill_rounds: Count = 10  # of sampling in a step at most, the first included, with refill
     reference: Literal["auto", "device", "cpu"] = "auto"  # where its weights lie; cpu: copied layer by layer

@@ -130,40 +130,44 @@ class GrpoStep:
 
     def collect(self, step: int) -> StepResult:
         """Sample and score the trajectories of a step. It changes no weights: an interrupted one is computed anew."""
-        recipe = self.context.recipe
+        recipe, grpo = self.context.recipe, self.context.recipe.grpo
         count, size = recipe.rollout.questions_per_step, recipe.rollout.group_size
-        updates = recipe.grpo.updates_per_batch
+        updates = grpo.updates_per_batch
         questions = questions_of_step(self.questions, count, recipe.run.seed, step)
         groups = self._groups(count, updates)
         sampled = self._sample_groups(step, {group: questions[group] for group in groups})
-        if recipe.grpo.refill:
+        if grpo.refill:
             self._refill(step, sampled)
         started = perf_counter()
         scored = list(itertools.chain(*sampled.scored.values()))
         trajectories = [entry.trajectory for entry in scored]
         rewards = self._rewards(scored)
-        if recipe.grpo.shuffle_rewards:
+        if grpo.shuffle_rewards:
             rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
-        advantages = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], recipe.grpo)
+        advantages = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], grpo)
         credit = None
-        by_trajectory = recipe.grpo.advantage == "trajectory"
+        by_trajectory = grpo.advantage == "trajectory"
         if not by_trajectory or any(entry.result.branches for entry in scored):
             seed = seed_of("shuffle", recipe.run.seed, step)
-            credit = token_advantages(scored, rewards, advantages, recipe.grpo, self.context.tokenizer, seed)
+            credit = token_advantages(scored, rewards, advantages, grpo, self.context.tokenizer, seed)
         if credit is not None and not by_trajectory:
             advantages = [fmean(values) if values else 0.0 for values in credit]
         scoring_seconds = sampled.scoring_seconds + perf_counter() - started
-        bounds = update_bounds(len(groups), size, updates)
-        normalizers = self._normalizers([normalizer_of(trajectories[a:b]) for a, b in bounds])
+        with_signal = groups_with_signal(scored, credit or advantages)
+        alive = [trajectory.group in with_signal for trajectory in trajectories]
+        by_update = [range(a, b) for a, b in update_bounds(len(groups), size, updates)]
+        counted = [[n for n in part if alive[n] or grpo.count_zero_advantage_groups] for part in by_update]
+        # A group that no round of a refill gave a signal is counted, and not trained on.
+        trained = [[n for n in part if alive[n] or not grpo.refill] for part in counted]
+        normalizers = self._normalizers([normalizer_of([trajectories[n] for n in part]) for part in counted])
         sequences_by_update = [
-            build_train_sequences(trajectories[a:b], (credit or advantages)[a:b], recipe.grpo, normalizer)
-            for (a, b), normalizer in zip(bounds, normalizers, strict=True)
+            build_train_sequences(
+                [trajectories[n] for n in part], [(credit or advantages)[n] for n in part], grpo, normalizer
+            )
+            for part, normalizer in zip(trained, normalizers, strict=True)
         ]
-        if recipe.grpo.refill:  # a group that no round gave a signal is not trained on
-            kept = groups_with_signal(scored, credit or advantages)
-            sequences_by_update = [[one for one in part if one.key[0] in kept] for part in sequences_by_update]
         recomputed = None
-        if recipe.grpo.old_logprobs == "recomputed":
+        if grpo.old_logprobs == "recomputed":
             sequences_by_update, recomputed = self._recompute_logprobs(sequences_by_update)
         return StepResult(
             step=step,

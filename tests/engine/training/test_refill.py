@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train_cases import Make, assert_same_run, metrics, sampled, steps_of, train_killed
+from update_cases import rounded
 
 from thresher.common.errors import UserError
 from thresher.engine.assemble import load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.sections import OptimSection
+from thresher.engine.optim.master_weights import MasterWeights
+from thresher.engine.packing import build_train_sequences
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
@@ -24,6 +29,7 @@ from thresher.engine.rollout.rollout import Job, Rollout, RolloutClock
 from thresher.engine.scoring.score import Judges
 from thresher.engine.training.step import DistributedGrpoStep, GrpoStep, Sampled, questions_of_step, refill_questions
 from thresher.engine.training.train import train
+from thresher.engine.training.update import Updater
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardInput, RewardResult
 
@@ -187,6 +193,65 @@ def test_a_group_left_without_a_signal_is_not_trained_on_and_counts_in_n(make_re
     assert len(result.scored) == COUNT * SIZE
     for one in result.sequences_by_update[0]:
         assert one.weight == 1 / (COUNT * SIZE * len(one.positions))
+
+
+@pytest.mark.parametrize("aggregation", ["trajectory", "token", "constant"])
+@pytest.mark.parametrize("more", [{}, {"updates_per_batch": 2}, {"refill": True, "refill_rounds": 1}])
+def test_without_counting_a_step_is_that_of_the_groups_with_a_signal(
+    make_recipe: Make,
+    gradients: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    aggregation: str,
+    more: dict[str, Any],
+) -> None:
+    """The gradient, in float64, is that of a loss over the other groups alone; ranks count theirs together."""
+    constant = {"aggregation_constant": 50.0} if aggregation == "constant" else {}
+    grpo = {"aggregation": aggregation, "count_zero_advantage_groups": False, **constant, **more}
+    recipe = make_recipe(**{**REFILL, "grpo": grpo})
+    step = step_of(recipe)
+    result = step.collect(1)
+    pairs = list(zip(result.scored, result.advantages, strict=True))
+    alive = {entry.trajectory.group for entry, value in pairs if value}
+    assert 0 < len(alive) < COUNT
+    policy, vocab = deepcopy(step.context.policy).double().requires_grad_(True), step.context.vocab_size
+    updates, seen = recipe.grpo.updates_per_batch, 0
+    for number, sequences in enumerate(result.sequences_by_update):
+        groups = alive & set(range(number * COUNT // updates, (number + 1) * COUNT // updates))
+        kept = [(entry.trajectory, value) for entry, value in pairs if entry.trajectory.group in groups]
+        alone = build_train_sequences([one for one, _ in kept], [value for _, value in kept], recipe.grpo)
+        assert sequences == alone
+        seen += len(sequences)
+        if not kept:
+            continue
+        loss = torch.zeros((), dtype=torch.float64)
+        for trajectory, value in kept:
+            ids, rows = torch.tensor(trajectory.ids()), torch.tensor(trajectory.policy_positions())
+            own = policy.logits(ids)[rows - 1, :vocab].log_softmax(-1).gather(1, ids[rows, None])[:, 0]
+            ratios = (own - torch.tensor(trajectory.policy_logprobs()).double()).exp()
+            tokens = sum(len(one.policy_positions()) for one, _ in kept)
+            over = {"trajectory": len(kept) * len(rows), "token": tokens, "constant": len(kept) * 50.0}[aggregation]
+            loss = loss - rounded(value) * rounded(1 / over) * ratios.sum()
+        wanted = torch.autograd.grad(loss, list(policy.parameters()))
+        settings = replace(recipe.grpo, beta=0.0)
+        updater = Updater(MasterWeights(policy), None, OptimSection(), settings, vocab, 4)
+        assert updater.update(sequences, 0, 1.0) is not None
+        for gradient, expected in zip(gradients.values(), wanted, strict=True):
+            # Ten thousand roundings of float64, of some thousand products and sums a row.
+            assert (gradient - expected).norm() <= 1e-12 * expected.norm()
+    assert seen == len(alive) * SIZE
+    # Counted, the same tokens have smaller weights: N is of all groups, on every rank.
+    counted = step_of(make_recipe(**{**REFILL, "grpo": grpo | {"count_zero_advantage_groups": True}})).collect(1)
+    weights = {one.key: one.weight for part in counted.sequences_by_update for one in part}
+    assert any(one.weight > weights[one.key] for part in result.sequences_by_update for one in part)
+    summed: list[tuple[int, ...]] = []
+    for rank in (0, 1) if "refill" not in more else ():
+        part = step_of(recipe, rank)
+        assert isinstance(part, DistributedGrpoStep)
+        monkeypatch.setattr(Lockstep, "all_reduce_sum", lambda self, *numbers: summed.append(numbers) or list(numbers))
+        part.collect(1)
+    for kind, size in ((0, lambda one: 1), (1, lambda one: len(one.positions))) if summed else ():
+        of_ranks = [sum(counts) for counts in zip(*summed[kind::2], strict=True)]
+        assert of_ranks == [sum(size(one) for one in part) for part in result.sequences_by_update]
 
 
 def test_shuffled_rewards_are_those_of_the_refilled_groups(make_recipe: Make) -> None:
