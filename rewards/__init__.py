@@ -21,6 +21,7 @@ from thresher.rewards.measures import (
 from thresher.rewards.papers.arena import arena_reward, naive_reward, parse_indices
 from thresher.rewards.papers.evinote import evinote_claims, evinote_reward
 from thresher.rewards.papers.eviomni import eviomni_reward
+from thresher.rewards.papers.igpo import igpo_reward
 from thresher.rewards.papers.search import autorefine_reward, eval_rar_reward, search_r1_reward, tree_grpo_reward
 from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment, count_words
 from thresher.rewards.tags import blocks, escape_tags, final_answer, outline, tag_sequence, tag_strings
@@ -50,6 +51,7 @@ __all__ = [
     "f1_score",
     "final_answer",
     "group_advantages",
+    "igpo_reward",
     "naive_reward",
     "ndcg_at",
     "normalize_answer",

@@ -196,6 +196,19 @@ def test_a_run_with_states_is_the_cpu_s(hybrid: Callable[..., Recipe], tmp_path:
     assert all(step["grad_norm"] > 0 for step in steps_of(tmp_path / "cuda"))
 
 
+def test_scores_are_the_cpu_s_and_cost_no_wait(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Log-probs of given texts: of prefills in graphs and not, read with the step after."""
+    for name in ("cpu", "cuda"):
+        train(make(name, system={"name": "igpo"}), tmp_path / name)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
+    ours, theirs = (
+        [x for step in (1, 2) for one in sampled(tmp_path / name, step) for s in one["scores"] for x in s["logprobs"]]
+        for name in ("cuda", "cpu")
+    )
+    assert len(ours) > 50 and ours == pytest.approx(theirs, abs=1e-4)  # two orders of float32 sums, after an update
+    assert waits("engine/decoding/") == DECODING_WAITS and not waits("kernels/logprob.py")
+
+
 @pytest.mark.skipif(not KERNELS, reason="references compute; make simcuda runs the kernels, interpreted")
 @pytest.mark.parametrize("family", ["make", "hybrid"])
 def test_with_kernels_a_run_is_the_cpu_s(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -295,6 +308,13 @@ def waits(folder: str) -> set[str]:
     return {linecache.getline(str(ROOT / file), line).strip() for file, line in lines if file.startswith(folder)}
 
 
+DECODING_WAITS = {
+    "self.done.synchronize()",  # a step's draws, or scores, are read
+    "with torch.cuda.graph(self.graph, pool=self.pool):",  # a capture begins
+    "ended.synchronize()",  # the forwards before the first step of a run are timed
+}
+
+
 class Counted:
     """What each call of a method added to the device's counts."""
 
@@ -321,11 +341,7 @@ def test_what_a_step_launches_and_where_the_host_waits(
     load, launch = (Counted(monkeypatch, BucketStep, name) for name in ("load", "launch"))
     backward = Counted(monkeypatch, Updater, "_backward")
     train(make("cuda"), tmp_path / "run")
-    assert waits("engine/decoding/") == {
-        "self.done.synchronize()",  # a step's draws are read
-        "with torch.cuda.graph(self.graph, pool=self.pool):",  # a capture begins
-        "ended.synchronize()",  # the forwards before the first step of a run are timed
-    }
+    assert waits("engine/decoding/") == DECODING_WAITS
     replayed = [call for call in launch.calls if call["replays"] and not call["captures"]]
     assert len(replayed) > 0.8 * len(launch.calls)
     assert load.most("launches") == 1 and load.most("syncs") == 0

@@ -18,6 +18,7 @@ PARTS = {
     "search_r1": {"answer"},
     "tree_grpo": {"format", "answer"},
     "zero_search": {"answer"},
+    "igpo": {"outcome", "gain"},
     "naive_grpo": {"format", "answer"},
     "reading": set(),  # the measures are its parts
 }

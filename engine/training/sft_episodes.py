@@ -3,7 +3,7 @@
 A question brings its evidence as triples (subject, relation, object), as 2WikiMultiHopQA does, under "evidence" or
 "evidences". The engine plays the episode of the recipe's system, and the recipe's index answers.
 
-    search_r1, mem1, eval_rar, autorefine      a turn for each triple, and one that answers
+    search_r1, igpo, mem1, eval_rar, autorefine  a turn for each triple, and one that answers
         <think>I need the relation of subject.</think> <search>subject relation</search>
         <evaluate>subject: relation is object.</evaluate>    how the next turn begins; autorefine: <refine>, search_r1:
                                                              in its <think>
@@ -126,6 +126,7 @@ def write_evidence(sample: Sample, answer: str, triples: Sequence[Triple], stop:
 
 SCRIPTS: dict[str, Script] = {
     "search_r1": partial(write_search, note=""),
+    "igpo": partial(write_search, note=""),
     "mem1": partial(write_search, note="", recall=True),
     "eval_rar": partial(write_search, note="evaluate"),
     "autorefine": partial(write_search, note="refine"),

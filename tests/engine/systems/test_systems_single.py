@@ -42,6 +42,7 @@ NOTE = ["think", "search", "information", "summary", "answer"]
 PRESETS: dict[str, tuple[list[str], tuple[Any, ...]]] = {  # tags; k, G, temperature, KL, beta, lr
     "search_r1": (["think", "search", "information", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
     "tree_grpo": (["think", "search", "information", "answer"], (3, 6, 1.0, "k3", 1e-3, 1e-6)),
+    "igpo": (["think", "search", "information", "answer"], (3, 16, 1.0, "k3", 1e-3, 1e-6)),
     "eval_rar": (["think", "search", "information", "evaluate", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
     "evinote": (NOTE, (3, 4, 1.0, "k3", 1e-3, 1e-5)),
     "evinote_code": (NOTE, (3, 5, 1.0, "k3", 1e-3, 1e-6)),
@@ -221,7 +222,8 @@ def test_tags_template_and_preset(name: str, tmp_path: Path) -> None:
     elif one_pass:
         assert (recipe.optim.schedule, recipe.optim.warmup_ratio, rollout.questions_per_step) == ("cosine", 0.1, 256)
     else:
-        assert rollout.max_turns == {"evinote": 6, "tree_grpo": 4}.get(name, 5)
+        assert rollout.max_turns == {"evinote": 6, "tree_grpo": 4, "igpo": 10}.get(name, 5)
+        assert (grpo.advantage == "turn") == (name == "igpo")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -93,12 +93,13 @@ def said(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
     ("name", "options"),
     [
         ("search_r1", {}),
+        ("igpo", {}),
         ("eval_rar", {}),
         ("eval_rar", {"separate_evaluation": True}),
         ("autorefine", {}),
         ("mem1", {}),
     ],
-    ids=["search_r1", "eval_rar", "separate", "autorefine", "mem1"],
+    ids=["search_r1", "igpo", "eval_rar", "separate", "autorefine", "mem1"],
 )
 def test_a_played_search_is_what_a_rollout_of_its_turns_holds(
     name: str,
@@ -143,7 +144,8 @@ def test_a_played_search_is_what_a_rollout_of_its_turns_holds(
 
 def bare(trajectory: Trajectory) -> Trajectory:
     """The trajectory without the log-probs, which a script does not have."""
-    return replace(trajectory, segments=[Segment(s.source, s.ids, [], s.stop, s.trailing) for s in trajectory.segments])
+    segments = [Segment(s.source, s.ids, [], s.stop, s.trailing) for s in trajectory.segments]
+    return replace(trajectory, segments=segments, scores=[one | {"logprobs": []} for one in trajectory.scores])
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,7 @@ def test_the_command_says_how_many_questions_gave_transcripts(
     with pytest.raises(UserError, match=r"q.jsonl: no question gives a record of the kind episode \(the first, lost"):
         cli.run_command([*command, "--out", f"{out}2"])
     with pytest.raises(
-        UserError, match="--kind episode has no script for the system r1; it has search_r1, mem1, eval_rar"
+        UserError, match="--kind episode has no script for the system r1; it has search_r1, igpo, mem1, eval_rar"
     ):
         cli.run_command([*command, "--set", "system.name=r1", "--out", f"{out}2"])
     with pytest.raises(UserError, match="--template and --answer are not for episode records"):
