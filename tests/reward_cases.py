@@ -23,7 +23,7 @@ PARTS = {
     "reading": set(),  # the measures are its parts
 }
 PARTS |= {"lear": PARTS["eviomni"], "evinote_code": PARTS["evinote"]}
-PARTS |= dict.fromkeys(("r1", "mem1"), PARTS["search_r1"])
+PARTS |= dict.fromkeys(("r1", "mem1", "search_r1_reinforce", "llds", "gigpo"), PARTS["search_r1"])
 
 LETTERS = {"q": Source.PROMPT, "p": Source.POLICY, "r": Source.RETRIEVED, "f": Source.FEEDBACK}
 

@@ -28,7 +28,7 @@ from torture.storage import Target
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
 from thresher.common.hashes import read_hashes, write_hashes
-from thresher.engine.systems import NAMES
+from thresher.engine.systems import NAMES, load_system
 
 SHORT = Limits(seconds=20)
 
@@ -277,7 +277,9 @@ def test_every_system_pays_what_its_formula_does_and_the_page_lists_what_is_paid
     found = list(inputs.holes(campaign_of(misbehave, tmp_path)))
     assert [one for one in found if one.verdict != "right"] == []
     page = (ROOT / "docs" / "papers.md").read_text()
-    for system in sorted({*NAMES} - {"reading"}):  # without tags there is no form to abuse
+    known = load_system("search_r1", {}).reward  # of systems that differ in the update alone, too
+    others = {name for name in NAMES if name != "search_r1" and load_system(name, {}).reward is known}
+    for system in sorted({*NAMES} - {"reading"} - others):  # `reading`: without tags there is no form to abuse
         tried = [hole for hole in inputs.read_holes() if system in hole.systems]
         assert len(tried) >= 10 and len({hole.what for hole in tried}) == len(tried), system
         assert all(hole.by for hole in tried if hole.reward), system

@@ -43,6 +43,9 @@ PRESETS: dict[str, tuple[list[str], tuple[Any, ...]]] = {  # tags; k, G, tempera
     "search_r1": (["think", "search", "information", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
     "tree_grpo": (["think", "search", "information", "answer"], (3, 6, 1.0, "k3", 1e-3, 1e-6)),
     "igpo": (["think", "search", "information", "answer"], (3, 16, 1.0, "k3", 1e-3, 1e-6)),
+    "search_r1_reinforce": (["think", "search", "information", "answer"], (3, 5, 1.0, "k3", 0.0, 1e-6)),
+    "llds": (["think", "search", "information", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
+    "gigpo": (["think", "search", "information", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
     "eval_rar": (["think", "search", "information", "evaluate", "answer"], (3, 5, 1.0, "k3", 1e-3, 1e-6)),
     "evinote": (NOTE, (3, 4, 1.0, "k3", 1e-3, 1e-5)),
     "evinote_code": (NOTE, (3, 5, 1.0, "k3", 1e-3, 1e-6)),
@@ -141,6 +144,29 @@ def test_lear_is_eviomni_under_its_own_name() -> None:
     assert ours.reward(attempt) == theirs.reward(attempt)
 
 
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [
+        (
+            "search_r1_reinforce",
+            {"objective": "reinforce", "baseline": "none", "scale": "none", "updates_per_batch": 1},
+        ),
+        ("llds", {"objective": "grpo", "guard": "llds", "guard_weight": 0.2, "updates_per_batch": 2}),
+        ("gigpo", {"advantage": "anchor", "anchor": "observation", "gamma": 0.95, "omega": 1.0, "baseline": "group"}),
+    ],
+)
+def test_what_differs_from_search_r1_in_the_update_alone(name: str, update: dict[str, Any], tmp_path: Path) -> None:
+    """Same requests, prompt and reward, also with the last turn switched off; another [grpo]."""
+    (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[retrieval]\nindex = "i"\n[system]\nname = "{name}"\n')
+    grpo = read_run_recipe(tmp_path / "r.toml", []).grpo
+    assert {key: getattr(grpo, key) for key in update} == update
+    for options in ({}, {"answer_after_searches": False}):
+        ours, theirs = load_system(name, options), load_system("search_r1", options)
+        assert (ours.tags, ours.template, ours.reward) == (theirs.tags, theirs.template, theirs.reward)
+        played = [play(one, QUESTION, ["<search>a</search>", "nothing"], [[]], max_turns=3) for one in (ours, theirs)]
+        assert played[0] == played[1]
+
+
 @pytest.mark.parametrize("name", ["arena", "naive_grpo"])
 def test_one_pass(name: str) -> None:
     system = load_system(name, {})
@@ -222,7 +248,7 @@ def test_tags_template_and_preset(name: str, tmp_path: Path) -> None:
     elif one_pass:
         assert (recipe.optim.schedule, recipe.optim.warmup_ratio, rollout.questions_per_step) == ("cosine", 0.1, 256)
     else:
-        assert rollout.max_turns == {"evinote": 6, "tree_grpo": 4, "igpo": 10}.get(name, 5)
+        assert rollout.max_turns == {"evinote": 6, "tree_grpo": 4, "igpo": 10, "llds": 4, "gigpo": 4}.get(name, 5)
         assert (grpo.advantage == "turn") == (name == "igpo")
 
 
