@@ -1,5 +1,7 @@
 """`thresher study systems`: does every system learn? From one base a seed, ARENA from its own, beside a control.
 
+    thresher study systems --system search_r1 --system gigpo --base 0 --seeds 0 1 --controls 0 1
+
     world/   the world once; once a seed base0, base1 .. and numbered0 ..   engine/world/stages.py
     runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
     curves.png, table.md, systems.json
@@ -8,6 +10,7 @@ The base knows the form of all protocols and hardly what to look for (engine/wor
 goes on from there: it names passages by their numbers, which the shared one cannot. The control of a system is the same
 run with its rewards shuffled within each group: they carry no signal. One recipe (recipes/world) serves all systems, so
 that two curves differ by the protocol and its reward, and ARENA's base; a preset fills what that recipe leaves open.
+With --base all seeds start from one base, so that they differ in the questions' order and in sampling.
 """
 
 import time
@@ -23,7 +26,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.store.run_folder import RunFolder, read_metrics
-from thresher.engine.world.files import GIVEN, SEARCHING, template
+from thresher.engine.world.files import GIVEN, SAME_FORM, SEARCHING, template
 from thresher.engine.world.stages import (
     JUDGED,
     NUMBERED,
@@ -35,6 +38,8 @@ from thresher.engine.world.stages import (
 )
 
 SYSTEMS = (*SEARCHING, *GIVEN)
+KNOWN = (*SYSTEMS, *SAME_FORM)
+HEAD = ("at", "commit", "machine", "torch")  # of a run's start
 # The measure of a system's own claim, beside reward and EM: a key of the evaluation's record, and its name.
 CLAIMS = {
     "search_r1": ("searches", "searches"),
@@ -44,6 +49,7 @@ CLAIMS = {
     "arena": ("relevance", "relevance"),
     "naive_grpo": ("format", "format"),
 }
+CLAIMS |= {system: CLAIMS[form] for system, form in SAME_FORM.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +68,20 @@ def run_study(
     overrides: Sequence[str],
     run_command: Callable[[list[str]], None],
     allow_keys: Collection[str] = (),
+    base: int | None = None,
 ) -> None:
     """Write the whole study into the folder `out`. `controls`: seeds that get a control; `overrides`: of the recipe;
-    `run_command` runs a command from its arguments, for the shared world; `allow_keys` as `train` has them."""
+    `run_command` runs a command from its arguments, for the shared world; `allow_keys` as `train` has them. base: seed
+    of the base that all runs start from; None: each seed has its own."""
     check_out(out)
-    if unknown := [name for name in systems if name not in SYSTEMS]:
-        raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(SYSTEMS)}")
+    if unknown := [name for name in systems if name not in KNOWN]:
+        raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(KNOWN)}")
     out.mkdir(parents=True, exist_ok=True)
     world = out / "world"
     seeds = sorted(set(seeds))
-    for seed in seeds:
+    for seed in seeds if base is None else [base]:
         make_world(world, seed, systems, run_command)
-    cases = make_cases(out, systems, seeds, set(controls), overrides)
+    cases = make_cases(out, systems, seeds, set(controls), overrides, base)
     for case in cases:
         check_folder(case)
     console.console.print(f"study systems: {len(cases)} runs from the bases in {world}, into {out}")
@@ -103,7 +111,12 @@ def base_of(system: str) -> str:
 
 
 def make_cases(
-    out: Path, systems: Sequence[str], seeds: Sequence[int], controls: set[int], overrides: Sequence[str]
+    out: Path,
+    systems: Sequence[str],
+    seeds: Sequence[int],
+    controls: set[int],
+    overrides: Sequence[str],
+    base: int | None = None,
 ) -> list[SystemRun]:
     cases = []
     for system in systems:
@@ -114,7 +127,7 @@ def make_cases(
                 recipe = read_run_recipe(
                     RECIPE,
                     [
-                        f"model.path={base_folder(out / 'world', base_of(system), seed)}",
+                        f"model.path={base_folder(out / 'world', base_of(system), seed if base is None else base)}",
                         *world_paths(out / "world", system, base_of(system)),
                         # The curves are of the held-out questions: no checkpoint is chosen by them.
                         f"data.dev={world_questions(out / 'world', system, 'test')}",
@@ -136,10 +149,15 @@ def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[st
     """Return a run in one record: its first and last evaluation on the held-out questions, greedy."""
     evals = [record["eval"] for record in records if "eval" in record]
     key, _ = CLAIMS[case.system]
-    row: dict[str, Any] = {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
+    run = RunFolder(case.folder)
+    start = next(iter(run.starts()), {})
+    row: dict[str, Any] = {name: start.get(name) for name in HEAD}
+    row |= {"name": case.name, "system": case.system, "seed": case.seed, "control": case.control}
+    row["steps"] = case.recipe.run.steps
+    row["sampled_tokens"] = sum(record.get("sampled_tokens", 0) for record in records)
     for name in ("reward", "em", "f1", key):
         row[f"{name}_before"], row[f"{name}_after"] = measure(evals[0], name), measure(evals[-1], name)
-    row["seconds"] = (RunFolder(case.folder).summary() or {})["seconds"]
+    row["seconds"] = (run.summary() or {})["seconds"]
     return row
 
 
@@ -152,8 +170,8 @@ def measure(evaluation: Mapping[str, Any], name: str) -> float | None:
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table: a line for each system and its control, means over seeds, with the seeds' own EM."""
     lines = [
-        "| system | seeds | reward | EM | EM of each seed | its own claim | seconds a run |",
-        "|---|---|---|---|---|---|---|",
+        "| system | seeds | reward | EM | EM of each seed | its own claim | steps | sampled tokens | seconds a run |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for system in dict.fromkeys(row["system"] for row in rows):
         for control in (False, True):
@@ -162,10 +180,11 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
                 key, claim = CLAIMS[system]
                 each = ", ".join(f"{row['em_after']:.3f}" for row in group)
                 name = f"{system}, shuffled rewards" if control else system
+                tokens, seconds = (mean(row[what] for row in group) for what in ("sampled_tokens", "seconds"))
                 lines.append(
                     f"| {name} | {len(group)} | {_change(group, 'reward')} | "
-                    f"{_change(group, 'em')} | {each} | {claim} {_change(group, key)} | "
-                    f"{mean(row['seconds'] for row in group):.0f} |"
+                    f"{_change(group, 'em')} | {each} | {claim} {_change(group, key)} | {group[0]['steps']} | "
+                    f"{tokens:,.0f} | {seconds:.0f} |"
                 )
     return "\n".join(lines) + "\n"
 

@@ -120,6 +120,7 @@ class Systems(
     system: Annotated[Texts | None, REPEATED, "NAME", "may be repeated; default: all six"] = None
     seeds: Annotated[list[Seed], "SEED", "of the training runs"] = [0, 1, 2]
     controls: Annotated[list[Seed], ANY_NUMBER, "SEED", "with shuffled rewards"] = [0]
+    base: Annotated[Seed | None, "of the base that all runs start from; default: each seed has its own"] = None
     set: Overrides = []
     allow_key: flags.AllowKey = []
 
@@ -129,7 +130,7 @@ class Systems(
 
         out, names = Path(self.out), self.system or SYSTEMS
         with signals.on_interrupt(lambda: f"{self.out} keeps what is finished"):
-            run_study(out, names, self.seeds, self.controls, self.set, self.run_command, self.allow_key)
+            run_study(out, names, self.seeds, self.controls, self.set, self.run_command, self.allow_key, self.base)
         console.answer(read_json_object(out / "systems.json"))
 
 

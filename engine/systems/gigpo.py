@@ -6,11 +6,12 @@ shown last: the question, or what a search found. Turns of a group with one stat
     A_ik = (R_i - mean R) / std R + omega (G_ik - mean_S G) / std_S G          eq. 3, 7 and 8
     G_ik = gamma^(K_i - k) R_i        K_i turns, rewarded at the last          eq. 5
 
-A turn that is alone in its state has the first part only. docs/results/credit.md has what the rule gives in expectation.
+A turn that is alone in its state has the first part only. docs/results/credit.md has what the rule gives in
+expectation.
 
-Preset: omega 1, gamma .95, G 5, 256 questions, 4 turns of 512 tokens, k3 with beta 1e-3, lr 1e-6 over a warm-up of .1 of
-the steps (the authors' script for search with 7B); 3 passages, 2,048 tokens for all, and four updates a batch, for their
-mini-batches of 512 turns [assumed].
+Preset: omega 1, gamma .95, G 5, 256 questions, 4 turns of 512 tokens, k3 with beta 1e-3, lr 1e-6 after a warm-up over
+.1 of the steps (the authors' script for search with 7B); 3 passages, 2,048 tokens for all, and four updates a batch,
+for their mini-batches of 512 turns [assumed].
 
 Otherwise than in their code: a state's ids are equal, where the code groups texts that are .9 alike; mean and deviation
 of R are over trajectories, where the code takes them over turns, and a deviation is the population's; an invalid turn

@@ -79,6 +79,8 @@ from thresher.retrieval.questions import Question, question_record
 
 SEARCHING = ("search_r1", "eval_rar", "evinote")
 GIVEN = ("eviomni", "arena", "naive_grpo")
+# Systems with the protocol of one of these, hence its prompt and its warm-up.
+SAME_FORM = dict.fromkeys(("search_r1_reinforce", "llds", "gigpo"), "search_r1")
 GIVEN_FORMAT = "{number} {text}"  # retrieval.passage_format of the recipes whose prompts show passages
 # Of what a blind transcript looks up among given passages: how often it is the first relation of its entity.
 HABIT = 0.6
@@ -203,8 +205,8 @@ def transcripts(
 
 
 def template(name: str) -> str:
-    """Return a protocol's prompt in the invented world."""
-    return f"{name}\n" + ("{passages}\n" if name in GIVEN else "") + "Question: {question}\n"
+    """Return a system's prompt in the invented world, which begins with its protocol's name."""
+    return f"{SAME_FORM.get(name, name)}\n" + ("{passages}\n" if name in GIVEN else "") + "Question: {question}\n"
 
 
 def known(world: InventedWorld, path: Sequence[Fact], rng: random.Random) -> list[Fact]:

@@ -11,6 +11,7 @@ from thresher.bench.plots import draw_systems
 from thresher.bench.studies.runs import check_folder, train_all
 from thresher.bench.studies.systems import (
     CLAIMS,
+    KNOWN,
     SYSTEMS,
     SystemRun,
     make_cases,
@@ -59,6 +60,26 @@ def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) ->
     assert first.recipe.differences(control.recipe) == ["grpo.shuffle_rewards is false, not true"]
     differ = first.recipe.differences(other.recipe)
     assert [line.split()[0] for line in differ] == ["model.path", "run.seed"]
+
+
+def test_systems_of_one_protocol_share_prompt_base_and_world(tmp_path: Path) -> None:
+    (tmp_path / "world").mkdir()
+    agents = ("search_r1", *(name for name in KNOWN if name not in SYSTEMS))
+    cases = make_cases(tmp_path, agents, [4, 5], {4, 5}, [], base=2)
+    assert len(cases) == 4 * len(agents) > 4
+    prompts, starts, presets = set(), set(), {}
+    for case in cases:
+        section = case.recipe.need(SystemSection)
+        assert section.name == case.system
+        prompts.add(Path(section.template or "").read_text())
+        starts.add(case.recipe.model.path)
+        presets[case.system] = case.recipe.grpo
+    assert prompts == {"search_r1\nQuestion: {question}\n"} and starts == {str(tmp_path / "world" / "base2")}
+    assert len({str(grpo) for grpo in presets.values()}) == len(agents), "two of them train alike"
+    typed: list[list[str]] = []
+    make_world(tmp_path / "made", 2, agents, typed.append)
+    folders = [Path(words[words.index("--out") + 1]).name for words in typed]
+    assert folders == ["data", "index", "init2", "recite2", "base2"]
 
 
 def test_the_worlds_commands_are_commands(tmp_path: Path) -> None:
@@ -170,7 +191,8 @@ def records_of(case: SystemRun) -> list[dict[str, Any]]:
         found = {**dict.fromkeys(("reward", "em", "f1"), value), "parts": parts}
         return found if key in parts else found | {key: value}
 
-    return [{"step": step, "eval": at(step)} if step % 2 == 0 else {"step": step, "em": 0.0} for step in range(5)]
+    sampled = {"em": 0.0, "sampled_tokens": 600}
+    return [{"step": step, "eval": at(step)} if step % 2 == 0 else {"step": step, **sampled} for step in range(5)]
 
 
 @pytest.mark.slow
@@ -185,7 +207,10 @@ def test_rows_table_and_picture(cases: list[SystemRun], tmp_path: Path) -> None:
     assert (arena["em_after"], arena["relevance_after"]) == (pytest.approx(0.5), pytest.approx(0.5))
     text = markdown(rows)
     assert len(text.splitlines()) == 2 + 2 * len(SYSTEMS)
-    assert "| arena | 2 | 0.100 → 0.500 | 0.100 → 0.500 | 0.500, 0.500 | relevance 0.100 → 0.500 | 10 |" in text
+    assert (
+        "| arena | 2 | 0.100 → 0.500 | 0.100 → 0.500 | 0.500, 0.500 | relevance 0.100 → 0.500 | 3 | 1,200 | 10 |"
+        in text
+    )
     assert "| arena, shuffled rewards | 1 | 0.100 → 0.100 |" in text
     draw_systems(rows, records, CLAIMS, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
