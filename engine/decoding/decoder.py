@@ -210,6 +210,14 @@ class Decoder:
         elif sequence in self.scheduler.waiting:
             self.scheduler.waiting.remove(sequence)
 
+    def keep_states(self, sequence: TokenSequence) -> None:
+        """Keep the states behind what is computed of a sequence, between two turns, for others that will begin so. Keys
+        and values are kept by `release`, of all its tokens; a model without states needs no more."""
+        if self.has_states and sequence.slot >= 0:
+            ids = sequence.ids[: int(self.batch.cached_B[sequence.slot])]
+            self.scheduler.keep(sequence, ids, self.batch.blocks_of(sequence))
+            self._keep_states(sequence.slot, ids)
+
     def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
         """Return the ids that the last step drew, by sequence, before anything was released."""
         if self._sampled is None:

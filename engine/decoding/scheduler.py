@@ -217,6 +217,11 @@ class Scheduler:
                 self._remember(sequence, sequence.ids[:cached], blocks, ready=True)
         self.pool.free(blocks)
 
+    def keep(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int]) -> None:
+        """Note that a running sequence's blocks hold `ids`, its first tokens."""
+        if self.reuse:
+            self._remember(sequence, ids, blocks, ready=True)
+
     def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
         """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
         page_size = self.pool.page_size

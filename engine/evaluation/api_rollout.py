@@ -253,7 +253,6 @@ class ApiWriter:
 
     elsewhere = False  # a step waits for the server
     takes_text = True
-    parks = False
 
     def __init__(self, rollout: ApiRollout, temperature: float) -> None:
         self.rollout, self.temperature, self.unit = rollout, temperature, rollout.unit

@@ -168,14 +168,11 @@ class TurnWriter(Protocol):
 
     unit: tokens of the trajectory that count as one of a request's `max_tokens`. elsewhere: a GPU does the work, so
     that this process may search meanwhile. idle: no turn is due. takes_text: the next step feeds text that is appended
-    before it, and does not hold it back. parks: others can go on from within a sample only where it was released.
+    before it, and does not hold it back.
     """
 
     unit: int
     elsewhere: bool
-
-    @property
-    def parks(self) -> bool: ...
 
     @property
     def idle(self) -> bool: ...
@@ -414,10 +411,6 @@ class DecoderWriter:
     def takes_text(self) -> bool:
         return self.decoder.takes_text
 
-    @property
-    def parks(self) -> bool:
-        return self.decoder.has_states
-
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
         sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw)
         sequence.earlier = self.earlier.get(sample.job.question.id)
@@ -428,6 +421,8 @@ class DecoderWriter:
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         sequence = self.sequences[sample]
         self.writing[sequence] = sample
+        if sample.growth is not None:
+            self.decoder.keep_states(sequence)
         self.decoder.begin_turn(sequence, stop, sample.room, lead)
 
     def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
@@ -804,8 +799,6 @@ class _Play:
         growth, inherited = sample.growth, (sample.trajectory.forked or (0, 0))[1]
         if growth is None or written <= inherited or self._room(sample)[0] <= 0:
             return
-        if self.writer.parks:
-            self.writer.release(sample, keep=True)
         state = copied(sample, trajectory=copied(sample.trajectory), growth=None)
         prompt = SharedPrompt(present_ids(sample.trajectory))
         growth.tree.nodes.append(Node(sample.job.sample, written, state, prompt, tuple(growth.exchanges)))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from model_cases import make_config
 from rollout_cases import Make, assert_logprobs_match, record, system_of
 
 from thresher.common.errors import UserError
+from thresher.common.records import write_records
+from thresher.engine.config.sections import ToolSection
+from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.episode import (
     BranchPrompt,
     Feedback,
@@ -22,8 +26,8 @@ from thresher.engine.episode import (
     Tool,
 )
 from thresher.engine.protocol.trajectory import Trajectory, check_trajectory, inherited_tokens, turns
-from thresher.engine.rollout.rollout import DecoderWriter, Job
-from thresher.engine.rollout.tools import HostedTool, Toolbox
+from thresher.engine.rollout.rollout import Job
+from thresher.engine.rollout.tools import HostedTool, Toolbox, load_tools
 from thresher.engine.rollout.trees import TreeShape
 from thresher.policy.config import DeltaShape
 from thresher.policy.model import Policy, init_policy
@@ -35,16 +39,16 @@ MOST = 3  # turns
 
 
 def walking(question: Question, config: Any) -> Any:
-    """Turns of at most eight tokens. After each the policy's own text decides: more passages, a line, or the end."""
+    """Turns of at most eight tokens. Behind each comes, by its own text, passages, a line, nothing, or the end."""
     yield Prompt(config.template, question.question)
     for _ in range(MOST):
-        turn = yield Generate((), 8)
-        choice = sum(turn.text) % 4
+        turn = yield Generate(("e", "a"), 8)
+        choice = sum(turn.text) % 5
         if choice == 0:
             return "ended"
         if choice == 1:
             yield Retrieved((yield Search(question.question)), "<information>", "</information>")
-        else:
+        elif choice > 2:
             yield Feedback(f" {choice}")
     return "turns"
 
@@ -131,12 +135,12 @@ def test_samples_of_a_model_with_states_go_on_from_where_they_were_kept(
     jobs, shape = jobs_of(tiny_questions[:4], 6), TreeShape(2, 2)
 
     def played(**settings: Any) -> tuple[list[Any], int]:
-        run = tiny_rollout(system_of(walking, TAGS), policy=policy, **settings)
+        run = tiny_rollout(system_of(walking, TAGS), policy=policy, max_num_seqs=400, **settings)  # 100 snapshots
         found = run.run(jobs, 1.0, shape=shape)
         return [(record(one), one.forked) for one in found], run.clock.prefilled_tokens
 
     fresh, kept = played(reuse=False), played()
-    monkeypatch.setattr(DecoderWriter, "parks", False)
+    monkeypatch.setattr(Decoder, "keep_states", lambda *_: None)
     prompts_alone = played()
     assert fresh[0] == kept[0] == prompts_alone[0]
     assert kept[1] < prompts_alone[1] < fresh[1]
@@ -187,6 +191,23 @@ def test_nothing_is_asked_again(tiny_rollout: Make, tiny_questions: list[Questio
             "call 3",
         ]
     assert {one.forked[1] for one in found if one.forked} == {0, 1, 2}
+
+
+def test_a_tree_repeats_from_its_tools_record(
+    tiny_rollout: Make, tiny_questions: list[Question], tmp_path: Path
+) -> None:
+    """What a sample took over stands in its own record as well, so its next call is found behind it."""
+    count = Counting()
+    jobs, shape = jobs_of(tiny_questions[:3], 6), TreeShape(2, 2)
+    system = system_of(asking, TAGS)
+    tool = HostedTool(name="count", function=lambda arguments: f"{count(arguments)}, call {len(count.calls)}")
+    first = tiny_rollout(system, tools=Toolbox({"count": tool}), max_context=700)
+    found, called = first.run(jobs, 1.0, shape=shape), len(count.calls)
+    write_records(tmp_path / "first.jsonl", [one.to_dict(first.tokenizer) for one in found])
+    box = load_tools({"count": ToolSection(function="gone.py:f")}, str(tmp_path / "first.jsonl"), lambda _: None)
+    again = tiny_rollout(system, tools=box, max_context=700).run(jobs, 1.0, shape=shape)
+    assert [(one.tools, one.forked, one.ids()) for one in again] == [(o.tools, o.forked, o.ids()) for o in found]
+    assert len(count.calls) == called and any(one.forked and one.forked[1] for one in found)
 
 
 def test_an_episode_that_is_no_function_of_what_it_is_sent_is_refused(
