@@ -30,7 +30,7 @@ engine's business: it closes the generator and records its own reason.
 """
 
 import tomllib
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,7 +219,7 @@ class EpisodeConfig:
 
 def rewarded_by_group(attempt: RewardInput) -> RewardResult:
     """Raise TypeError: the `reward` of a System that has `reward_group` alone."""
-    raise TypeError("the system rewards whole groups; call System.rewards")
+    raise TypeError("the system rewards whole groups; call its reward_group")
 
 
 def last_answer(attempt: RewardInput) -> str | None:
@@ -269,19 +269,6 @@ class System:
     @property
     def needs_index(self) -> bool:
         return "<information>" in self.tags if self.searches is None else self.searches
-
-    def rewards(self, attempts: Sequence[RewardInput], groups: Sequence[Hashable]) -> list[RewardResult]:
-        """Return the reward of each attempt; groups[i]: the group of attempts[i]."""
-        if self.reward_group is None:
-            return [self.reward(attempt) for attempt in attempts]
-        members: dict[Hashable, list[int]] = {}
-        for number, group in enumerate(groups):
-            members.setdefault(group, []).append(number)
-        found: dict[int, RewardResult] = {}
-        for numbers in members.values():
-            results = self.reward_group([attempts[number] for number in numbers])
-            found |= dict(zip(numbers, results, strict=True))
-        return [found[number] for number in range(len(attempts))]
 
 
 def over_given(system: System) -> System:

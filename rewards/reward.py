@@ -7,7 +7,7 @@ again from what a run folder stores.
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -101,3 +101,22 @@ class RewardResult:
     turns: Sequence[float] | None = None
     tokens: Sequence[tuple[int, int, float]] | None = None
     branches: Mapping[str, float] | None = None
+
+
+def reward_all(
+    reward: Callable[[RewardInput], RewardResult],
+    reward_group: Callable[[Sequence[RewardInput]], Sequence[RewardResult]] | None,
+    attempts: Sequence[RewardInput],
+    groups: Sequence[Hashable],
+) -> list[RewardResult]:
+    """Return the reward of each attempt, by `reward`, or by `reward_group` of all with the same group. groups[i]: the
+    group of attempts[i]."""
+    if reward_group is None:
+        return list(map(reward, attempts))
+    members: dict[Hashable, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    found: dict[int, RewardResult] = {}
+    for numbers in members.values():
+        found |= dict(zip(numbers, reward_group([attempts[number] for number in numbers]), strict=True))
+    return [found[number] for number in range(len(attempts))]

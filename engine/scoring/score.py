@@ -12,7 +12,7 @@ from thresher.engine.protocol.trajectory import Trajectory, check_trajectory
 from thresher.engine.scoring.judges import EntailmentJudge
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.reward import RewardInput, RewardResult, hash_uniform
+from thresher.rewards.reward import RewardInput, RewardResult, hash_uniform, reward_all
 
 
 class VerdictJudge(Protocol):
@@ -88,7 +88,8 @@ def score(
     `System.reward_group` gets all trajectories with the same `group`."""
     attempts = [make_reward_input(q, t, tokenizer) for q, t in zip(questions, trajectories, strict=True)]
     attempts = ask_judges(attempts, system, judges or Judges())
-    results = system.rewards(attempts, [trajectory.group for trajectory in trajectories])
+    groups = [trajectory.group for trajectory in trajectories]
+    results = reward_all(system.reward, system.reward_group, attempts, groups)
     rated = [bool(question.golds) or not system.needs_golds for question in questions]
     return list(map(Scored, questions, trajectories, results, attempts, rated))
 

@@ -27,7 +27,7 @@ from thresher.engine.episode import System
 from thresher.engine.protocol.trajectory import are_scores
 from thresher.engine.systems import load_system
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
-from thresher.rewards.reward import RewardInput, Source, TextSegment, count_words, hash_uniform
+from thresher.rewards.reward import RewardInput, Source, TextSegment, count_words, hash_uniform, reward_all
 
 ANSWERS = ("rationale", "evidence", "full")
 
@@ -75,7 +75,8 @@ def score_file(
         # A group may lie anywhere in the file; a reward of one attempt needs no more than that.
         parts = ([one] for one in attempts()) if system.reward_group is None else [list(attempts())]
         for part in parts:
-            results = system.rewards([one.attempt for one in part], [one.group for one in part])
+            attempted, groups = [one.attempt for one in part], [one.group for one in part]
+            results = reward_all(system.reward, system.reward_group, attempted, groups)
             for one, result in zip(part, results, strict=True):
                 rewards.append(result.reward)
                 yield {"id": one.id, "reward": result.reward, "parts": result.parts, "answer": result.answer}

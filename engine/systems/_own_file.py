@@ -23,7 +23,7 @@ from thresher.common.files import MOST_TEXT, read_bytes
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import BranchPrompt, Episode, EpisodeConfig, Fold, Prompt, Request, SubCall, System
 from thresher.retrieval.questions import Question
-from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment, reward_all
 
 FIRST: tuple[type, ...] = (Prompt,)
 AFTER_PROMPT: tuple[type, ...] = tuple(kind for kind in get_args(Request) if kind is not Prompt)
@@ -75,7 +75,7 @@ def load_own_system(path: Path, options: Mapping[str, Any]) -> System:
         claims=made.claims and _guarded(made.claims, "claims(attempt)", path),
     )
     for size in (1,) if made.reward_group is None else (1, 2):
-        made.rewards([_nothing_written(made)] * size, [0] * size)
+        reward_all(made.reward, made.reward_group, [_nothing_written(made)] * size, [0] * size)
     return made
 
 

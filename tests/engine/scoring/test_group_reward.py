@@ -16,7 +16,7 @@ from thresher.engine.scoring.score import score
 from thresher.engine.scoring.transcripts import score_file
 from thresher.engine.systems import load_system
 from thresher.retrieval.questions import Question
-from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment
+from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment, reward_all
 
 # A reward that no attempt has alone: its rank among the group's lengths, with how many there are.
 RANKED = """from dataclasses import dataclass
@@ -129,4 +129,5 @@ def test_a_system_has_a_reward(ranked: Path) -> None:
     # Beside a reward of single attempts it stands in its place.
     ranked.write_text(RANKED.replace(CALL, f"reward=lambda attempt: 1 / 0, {CALL}"))
     attempts = [RewardInput(pieces=[TextSegment(Source.POLICY, text)], golds=()) for text in (b"xx", b"x")]
-    assert [one.reward for one in load_system(str(ranked), {}).rewards(attempts, [0, 0])] == [1, 0]
+    system = load_system(str(ranked), {})
+    assert [one.reward for one in reward_all(system.reward, system.reward_group, attempts, [0, 0])] == [1, 0]
