@@ -795,9 +795,10 @@ class _Play:
 
     def _note_node(self, sample: Sample) -> None:
         """Note the end of a sample's own turn, which another turn may follow, as a node of its tree."""
+        if (growth := sample.growth) is None or self._room(sample)[0] <= 0:
+            return
         written = sum(1 for _ in turns(sample.trajectory))
-        growth, inherited = sample.growth, (sample.trajectory.forked or (0, 0))[1]
-        if growth is None or written <= inherited or self._room(sample)[0] <= 0:
+        if written <= (sample.trajectory.forked or (0, 0))[1]:
             return
         state = copied(sample, trajectory=copied(sample.trajectory), growth=None)
         prompt = SharedPrompt(present_ids(sample.trajectory))
