@@ -50,6 +50,12 @@ CLAIMS = {
     "naive_grpo": ("format", "format"),
 }
 CLAIMS |= {system: CLAIMS[form] for system, form in SAME_FORM.items()}
+# What a system needs besides the one recipe, whose groups have 8 samples; {world}: the folder of the world.
+NEEDS = {
+    "tree_grpo": ["rollout.tree_nodes=3"],
+    "mem1": ["system.options.count_turns=false"],  # the base has not seen its lines
+    "zero_search": ["tools.search.function={world}/data/search.py:search", "tools.search.noise=[0.0, 0.5]"],
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +140,7 @@ def make_cases(
                         f"system.name={system}",
                         f"system.template={prompt}",
                         f"run.seed={seed}",
+                        *(one.format(world=out / "world") for one in NEEDS.get(system, ())),
                         *(["grpo.shuffle_rewards=true"] if control else []),
                         *overrides,
                     ],

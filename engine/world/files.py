@@ -79,8 +79,10 @@ from thresher.retrieval.questions import Question, question_record
 
 SEARCHING = ("search_r1", "eval_rar", "evinote")
 GIVEN = ("eviomni", "arena", "naive_grpo")
-# Systems with the protocol of one of these, hence its prompt and its warm-up.
-SAME_FORM = dict.fromkeys(("search_r1_reinforce", "llds", "gigpo"), "search_r1")
+# Systems whose turns have the form of one of these, hence its prompt and its warm-up.
+SAME_FORM = dict.fromkeys(
+    ("search_r1_reinforce", "llds", "gigpo", "igpo", "tree_grpo", "mem1", "zero_search"), "search_r1"
+)
 GIVEN_FORMAT = "{number} {text}"  # retrieval.passage_format of the recipes whose prompts show passages
 # Of what a blind transcript looks up among given passages: how often it is the first relation of its entity.
 HABIT = 0.6
