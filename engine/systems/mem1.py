@@ -39,10 +39,8 @@ from thresher.engine.episode import (
     read_preset,
     read_template,
 )
-from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
+from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID, reward
 from thresher.retrieval.questions import Question
-from thresher.rewards.papers.search import search_r1_reward
-from thresher.rewards.reward import RewardInput, RewardResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,3 @@ def system(options: Options) -> System:
         template=read_template(Path(__file__).with_name("mem1.txt")),
         preset=read_preset(Path(__file__).with_suffix(".toml")),
     )
-
-
-def reward(attempt: RewardInput) -> RewardResult:
-    return search_r1_reward(attempt.pieces, attempt.golds)

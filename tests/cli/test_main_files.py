@@ -147,14 +147,19 @@ def test_a_damaged_model(
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("command", "line", "expected"),
     [
-        ("{", "questions.jsonl:3: not valid JSON at column 2"),
-        ('{"question": "Who?"}', "questions.jsonl:3: no gold answer"),
-        ('{"id": "Anna Bell", "question": "Who?", "answer": "x"}', "questions.jsonl:3: the id 'Anna Bell' was used"),
+        *(
+            (command, *case)
+            for command in ("train", "eval", "eval --questions")
+            for case in (
+                ("{", "questions.jsonl:3: not valid JSON at column 2"),
+                ('{"id": "Anna Bell", "question": "Who?", "answer": "x"}', "jsonl:3: the id 'Anna Bell' was used"),
+            )
+        ),
+        ("train", '{"question": "Who?"}', "questions.jsonl:3: no gold answer"),  # an evaluation takes it
     ],
 )
-@pytest.mark.parametrize("command", ["train", "eval", "eval --questions"])
 def test_a_malformed_question(here: Path, refused: Callable[..., str], command: str, line: str, expected: str) -> None:
     lines = (here / "questions.jsonl").read_text().splitlines()
     (here / "questions.jsonl").write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")

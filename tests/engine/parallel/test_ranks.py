@@ -84,6 +84,7 @@ def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
         "total": seconds,
         "forwards": 5,
         "searches": 3,
+        "forks": 0,
     }
     return RankStep(
         rows=rows,

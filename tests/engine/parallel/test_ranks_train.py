@@ -273,7 +273,15 @@ def assert_same_token_statistics(one: Path, several: Path) -> None:
     """Of the first step, gathered from the ranks in the order of one's."""
     kept, gathered = (load_file(run / "trajectories" / "step_000001.safetensors") for run in (one, several))
     assert [part.pop("branches_B").shape for part in (kept, gathered)] == [(0,), (0,)]
-    assert kept.keys() == {"counts_N", "sampled_P", "recomputed_P", "reference_P", "entropy_P", "clipped_P"}
+    assert kept.keys() == {
+        "counts_N",
+        "sampled_P",
+        "recomputed_P",
+        "reference_P",
+        "entropy_P",
+        "clipped_P",
+        "gradient_P",
+    }
     assert torch.equal(kept["counts_N"], gathered["counts_N"])
     assert torch.equal(kept["sampled_P"], gathered["sampled_P"])
     assert apart(kept, gathered) < 4e-3  # an ulp of float16, for the entropy; out of its place a value differs by more

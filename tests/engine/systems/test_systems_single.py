@@ -1,5 +1,6 @@
 """The systems that answer in one pass, driven by hand, and what every system owes: tags, template, preset, parts."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -277,7 +278,7 @@ def test_every_system_runs_in_a_rollout(
     judges = Judges(entailment=LexicalJudge())
     scored = score([job.question for job in jobs], trajectories, system, run.tokenizer, judges)
     check_all(scored, run.tokenizer, system.tags, run.limits.max_context)
-    assert all(entry.trajectory.reason and entry.result.reward >= 0 for entry in scored)
+    assert all(entry.trajectory.reason and math.isfinite(entry.result.reward) for entry in scored)
 
 
 @pytest.mark.parametrize(("evidence", "answer"), [(True, (0 + 1 + 0.5) / 3), (False, (0 + 0.5) / 2)])

@@ -54,7 +54,7 @@ class Sampled(Exception):
 def test_the_noise_of_a_sample_is_that_of_the_runs_seed_the_step_the_group_and_the_sample(make_recipe: Make) -> None:
     jobs: list[Job] = []
 
-    def run(given: list[Job], _: float) -> None:
+    def run(given: list[Job], _: float, shape: None = None) -> None:
         jobs.extend(given)
         raise Sampled
 
