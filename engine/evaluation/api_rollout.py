@@ -30,7 +30,8 @@ from thresher.engine.decoding.scheduler import SharedPrompt
 from thresher.engine.episode import BranchPrompt, EpisodeConfig, Retrieved, System, Turn
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import EpisodeRunner, Job, Limits, RolloutClock, Sample, Written, context_ids
+from thresher.engine.rollout.contexts import context_ids
+from thresher.engine.rollout.rollout import EpisodeRunner, Job, Limits, RolloutClock, Sample, Written
 from thresher.engine.scoring.endpoint import Endpoint, Messages, Unusable, read_key, shown
 from thresher.policy.tokenizer import load_tokenizer, train_bpe
 from thresher.retrieval.retriever import Retriever

@@ -8,7 +8,8 @@ from rollout_cases import Make, Written
 
 from thresher.engine.episode import System
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Job, Rollout, branch_seed
+from thresher.engine.rollout.contexts import branch_seed
+from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.retrieval.questions import Question
 
 

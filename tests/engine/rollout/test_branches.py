@@ -19,7 +19,8 @@ from thresher.engine.episode import BranchPrompt, Feedback, Generate, KeptSpan, 
 from thresher.engine.packing import TrainSequence, build_train_sequences
 from thresher.engine.protocol.prompts import PromptBatch, truncate_passages, with_passages
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory
-from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, kept_ids
+from thresher.engine.rollout.contexts import branch_seed, kept_ids
+from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.score import Judges, check_all, score
 from thresher.engine.systems import load_system
 from thresher.policy.model import Policy, init_policy

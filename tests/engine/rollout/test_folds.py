@@ -27,7 +27,7 @@ from thresher.engine.episode import (
 )
 from thresher.engine.packing import build_train_sequences
 from thresher.engine.protocol.trajectory import check_trajectory, contexts, turns
-from thresher.engine.rollout.rollout import branch_seed
+from thresher.engine.rollout.contexts import branch_seed
 from thresher.engine.scoring.score import check_all, score
 from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_all

@@ -20,7 +20,8 @@ from thresher.engine.episode import (
     System,
     pair_tags,
 )
-from thresher.engine.rollout.rollout import Job, Rollout, branch_seed, context_ids
+from thresher.engine.rollout.contexts import branch_seed, context_ids
+from thresher.engine.rollout.rollout import Job, Rollout
 from thresher.engine.scoring.judges import LexicalJudge
 from thresher.engine.scoring.score import Judges, ask_judges, check_all, score
 from thresher.engine.systems import NAMES, load_system

@@ -18,7 +18,8 @@ from thresher.engine.episode import EpisodeConfig, System
 from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.protocol.trajectory import Segment, Trajectory, check_trajectory, contexts, trained_contexts
-from thresher.engine.rollout.rollout import EpisodeRunner, Limits, Rollout, branch_seed
+from thresher.engine.rollout.contexts import branch_seed
+from thresher.engine.rollout.rollout import EpisodeRunner, Limits, Rollout
 from thresher.engine.scoring.score import score
 from thresher.engine.systems import load_system
 from thresher.engine.training.sft import encode_all, encode_transcript
