@@ -18,14 +18,23 @@ from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.episode import (
     BranchPrompt,
     Feedback,
+    Fold,
     Generate,
+    KeptSpan,
     Prompt,
     Retrieved,
+    Score,
     Search,
     SubCall,
     Tool,
 )
-from thresher.engine.protocol.trajectory import Trajectory, check_trajectory, inherited_tokens, turns
+from thresher.engine.protocol.trajectory import (
+    Trajectory,
+    check_trajectory,
+    inherited_tokens,
+    trained_contexts,
+    turns,
+)
 from thresher.engine.rollout.rollout import Job
 from thresher.engine.rollout.tools import HostedTool, Toolbox, load_tools
 from thresher.engine.rollout.trees import TreeShape
@@ -50,6 +59,22 @@ def walking(question: Question, config: Any) -> Any:
             yield Retrieved((yield Search(question.question)), "<information>", "</information>")
         elif choice > 2:
             yield Feedback(f" {choice}")
+    return "turns"
+
+
+def folding(question: Question, config: Any) -> Any:
+    """Score behind each turn, then fold to it; behind the first a call is trained."""
+    yield Prompt(config.template, question.question)
+    prompt, end = Prompt(config.template, question.question), 0
+    for number in range(MOST):
+        turn = yield Generate(("e", "a"), 8)
+        start, end = end, end + len(turn.text)
+        yield Score(" so", "Anna")
+        if sum(turn.text) % 5 == 0:
+            return "ended"
+        if number == 0:
+            yield SubCall(BranchPrompt(prompt, (), ("e",), 4), trained=True)
+        yield Fold(BranchPrompt(prompt, (KeptSpan(start, end),)))
     return "turns"
 
 
@@ -120,6 +145,34 @@ def test_no_bit_depends_on_the_cache_or_on_other_questions(
         assert found == expected[group * 10 : (group + 1) * 10]
     other = run.run([job for group in (3, 1, 0, 2) for job in jobs[group * 10 : (group + 1) * 10]], 1.0, shape=shape)
     assert [(record(one), one.forked) for one in other[:10]] == expected[30:]
+
+
+def test_samples_go_on_from_episodes_that_fold_score_and_call(
+    tiny_rollout: Make, tiny_questions: list[Question], tiny_policy: Policy
+) -> None:
+    """They have the contexts, scores and calls of the turns that they took over; each sampled token is trained once."""
+    needs_invariant_policy(tiny_policy)
+    jobs, shape, found = jobs_of(tiny_questions[:4], 10), TreeShape(2, 2), {}
+    for reuse in (False, True):
+        run = tiny_rollout(system_of(folding, TAGS), reuse=reuse)
+        found[reuse] = run.run(jobs, 1.0, shape=shape)
+    assert [record(one) for one in found[True]] == [record(one) for one in found[False]]
+    depths = Counter[int]()
+    for number, one in enumerate(found[True]):
+        assert check_trajectory(one, run.tokenizer, TAGS, run.limits.max_context) == []
+        assert [score["turns"] for score in one.scores] == [n + 1 for n in range(len(list(turns(one))))]
+        if one.forked is None:
+            continue
+        parent, taken = found[True][number // 10 * 10 + one.forked[0]], one.forked[1]
+        depths[taken] += 1
+        inherited(one, found[True][number // 10 * 10 :])
+        assert one.scores[:taken] == parent.scores[:taken]
+        if taken:
+            assert one.branches["call 1"].segments == parent.branches["call 1"].segments
+            assert not one.branches["call 1"].trained
+    assert set(depths) == {0, 1, 2}
+    trained = sum(len(context.positions) for one in found[True] for context in trained_contexts(one))
+    assert trained == run.clock.sampled_tokens
 
 
 def test_samples_of_a_model_with_states_go_on_from_where_they_were_kept(
