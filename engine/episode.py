@@ -13,7 +13,7 @@ never sees a tensor, a batch or another episode.
     Retrieved(...)  -> None         appends passages, or a text made of them, between a pair of tags
     Feedback(text)  -> None         appends a line of the engine's own
     Fold(context)   -> None         goes on in a new context; what came before is not in it, but for what it keeps
-    SpawnBranches(branches)         contexts of their own, in which the policy writes once more, for the reward alone
+    SpawnBranches(branches)         contexts of their own, in which the policy writes a turn each, for the reward
 
 A branch hides what its context leaves out: the context is put together anew and computed anew from where it differs,
 since the hidden states of later tokens have already absorbed what a mask over attention would hide. What is written in
@@ -170,7 +170,7 @@ class Score:
     """Ask for the log-probs of a text that nobody sampled, such as a gold answer: a list, one a token of `text`, which
     is encoded by itself as plain text; under softmax(z / temperature), as of sampled tokens (greedy: at temperature 1).
 
-    context: template text, put behind the trajectory as it stands; or a context of its own, whose `stop` and
+    context: template text, put behind the present context; or a context of its own, whose `stop` and
     `max_tokens` mean nothing here, and whose passages are cut as those of a SubCall. The trajectory goes on as if
     nothing had been asked: neither is a segment of it, and no token of either is trained on. Each score is recorded in
     Trajectory.scores. A context that leaves the text no room ends the trajectory.

@@ -7,9 +7,9 @@
 N counts all trajectories of the optimiser step, also those of groups without a signal, unless the recipe has
 `grpo.count_zero_advantage_groups` off; sums are over all of them, on whichever rank they are. There is no loss mask:
 y_i are the tokens that the policy sampled, in all of the trajectory's trained contexts (`trained_contexts` of
-engine/protocol/trajectory.py). Each context is a sequence of its own here. |y_i| counts the turns that trajectory i
-took over from another sample, too, so that both weigh a token alike behind the place where they part; each sampled
-token is in one sequence.
+engine/protocol/trajectory.py). Each context is a sequence of its own here. |y_i| counts all turns of trajectory i,
+also those that it took over from another sample; each sampled token is in one sequence, with the |y_i| of the sample
+that wrote it.
 
 The token at position p is predicted by row p - 1. Only rows whose next token was sampled enter the loss; all others
 never reach the LM head. `pack` puts sequences of like length together. `pack_shared` computes common beginnings once.

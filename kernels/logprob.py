@@ -1,4 +1,5 @@
-"""LM head, log-prob and entropy of each token, without gradients: for the reference policy.
+"""LM head, log-prob and entropy of each token, without gradients: of the reference, of recomputed old
+log-probs, of scored texts.
 
     z = hidden @ lm_head.T / temperature, [T, V];  logp_t = z[t, target_t] - logsumexp(z[t])
     H_t = -sum_v p[t, v] log p[t, v],  p = softmax(z)

@@ -153,7 +153,8 @@ def tree_advantages(
     sample_std: bool = False,
     eps: float = 0.0,
 ) -> TreeCredit:
-    """Return advantage and weight of every node of a prompt's trees, a node being a turn that its parent's sampled.
+    """Return advantage and weight of every node of a prompt's trees: a turn below the turn that it followed, or a
+    tree's prompt (parent -1), which may have several first turns below it and whose own advantage is not used.
 
     parents: of each node the number of an earlier one, or -1 behind the prompt, where a tree begins. rewards: of a leaf
     its trajectory's whole return; None elsewhere. A = (within its tree) + across * (across the trees):

@@ -18,7 +18,8 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class Source(StrEnum):
-    """Author of a segment. The loss mask of a trajectory is `source is Source.POLICY`; there is no other mask."""
+    """Author of a segment. Only POLICY tokens can be in the loss; `trained_contexts` of engine/protocol/trajectory.py
+    lists which are: not turns taken over from another sample, and branches only where they are trained."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -56,12 +57,13 @@ class RewardInput:
     """A transcript and what it is judged by.
 
     pieces: the transcript. golds: acceptable answers. passages: (title, text) of those shown with the question, in
-    order. gold_indices: which of them hold a supporting fact, from 1; None: unknown. branches: continuations that only
-    the reward sees, by name; the context is PROMPT, what the policy wrote there POLICY. entailment: a judge's
-    probability in [0, 1] for the system's own claims. verdict: a judge's yes or no on the answer. length: of a text, in
-    tokens or words. chance: a number in [0, 1), for rewards with a random part. metadata: the question's other keys.
-    scores: log-probs of texts that the episode had scored, in order, each with context, text, logprobs and turns, as
-    Trajectory.scores.
+    order. gold_indices: which of them hold a supporting fact, from 1; None: unknown. branches: what the policy wrote in
+    branches and calls, by name; the context is PROMPT, what was written there POLICY. entailment: a judge's probability
+    in [0, 1] for the system's own claims. verdict: a judge's yes or no on the answer. length: of a text, in tokens or
+    words. chance: a number in [0, 1), for rewards with a random part. metadata: the question's other keys. scores:
+    texts whose log-probs the episode asked for, in order: `text`; `context`, the template text between the present
+    context and it (None: a context of its own); `turns`, the number of POLICY segments before; `logprobs`, one a token
+    of the text, in nats, under softmax(z / temperature) of the rollout (1 where greedy).
     """
 
     pieces: Sequence[TextSegment]
@@ -88,11 +90,11 @@ class RewardInput:
 class RewardResult:
     """A reward, its parts as numbers and flags that fit in JSON (None: not measured), and the answer judged.
 
-    Parts named em, f1 and answered are measures of the answer, if the reward has any. turns: a reward of each of the
-    policy's turns, of all contexts, beside `reward`. tokens: spans (start, end, value) of all that the policy wrote, in
-    bytes, whose tokens get `value` beside their advantage. `grpo.advantage` says which of them train. branches: by
-    name, the rewards of trained branches that are not trained by `reward`; each is compared with those of its name in
-    the group.
+    Parts named em, f1 and answered are measures of the answer, if the reward has any. turns: a reward of each POLICY
+    segment, in order, of all contexts; `reward` is added to the last. tokens: spans (start, end, value) of all that the
+    policy wrote, in bytes, whose tokens get `value` beside their advantage. `grpo.advantage` says which of them train.
+    branches: by name, the rewards of trained branches that are not trained by `reward`; each is compared with those of
+    its name in the group.
     """
 
     reward: float

@@ -209,7 +209,7 @@ class GrpoSection(Section):
     updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch, whole groups split among them
     epochs_per_batch: Count = 1  # passes over a rollout batch, all in one order (PPO's epochs)
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or computed by the update
-    tis_level: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or trajectory
+    tis_level: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or a context
     tis_rule: Literal["truncate", "mask"] = "truncate"  # beyond the cap: the cap, or 0 (and 0 below the floor)
     tis_cap: Annotated[float, Within(1)] = 2.0  # the largest weight
     tis_floor: Share | None = None  # of "mask", the smallest; None: 1 / tis_cap

@@ -199,7 +199,8 @@ class Decoder:
 
     def score(self, sequence: TokenSequence) -> None:
         """Compute the log-probs of a new sequence's ids from `scored_from` on, under softmax(z / temperature) of all
-        columns (greedy: at temperature 1, as those of drawn tokens). Nothing is drawn."""
+        columns (greedy: at temperature 1, as those of drawn tokens). Nothing is drawn. `step` returns the sequence once
+        its `logprobs` are there, and the caller releases it. scored_from: at least 1."""
         self.scheduler.submit(sequence)
 
     def release(self, sequence: TokenSequence, keep: bool = False) -> None:
@@ -326,7 +327,8 @@ class Decoder:
 
     def _wanted_rows(self, slot_N: Ints) -> Ints:
         """Return how many tokens each slot has yet to be fed. Between turns the last token stays unfed: the next turn's
-        first token is drawn in the step that feeds it, since its hidden state is kept no longer."""
+        first token is drawn in the step that feeds it, since its hidden state is kept no longer. So does that of a
+        sequence that is scored: it predicts nothing that was asked for."""
         batch = self.batch
         return batch.known_B[slot_N] - batch.cached_B[slot_N] - (batch.room_B[slot_N] == 0)  # type: ignore[no-any-return]
 

@@ -40,14 +40,14 @@ class Trajectory:
 
     segments: all contexts one behind the other; each begins with a PROMPT segment.
     reason: why it ended: "answered" | "turns" | "turn_tokens" | "tokens" | "context" | "ended".
-    branches: what the policy wrote in contexts of their own, for the reward alone or in a call; no part of ids(), and
-    of the loss where they are `trained`.
+    branches: what the policy wrote in branches and calls. Not in ids(); in the loss only where the branch is `trained`.
     tools: each call of a tool with its result, in order: name, arguments, text, error.
-    scores: each text that was scored, in order: context (template text behind the trajectory; None: one of its own),
-    text, logprobs (one a token), and turns, how many of the policy's came before.
+    scores: each text that was scored, in order: context (template text behind the present context; None: one of its
+    own), text, logprobs (one a token, in nats), and turns, how many POLICY segments came before.
     from_api: a server wrote the turns, and told neither ids nor log-probs: its ids are of the text that came back.
-    forked: (sample, turns): the first `turns` POLICY segments were written by that sample of the same group, and are
-    trained there alone. None: all are its own.
+    forked: (sample, turns): it went on from the end of that sample's turn number `turns`, in the same group. Its first
+    `turns` POLICY segments are copies, trained in the sample that wrote them: that one, or one that it went on from
+    itself. None: all are its own.
     trained: of a branch: what was sampled in it is in the loss.
     """
 

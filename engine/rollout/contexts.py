@@ -17,7 +17,8 @@ from thresher.policy.tokenizer import Tokenizer
 
 
 def context_ids(branch: BranchPrompt, written: Sequence[int], renderer: Renderer) -> list[int]:
-    """Return the ids of a branch's context; `written` are all tokens that the policy sampled before the fork."""
+    """Return the ids of a branch's context; `written` are all tokens that the policy has sampled so far, in all
+    contexts."""
     ids = renderer.prompt(branch.prompt)
     for part in branch.parts:
         if isinstance(part, KeptSpan):
@@ -61,6 +62,6 @@ def branch_episode(branch: BranchPrompt) -> Episode:
 
 
 def branch_seed(seed: int, name: str) -> int:
-    """Return the seed of a branch, whose noise is its own: 63 bits that depend on the trajectory's seed and the
-    branch's name."""
+    """Return the seed of a branch, a call ("call 1") or the context behind a fold ("fold"), whose noise is its own, for
+    positions begin anew: 63 bits that depend on the sample's seed and the name."""
     return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest()) >> 1

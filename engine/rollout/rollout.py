@@ -129,10 +129,10 @@ class Sample:
 
     length, policy_tokens: tokens of its present context, and of its turns in all contexts. room: tokens that the turn
     may have. limit: the reason that ends the trajectory once they are used up; None: the episode goes on. lead: bytes
-    behind the last stop tag, which open the next turn's text where nothing is appended before it. forks: branches, with
-    the ids of their contexts, and whether they are trained. reported: one of the run's jobs, not a branch. caller: the
-    sample that waits for this call, and the call's name. growth: its tree, while others will go on from its nodes.
-    score: the record of the text that is being scored.
+    behind the last stop tag, which open the next turn's text where nothing is appended before it. pending: branches
+    that begin once it has ended, with the ids of their contexts, and whether they are trained. reported: one of the
+    run's jobs, not a branch. caller: the sample that waits for this call, and the call's name. growth: its tree, while
+    others will go on from its nodes. score: the record of the text that is being scored.
     """
 
     job: Job
@@ -143,7 +143,7 @@ class Sample:
     room: int = 0
     limit: str | None = None
     lead: bytes = b""
-    forks: dict[str, tuple[BranchPrompt, list[int], bool]] = field(default_factory=dict)
+    pending: dict[str, tuple[BranchPrompt, list[int], bool]] = field(default_factory=dict)
     reported: bool = True
     calls: int = 0
     caller: "tuple[Sample, str] | None" = None
@@ -153,7 +153,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A turn that has ended, or the log-probs of a text that was scored, without ids. full: the turn used up its room.
+    """A turn that has ended; or, without ids, the log-probs of a text. full: the turn used up its room.
     trailing: bytes of its last token behind the stop tag."""
 
     ids: list[int]
@@ -529,9 +529,9 @@ class _Play:
     def _end(self, sample: Sample, reason: str) -> None:
         sample.trajectory.reason = reason
         sample.episode.close()
-        self.writer.release(sample, keep=bool(sample.forks) or sample.growth is not None)
+        self.writer.release(sample, keep=bool(sample.pending) or sample.growth is not None)
         # The beginning that a branch shares with its trajectory is mostly still in the cache.
-        for name, (branch, ids, trained) in sample.forks.items():
+        for name, (branch, ids, trained) in sample.pending.items():
             if len(ids) + 1 > self.runner.limits.max_context:
                 self.clock.branches_without_room += 1
                 continue
@@ -773,7 +773,7 @@ class _Play:
                 return []
             if isinstance(request, SpawnBranches):
                 for name, branch in request.branches.items():
-                    sample.forks[name] = (branch, self._context(sample, branch), request.trained)
+                    sample.pending[name] = (branch, self._context(sample, branch), request.trained)
                 continue
             if isinstance(request, Retrieved):
                 ids, cut = renderer.retrieved(request)

@@ -44,8 +44,8 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Node(Generic[S]):
-    """A place where samples may go on. state: a copy of the sample `sample` there, which had `turns` turns. prompt: its
-    ids up to there. exchanges: those with its episode."""
+    """A place where samples may go on: behind `turns` turns of the sample number `sample`. state: a copy of it. prompt:
+    the ids of the context that it was in. exchanges: all with its episode until then."""
 
     sample: int
     turns: int
@@ -96,8 +96,8 @@ class Seeded(Protocol):
 
 
 def plant(jobs: Sequence[J], shape: TreeShape) -> list[tuple[J, Tree[J, Any]]]:
-    """Return the jobs that begin a question's trees, each with its tree, which has those of its rounds; jobs are in the
-    order of rounds, and of trees in a round."""
+    """Split a question's jobs: the first begin trees, each returned with its tree, and the rest are dealt to the trees,
+    `shape.nodes` to each in a round."""
     firsts, rest = jobs[: shape.trees], jobs[shape.trees :]
     rounds = range(0, len(rest), shape.trees * shape.nodes)
     return [

@@ -45,14 +45,15 @@ class Options:
 
 
 def scored_loop(question: Question, config: EpisodeConfig) -> Episode:
-    """Yield the requests of Search-R1's episode, with a Score of the gold answer before each turn."""
+    """Yield the requests of Search-R1's episode, with a Score of the gold answer before each turn; a question without
+    gold answers is played without."""
     loop, answer = search_loop(question, config), None
     while True:
         try:
             request = loop.send(answer)
         except StopIteration as stop:
             return str(stop.value)
-        if isinstance(request, Generate):
+        if isinstance(request, Generate) and question.golds:
             yield Score(OPENING, f" {question.golds[0]}")
         answer = yield request
 

@@ -7,7 +7,7 @@
 The thought is the internal state, <IS> in the paper and <think> in its code: it has to say again whatever of the last
 state and of the new passages is still needed, since the context is folded after every search. A turn that neither
 searches nor answers gets a line of feedback, and the context goes on. The last of `max_turns` turns may only answer;
-before each the engine says how many are left, as the code does.
+with the passages of a search the episode says how many are left (`count_turns`), as the code does.
 
     reward = EM(answer, golds)
 

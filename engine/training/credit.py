@@ -14,9 +14,9 @@ times w_n / (1 / G). Where nothing is forked that is A_n, with leave-one-out 1 +
 A trained branch has the trajectory's A_i ("trajectory"), with "tree" its leaf's, whatever rule its own turns go by; or,
 where the reward has `RewardResult.branches`, that of its own reward among the branches of its name in the group.
 
-Rewards of turns are `RewardResult.turns`; the trajectory's own comes with its last turn. A state is what the policy saw
-before a turn: "context", all ids before it in its context; "observation", those of them since its last turn. A span is
-a stretch of the policy's text, all its turns as one, in bytes.
+Rewards of turns are `RewardResult.turns`; the trajectory's own is added to its last turn's. A state is what the policy
+saw before a turn: "context", all ids before it in its context; "observation", those of them since its last turn. A span
+is a stretch of the policy's text, all its turns as one, in bytes.
 """
 
 import math
@@ -98,8 +98,10 @@ def _branch_advantages(scored: Sequence[Scored], grpo: GrpoSection, seed: int) -
 def _rewarded_branches(entry: Scored) -> list[str]:
     """Return the names of the branches that the reward has numbers for. UserError for one that is not trained, and for
     what is no number."""
-    given = entry.result.branches or {}
-    trained = [name for name, branch in entry.trajectory.branches.items() if branch.trained]
+    given, branches = entry.result.branches or {}, entry.trajectory.branches
+    trained = [name for name, branch in branches.items() if branch.trained]
+    if entry.trajectory.forked is not None:  # a call that it took over is trained where it was sampled
+        given = {name: value for name, value in given.items() if name in trained or name not in branches}
     for name, value in given.items():
         if name not in trained:
             raise UserError(

@@ -1,7 +1,7 @@
 """Old log-probs by a forward of the update's own, and importance weights of them against the rollout's.
 
     w_t = pi_old(y_t) / pi_rollout(y_t) = exp(l_t - m_t)                      "token"
-    w   = prod_t w_t = exp(sum_t (l_t - m_t)), over y_i, for all its tokens   "sequence"
+    w   = prod_t w_t = exp(sum_t (l_t - m_t)), of a context, for its tokens  "sequence"
     truncate   min(w, cap)                       TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
                                                  Off-Policy RL Training"; cap 2 there
     mask       w if floor <= w <= cap, else 0    IcePop (Ling Team 2025), by token; verl's rollout correction, both

@@ -2,7 +2,8 @@
 
     collect   rollout.run              engine/rollout/rollout.py    G trajectories a question, with retrieved text
               score                    engine/scoring/score.py      trajectory -> RewardInput -> judges -> reward
-              advantages               rewards/advantages.py          each reward within its group
+              advantages               rewards/advantages.py          each reward within its group; training/credit.py:
+                                                                      a token's own, by rewards/credit.py
               build_train_sequences    engine/packing.py              what is trained, and its weight in the loss
     learn     updater.update           engine/training/update.py    micro-batches through the policy (policy/model.py)
                                                                     and the loss (kernels/loss.py); an optimiser step

@@ -1,12 +1,13 @@
-"""IGPO (Wang et al. 2025, arXiv 2510.14967): a turn earns what it adds to the probability of the gold answer.
+"""IGPO (Wang et al. 2025, arXiv 2510.14967): each turn earns what it adds to the probability of a
+gold answer, a token.
 
     v_t = exp(1/L sum_j log pi(a_j | q, o_<=t, a_<j))    a: a gold answer, L tokens; o_<=t: t turns, what they found
     r_t = v_t - v_(t-1)         for t < T
     r_T = F1(answer, golds)     for the last turn, where the format holds; else -2 (its code)
 
-`gain` "log_probability" is what its code's script trains with: v_t without the exp. The format holds where an answer
-was closed, and each think, search and answer tag is closed before the next of its name opens. With gamma 1 the gains
-add up: the return-to-go of turn t is r_T + v_(T-1) - v_(t-1).
+`gain` "log_probability" is what its code's script trains with: v_t without the exp, the mean log-prob in nats. The
+format holds where an answer was closed, and each think, search and answer tag is closed before the next of its name
+opens. With gamma 1 the gains add up: the return-to-go of turn t is r_T + v_(T-1) - v_(t-1).
 """
 
 import math
@@ -24,7 +25,8 @@ BROKEN = -2.0
 
 def turn_gains(scores: Sequence[Mapping[str, Any]], turns: int, gain: Gain = "probability") -> list[float]:
     """Return r_t of each of a trajectory's turns, in nats where `gain` is of log-probs; 0 for the last turn, and for
-    one before or behind which nothing was scored. scores: as in RewardInput."""
+    one before or behind which nothing was scored. scores: as in RewardInput; of
+    two at one turn the last counts."""
     means = {one["turns"]: math.fsum(one["logprobs"]) / len(one["logprobs"]) for one in scores if one["logprobs"]}
     values = {turn: math.exp(mean) if gain == "probability" else mean for turn, mean in means.items()}
     known = [turn in values and turn + 1 in values for turn in range(turns - 1)]
@@ -32,7 +34,7 @@ def turn_gains(scores: Sequence[Mapping[str, Any]], turns: int, gain: Gain = "pr
 
 
 def igpo_reward(attempt: RewardInput, *, gain: Gain = "probability") -> RewardResult:
-    """Return the outcome's reward, with the gains of the turns before the last as `turns`.
+    """Return the outcome's reward, with one gain a turn as `turns`, 0 for the last.
 
     Parts: outcome (the reward) and gain (the sum of the turns'). Measures: em, f1, answered, searches (valid ones).
     """

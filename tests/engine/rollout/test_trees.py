@@ -13,7 +13,7 @@ from rollout_cases import Make, assert_logprobs_match, record, system_of
 
 from thresher.common.errors import UserError
 from thresher.common.records import write_records
-from thresher.engine.config.sections import ToolSection
+from thresher.engine.config.sections import GrpoSection, ToolSection
 from thresher.engine.decoding.decoder import Decoder
 from thresher.engine.episode import (
     BranchPrompt,
@@ -38,11 +38,15 @@ from thresher.engine.protocol.trajectory import (
 from thresher.engine.rollout.rollout import Job
 from thresher.engine.rollout.tools import HostedTool, Toolbox, load_tools
 from thresher.engine.rollout.trees import TreeShape
+from thresher.engine.scoring.score import Scored
+from thresher.engine.training.credit import token_advantages
 from thresher.policy.config import DeltaShape
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
+from thresher.rewards.reward import RewardInput, RewardResult
 
+NOTHING = RewardInput(pieces=[], golds=())
 TAGS = ("<search>", "</search>", "<information>", "</information>")
 MOST = 3  # turns
 
@@ -171,8 +175,15 @@ def test_samples_go_on_from_episodes_that_fold_score_and_call(
             assert one.branches["call 1"].segments == parent.branches["call 1"].segments
             assert not one.branches["call 1"].trained
     assert set(depths) == {0, 1, 2}
-    trained = sum(len(context.positions) for one in found[True] for context in trained_contexts(one))
-    assert trained == run.clock.sampled_tokens
+    trained = [sum(len(context.positions) for context in trained_contexts(one)) for one in found[True]]
+    assert sum(trained) == run.clock.sampled_tokens
+    # A reward names the call in each sample that has it; the samples that took it over do not train it.
+    calls = [{name: float(n % 2) for name in one.branches} for n, one in enumerate(found[True])]
+    results = [RewardResult(float(n % 3), branches=rewards) for n, rewards in enumerate(calls)]
+    scored = [Scored(tiny_questions[0], one, result, NOTHING) for one, result in zip(found[True], results, strict=True)]
+    grpo = GrpoSection(advantage="tree")
+    rewards = [result.reward for result in results]
+    assert list(map(len, token_advantages(scored, rewards, rewards, grpo, run.tokenizer, 0))) == trained
 
 
 def test_samples_of_a_model_with_states_go_on_from_where_they_were_kept(

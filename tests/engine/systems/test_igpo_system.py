@@ -1,6 +1,7 @@
 """IGPO: what its episode asks for, and how a turn's gain reaches that turn's tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import repeat
 from math import exp, fsum
 
@@ -29,6 +30,7 @@ def test_the_gold_is_scored_before_each_turn() -> None:
     assert {r for r in requests if isinstance(r, Score)} == {Score("\n<answer>", " Anna Bell")} and reason == "answered"
     without, _ = drive(load_system("igpo", {"score": False}), QUESTION, texts, repeat([]))
     assert without == [r for r in requests if not isinstance(r, Score)]
+    assert drive(load_system("igpo", {}), replace(QUESTION, golds=()), texts, repeat([]))[0] == without
 
 
 def test_gains_reach_the_tokens_of_their_turns(
