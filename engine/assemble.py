@@ -168,10 +168,13 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
 
 def tools_digest(recipe: Recipe) -> str | None:
     """Return the SHA-256, in hex, of the files of a recipe's tools; None where there are none, or none is called."""
-    functions = [tool.function for tool in (recipe.tools or {}).values() if tool.function is not None]
-    if not functions or recipe.rollout.tools_replay is not None:
+    tools = (recipe.tools or {}).values()
+    functions = [tool.function for tool in tools if tool.function is not None]
+    prompts = [tool.template for tool in tools if tool.template is not None]
+    if not (functions or prompts) or recipe.rollout.tools_replay is not None:
         return None
     digests = [own_digest(function.rpartition(":")[0]) for function in functions]
+    digests += [sha256(Path(prompt).read_bytes()).hexdigest() for prompt in prompts]
     return sha256(repr(digests).encode()).hexdigest()
 
 

@@ -7,9 +7,9 @@
 N counts all trajectories of the optimiser step, also those of groups without a signal, unless the recipe has
 `grpo.count_zero_advantage_groups` off; sums are over all of them, on whichever rank they are. There is no loss mask:
 y_i are the tokens that the policy sampled, in all of the trajectory's trained contexts (`trained_contexts` of
-engine/protocol/trajectory.py). Each context is a sequence of its own here. |y_i| counts all turns of trajectory i,
-also those that it took over from another sample; each sampled token is in one sequence, with the |y_i| of the sample
-that wrote it.
+engine/protocol/trajectory.py). Each context is a sequence of its own here. |y_i| counts all turns and trained calls of
+trajectory i, also those that it took over from another sample; each sampled token is in one sequence, with the |y_i| of
+the sample that wrote it.
 
 The token at position p is predicted by row p - 1. Only rows whose next token was sampled enter the loss; all others
 never reach the LM head. `pack` puts sequences of like length together. `pack_shared` computes common beginnings once.
@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 
 from thresher.engine.config.sections import GrpoSection
-from thresher.engine.protocol.trajectory import Trajectory, inherited_tokens, trained_contexts
+from thresher.engine.protocol.trajectory import Trajectory, inherited_trained_tokens, trained_contexts
 from thresher.kernels.attention.parts import AttentionWithLSE
 from thresher.kernels.attention.prefix import ForestKernels, PrefixForest
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
@@ -90,7 +90,7 @@ def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoS
 def normalizer_of(trajectories: Sequence[Trajectory]) -> LossNormalizer:
     """Return the normalizer of an optimiser step that has exactly these trajectories."""
     trained = [context for trajectory in trajectories for context in trained_contexts(trajectory)]
-    inherited = sum(map(inherited_tokens, trajectories))
+    inherited = sum(map(inherited_trained_tokens, trajectories))
     return LossNormalizer(len(trajectories), sum(len(context.positions) for context in trained) + inherited)
 
 
@@ -125,7 +125,7 @@ def build_train_sequences(
                     positions=context.positions,
                     old_logprobs=context.logprobs,
                     advantage=advantage[start:end] if isinstance(advantage, list) else advantage,
-                    weight=weight_of(ends[-1] + inherited_tokens(trajectory)),
+                    weight=weight_of(ends[-1] + inherited_trained_tokens(trajectory)),
                     key=(trajectory.group, trajectory.sample),
                     context=number,
                 )

@@ -50,6 +50,7 @@ CLAIMS = {
     "naive_grpo": ("format", "format"),
 }
 CLAIMS |= {system: CLAIMS[form] for system, form in SAME_FORM.items()}
+CLAIMS["zero_search"] = ("f1", "F1")  # its searches are calls of a tool
 # What a system needs besides the one recipe, whose groups have 8 samples; {world}: the folder of the world.
 NEEDS = {
     "tree_grpo": ["rollout.tree_nodes=3"],

@@ -179,6 +179,7 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
     content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
     if (digest := tools_digest(recipe)) is not None:
         settings["the content of the tools' files"] = digest
+    noisy = any(tool.noise is not None for tool in (recipe.tools or {}).values())
     return settings | {
         "baseline": asked.baseline,
         "the system file's content": own_digest(recipe.system.name) if recipe.system else None,
@@ -186,7 +187,7 @@ def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequen
         "limit": asked.limit,
         "the questions' content": blake2b(content).hexdigest()[:16],
         "temperature": asked.temperature,
-        "seed": recipe.run.seed if asked.temperature or asked.noise else None,
+        "seed": recipe.run.seed if asked.temperature or asked.noise or noisy else None,
         "noise": asked.noise,
     }
 

@@ -48,7 +48,8 @@ class Trajectory:
     forked: (sample, turns): it went on from the end of that sample's turn number `turns`, in the same group. Its first
     `turns` POLICY segments are copies, trained in the sample that wrote them: that one, or one that it went on from
     itself. None: all are its own.
-    trained: of a branch: what was sampled in it is in the loss.
+    trained: of a branch: what was sampled in it is in the loss, or where it was taken over (`forked`) in that of the
+    sample that wrote it.
     """
 
     question_id: str
@@ -63,6 +64,11 @@ class Trajectory:
     forked: tuple[int, int] | None = None
     trained: bool = False
     scores: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def in_loss(self) -> bool:
+        """Return whether this branch is trained as one of its trajectory."""
+        return self.trained and self.forked is None
 
     def ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.ids]
@@ -110,7 +116,7 @@ class Trajectory:
             record["scores"] = self.scores
         if self.branches:
             record["branches"] = {name: branch._segments(tokenizer) for name, branch in self.branches.items()}
-        if trained := [name for name, branch in self.branches.items() if branch.trained]:
+        if trained := [name for name, branch in self.branches.items() if branch.in_loss]:
             record["trained_branches"] = trained
         if self.forked is not None:
             record["forked"] = list(self.forked)
@@ -182,15 +188,21 @@ def trained_contexts(trajectory: Trajectory) -> list[TrainedContext]:
         found.append(_trained(segments, inherited))
         inherited = max(inherited - sum(segment.source is Source.POLICY for segment in segments), 0)
     for name, branch in trajectory.branches.items():
-        if branch.trained:
+        if branch.in_loss:
             found.append(_trained(branch.segments, 0, name))
     return [context for context in found if context.positions]
 
 
 def inherited_tokens(trajectory: Trajectory) -> int:
-    """Return the number of sampled tokens that another sample wrote (`forked`)."""
+    """Return the number of sampled tokens of its turns that another sample wrote (`forked`)."""
     count = trajectory.forked[1] if trajectory.forked else 0
     return sum(len(turn.ids) for turn in islice(turns(trajectory), count))
+
+
+def inherited_trained_tokens(trajectory: Trajectory) -> int:
+    """Return how many sampled tokens of it are trained in another sample: of turns, and of calls that were trained."""
+    calls = (branch for branch in trajectory.branches.values() if branch.trained)
+    return inherited_tokens(trajectory) + sum(map(inherited_tokens, calls))
 
 
 def _trained(segments: list[Segment], inherited: int, branch: str | None = None) -> TrainedContext:

@@ -242,9 +242,6 @@ def _sample(record: Record, tokenizer: Tokenizer, tags: Sequence[str], texts: di
     if branches := record.get("branches"):
         trained = record.get("trained_branches") or ()
         made["branches"] = [[visible(name), cut(part), name in trained] for name, part in branches.items()]
-    if forked := record.get("forked"):
-        turns = [part for part in made["segments"] if part[0] == "y"]
-        made["inherited"] = sum(len(part[2]) for part in turns[: forked[1]])
     return made
 
 

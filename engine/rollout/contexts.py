@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
+from thresher.common.errors import UserError
 from thresher.engine.episode import BranchPrompt, Episode, Generate, KeptSpan, Retrieved
 from thresher.engine.protocol.prompts import Renderer, fit
 from thresher.policy.tokenizer import Tokenizer
@@ -43,6 +44,10 @@ def with_truncated_passages(context: BranchPrompt, renderer: Renderer, question_
 def kept_ids(kept: KeptSpan, written: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of `written` between two of its bytes: whole where they lie inside, else one token for each
     byte kept."""
+    if not 0 <= kept.start <= kept.end:
+        raise UserError(
+            f"a context keeps the bytes {kept.start} to {kept.end} of what the policy wrote; expected 0 <= start <= end"
+        )
     ids, start = [], 0
     for token in written:
         text = tokenizer.token_bytes(token)

@@ -10,6 +10,7 @@ The way of a sample: `_Play.begin` makes its episode, `_advance` serves its requ
 writer, and `_store_turn` puts the written turn on the trajectory.
 """
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,7 @@ from thresher.retrieval.retriever import Hit, Retriever
 from thresher.rewards.reward import Source
 from thresher.rewards.tags import escape_tags
 
+CALL = re.compile(r"call \d+")  # a call's name among the branches
 REMEMBERED = 20_000  # trajectories, of different questions, that drafts are looked up in
 
 
@@ -555,7 +557,9 @@ class _Play:
         episode, state = self.runner.episode_of(job), node.state
         request = replay(episode, node.exchanges, self.runner.system.name)
         trajectory = copied(state.trajectory, sample=job.sample, forked=(node.sample, node.turns))
-        trajectory.branches = {name: replace(one, trained=False) for name, one in trajectory.branches.items()}
+        trajectory.branches = {
+            name: replace(one, forked=one.forked or (node.sample, 1)) for name, one in trajectory.branches.items()
+        }
         sample = copied(state, job=job, episode=episode, trajectory=trajectory)
         sample.growth = Growth(tree, list(node.exchanges)) if tree.rounds else None
         self.clock.forks += 1
@@ -773,6 +777,11 @@ class _Play:
                 return []
             if isinstance(request, SpawnBranches):
                 for name, branch in request.branches.items():
+                    if name in sample.pending or CALL.fullmatch(name) or name == "fold":
+                        raise UserError(
+                            f"{self.runner.system.name} names a branch {shown(name)}; expected one that no other has: "
+                            'calls are named "call 1", "call 2", .., and a fold "fold"'
+                        )
                     sample.pending[name] = (branch, self._context(sample, branch), request.trained)
                 continue
             if isinstance(request, Retrieved):

@@ -27,7 +27,7 @@ from typing import Any
 import urllib3
 
 from thresher.common.background import Background
-from thresher.common.errors import UserError
+from thresher.common.errors import UserError, shown
 from thresher.common.http import (
     CHAT_PATH,
     HttpAnswer,
@@ -345,6 +345,8 @@ class Replay:
         if name != call.name or arguments != now:
             then = f"{name} with {json.dumps(arguments)[:80]}"
             raise UserError(f"{where}: was {then}, and is now {call.name} with {json.dumps(now)[:80]}; {remedy}")
+        if (recorded_noisy := stored[0].get("noisy")) != (noisy := call.added.get("noisy")):
+            raise UserError(f"{where}: noisy was {shown(recorded_noisy)}, and is now {shown(noisy)}; {remedy}")
         return Result(text, stored[0].get("error") is True)
 
     @staticmethod

@@ -48,11 +48,12 @@ def score_file(
     tokenizer: str | Path | None = None,
     unverified: bool = False,
 ) -> dict[str, Any]:
-    """Rate every line of `transcripts` into `out`, in order; return the count and the mean reward. tokenizer: its
-    folder. UserError, unless `unverified`, for a file of ours that is not as it was written."""
+    """Rate every line of `transcripts` into `out`, in order; return the count, the mean reward, and how many lack
+    the gold answers that the reward goes by, if any. tokenizer: its folder. UserError, unless `unverified`, for a file
+    of ours that is not as it was written."""
     system = load_system(system_name, options)
     encoder = None if tokenizer is None else load_tokenizer(tokenizer)
-    rewards: list[float] = []
+    rewards: list[float | None] = []  # None: it goes by gold answers, and there is none
     seen: set[tuple[str, str]] = set()  # group and sample
 
     def attempts() -> Iterator[Attempt]:
@@ -78,13 +79,17 @@ def score_file(
             attempted, groups = [one.attempt for one in part], [one.group for one in part]
             results = reward_all(system.reward, system.reward_group, attempted, groups)
             for one, result in zip(part, results, strict=True):
-                rewards.append(result.reward)
-                yield {"id": one.id, "reward": result.reward, "parts": result.parts, "answer": result.answer}
+                rated = bool(one.attempt.golds) or not system.needs_golds
+                rewards.append(result.reward if rated else None)
+                written = {"reward": result.reward, "parts": result.parts} if rated else {"reward": None, "parts": {}}
+                yield {"id": one.id, **written, "answer": result.answer}
         if not rewards:  # raised here, before anything takes the name of `out`
             raise UserError(f"{transcripts}: holds no transcript; expected one JSON object a line")
 
     write_jsonl(out, scored())
-    return {"transcripts": len(rewards), "reward": sum(rewards) / len(rewards)}
+    rated = [reward for reward in rewards if reward is not None]
+    found: dict[str, Any] = {"transcripts": len(rewards)} | ({"reward": sum(rated) / len(rated)} if rated else {})
+    return found | ({} if len(rated) == len(rewards) else {"without_golds": len(rewards) - len(rated)})
 
 
 def read_reward_input(record: dict[str, Any], where: str, tokenizer: Tokenizer | None = None) -> RewardInput:

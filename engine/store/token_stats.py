@@ -113,12 +113,6 @@ def stats_of(
     return entries
 
 
-def _has_one(values: Array) -> bool:
-    """Return whether all values that are known are one."""
-    known = values[np.isfinite(values)]
-    return not len(known) or bool((known == known[0]).all())
-
-
 def _blank(name: str, count: int) -> Array:
     return np.full(count, False if DTYPES[name] is np.bool_ else np.nan, DTYPES[name])
 
@@ -127,8 +121,6 @@ def write_token_stats(path: Path, stats: Sequence[TokenStats], most_bytes: int) 
     """Write a step's file, whole or not at all, and delete the oldest of its kind beside it until all take at most
     `most_bytes`. Returns whether it was written: a file that is larger by itself is not."""
     names = [name for name in DTYPES if any(name in entry.values for entry in stats)]
-    if all(_has_one(entry.values.get("advantage", _blank("advantage", 0))) for entry in stats):
-        names = [name for name in names if name != "advantage"]
     counts = [len(entry.values["sampled"]) for entry in stats]
     arrays: dict[str, Array] = {"counts_N": np.array(counts, np.int32)}
     for name in names:  # a rank that had nothing to train on knows of no reference

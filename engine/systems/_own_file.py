@@ -21,7 +21,18 @@ from typing import Any, TypeVar, cast, get_args
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, read_bytes
 from thresher.engine.config.tables import from_dict
-from thresher.engine.episode import BranchPrompt, Episode, EpisodeConfig, Fold, Prompt, Request, SubCall, System
+from thresher.engine.episode import (
+    BranchPrompt,
+    Episode,
+    EpisodeConfig,
+    Fold,
+    Prompt,
+    Request,
+    Score,
+    SpawnBranches,
+    SubCall,
+    System,
+)
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import RewardInput, RewardResult, Source, TextSegment, reward_all
 
@@ -151,7 +162,10 @@ def _own_episode(
             place = "yielded first" if wanted is FIRST else "yielded behind its prompt"
             expected = ", ".join(each.__name__ for each in wanted)
             raise UserError(f"{path}: {what} {place} {request!r}; expected {expected}; fix the file")
-        if isinstance(request, Fold | SubCall) and not isinstance(request.context, BranchPrompt):
+        allowed: Any = str | BranchPrompt if isinstance(request, Score) else BranchPrompt
+        asked = [request.context] if isinstance(request, Fold | SubCall | Score) else []
+        asked += request.branches.values() if isinstance(request, SpawnBranches) else []
+        if not all(isinstance(context, allowed) for context in asked):
             raise UserError(f"{path}: {what} yielded {request!r}; expected a BranchPrompt as its context; fix the file")
         answer, wanted = (yield request), AFTER_PROMPT
 

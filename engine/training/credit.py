@@ -99,9 +99,10 @@ def _rewarded_branches(entry: Scored) -> list[str]:
     """Return the names of the branches that the reward has numbers for. UserError for one that is not trained, and for
     what is no number."""
     given, branches = entry.result.branches or {}, entry.trajectory.branches
-    trained = [name for name, branch in branches.items() if branch.trained]
-    if entry.trajectory.forked is not None:  # a call that it took over is trained where it was sampled
-        given = {name: value for name, value in given.items() if name in trained or name not in branches}
+    trained = [name for name, branch in branches.items() if branch.in_loss]
+    # A call that it took over is trained where it was sampled.
+    taken_over = {name for name, branch in branches.items() if branch.trained and not branch.in_loss}
+    given = {name: value for name, value in given.items() if name not in taken_over}
     for name, value in given.items():
         if name not in trained:
             raise UserError(

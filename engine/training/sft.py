@@ -115,7 +115,9 @@ def _contexts(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a record of each context in which the policy wrote: several for a trajectory that folded."""
     segments = record["segments"]
     prompts = [segment["source"] == Source.PROMPT for segment in segments]
-    starts = [n for n, (before, here) in enumerate(itertools.pairwise(prompts), 1) if here and not before]
+    # In a stored trajectory each prompt begins one; in a record of one's own its prompt may be several.
+    stored = all("ids" in segment for segment in segments)
+    starts = [n for n, (before, here) in enumerate(itertools.pairwise(prompts), 1) if here and (stored or not before)]
     parts = [segments[start:end] for start, end in itertools.pairwise([0, *starts, len(segments)])]
     written = [part for part in parts if any(segment["source"] == Source.POLICY for segment in part)]
     return [{**record, "segments": part} for part in written] or [record]

@@ -142,16 +142,8 @@ class GrpoStep:
         started = perf_counter()
         scored = list(itertools.chain(*sampled.scored.values()))
         trajectories = [entry.trajectory for entry in scored]
-        rewards = self._rewards(scored)
-        if grpo.shuffle_rewards:
-            rewards = shuffled_rewards(rewards, groups, count, seed_of("shuffle", recipe.run.seed, step))
-        advantages = grpo_advantages(rewards, [trajectory.group for trajectory in trajectories], grpo)
-        credit = None
-        by_trajectory = grpo.advantage == "trajectory"
-        if not by_trajectory or any(entry.result.branches for entry in scored):
-            seed = seed_of("shuffle", recipe.run.seed, step)
-            credit = token_advantages(scored, rewards, advantages, grpo, self.context.tokenizer, seed)
-        if credit is not None and not by_trajectory:
+        advantages, credit = self._advantages(step, scored)
+        if credit is not None and grpo.advantage != "trajectory":
             advantages = [fmean(values) if values else 0.0 for values in credit]
         scoring_seconds = sampled.scoring_seconds + perf_counter() - started
         with_signal = groups_with_signal(scored, credit or advantages)
@@ -209,12 +201,25 @@ class GrpoStep:
         for number in range(2, recipe.grpo.refill_rounds + 1):
             drawn = refill_questions(self.questions, recipe.rollout.questions_per_step, recipe.run.seed, step, number)
             scored = list(itertools.chain(*sampled.scored.values()))
-            groups = [entry.trajectory.group for entry in scored]
-            kept = groups_with_signal(scored, grpo_advantages(self._rewards(scored), groups, recipe.grpo))
+            advantages, credit = self._advantages(step, scored)
+            kept = groups_with_signal(scored, credit or advantages)
             questions = {group: drawn[group] for group in sampled.scored if group not in kept and group < len(drawn)}
             if self._max_over_ranks(len(questions)) == 0:
                 return
             sampled.add_round(self._sample_groups(step, questions, number))
+
+    def _advantages(self, step: int, scored: Sequence[Scored]) -> tuple[list[float], list[list[float]] | None]:
+        """Return the advantage of each trajectory, and of each of its trained tokens where they differ."""
+        recipe, grpo = self.context.recipe, self.context.recipe.grpo
+        groups, seed = [entry.trajectory.group for entry in scored], seed_of("shuffle", recipe.run.seed, step)
+        rewards = self._rewards(scored)
+        if grpo.shuffle_rewards:
+            numbers = list(dict.fromkeys(groups))
+            rewards = shuffled_rewards(rewards, numbers, recipe.rollout.questions_per_step, seed)
+        advantages = grpo_advantages(rewards, groups, grpo)
+        if grpo.advantage == "trajectory" and not any(entry.result.branches for entry in scored):
+            return advantages, None
+        return advantages, token_advantages(scored, rewards, advantages, grpo, self.context.tokenizer, seed)
 
     def _rewards(self, scored: Sequence[Scored]) -> list[float]:
         """Return the rewards that advantages are taken from."""

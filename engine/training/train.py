@@ -256,7 +256,7 @@ class Trainer:
         trajectories = {(t.group, t.sample): t for t in (entry.trajectory for entry in result.scored)}
 
         def of_branches(trajectory: Trajectory, trained: bool) -> list[float]:
-            branches = (branch for branch in trajectory.branches.values() if branch.trained is trained)
+            branches = (branch for branch in trajectory.branches.values() if branch.in_loss is trained)
             return [value for branch in branches for value in branch.policy_logprobs()]
 
         sampled = {key: [*t.policy_logprobs(), *of_branches(t, trained=True)] for key, t in trajectories.items()}

@@ -180,6 +180,8 @@ class Updater:
         self.begun += 1
         optim, stats, unread = self.optim, UpdateStats(), Unread()
         micro_batches = self._pack(sequences)
+        # Whether a token's advantage may be another than its trajectory's.
+        finer = self.grpo.tis_level != "none" or any(isinstance(one.advantage, list) for one in sequences)
         for number, micro_batch in enumerate(micro_batches):
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
             self._stage = Stage("update", number, len(micro_batches), detail)
@@ -191,6 +193,8 @@ class Updater:
             )
             if recorder is not None and micro_batch.members:  # an idle one has none
                 members = [sequences[n] for n in micro_batch.members]
+                if not finer:
+                    values_R.pop("advantage")
                 recorder.add([(one.key, one.context, len(one.positions)) for one in members], values_R)
         self.weights.complete()
         unread.read(stats)
@@ -329,7 +333,8 @@ class Updater:
         values_R["gradient"] = -result.logit_gradients
         if reference_logprobs is not None:
             values_R["reference"] = reference_logprobs
-        return values_R | {"advantage": micro_batch.advantages_R}
+        values_R["advantage"] = micro_batch.advantages_R
+        return values_R
 
 
 def memory_by_use(updater: Updater, rollout: Rollout) -> dict[str, int]:

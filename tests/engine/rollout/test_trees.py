@@ -32,6 +32,7 @@ from thresher.engine.protocol.trajectory import (
     Trajectory,
     check_trajectory,
     inherited_tokens,
+    inherited_trained_tokens,
     trained_contexts,
     turns,
 )
@@ -44,7 +45,7 @@ from thresher.policy.config import DeltaShape
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
-from thresher.rewards.reward import RewardInput, RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, Source
 
 NOTHING = RewardInput(pieces=[], golds=())
 TAGS = ("<search>", "</search>", "<information>", "</information>")
@@ -173,8 +174,13 @@ def test_samples_go_on_from_episodes_that_fold_score_and_call(
         assert one.scores[:taken] == parent.scores[:taken]
         if taken:
             assert one.branches["call 1"].segments == parent.branches["call 1"].segments
-            assert not one.branches["call 1"].trained
+            assert not one.branches["call 1"].in_loss
+    # A path has the same tokens, whoever wrote them: the samples of the first turn weigh its call alike.
     assert set(depths) == {0, 1, 2}
+    for one in found[True]:
+        calls_tokens = sum(branch.count(Source.POLICY) for branch in one.branches.values())
+        own = sum(len(context.positions) for context in trained_contexts(one))
+        assert own + inherited_trained_tokens(one) == one.count(Source.POLICY) + calls_tokens
     trained = [sum(len(context.positions) for context in trained_contexts(one)) for one in found[True]]
     assert sum(trained) == run.clock.sampled_tokens
     # A reward names the call in each sample that has it; the samples that took it over do not train it.

@@ -37,7 +37,7 @@ def reward_group(attempts):
 
 
 def system(options):
-    return System("ranked", ("<answer>", "</answer>"), answer_once, reward_group=reward_group)
+    return System("ranked", ("<answer>", "</answer>"), answer_once, reward_group=reward_group, needs_golds=False)
 """
 CALL = "reward_group=reward_group"
 
