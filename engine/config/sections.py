@@ -216,11 +216,6 @@ class GrpoSection(Section):
     shuffle_rewards: bool = False  # the control: rewards shuffled within each group
 
     def check(self) -> None:
-        if self.refill and self.advantage not in ("trajectory", "tree"):
-            advantage = shown(self.advantage)
-            raise FieldError(
-                "refill", f"expected false with advantage = {advantage}: what has a signal is told by rewards"
-            )
         for key, allowed in FITTING.get(self.advantage, {}).items():
             if getattr(self, key) not in allowed:
                 expected, got = " or ".join(allowed), getattr(self, key)

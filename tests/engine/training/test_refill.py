@@ -31,7 +31,7 @@ from thresher.engine.training.step import DistributedGrpoStep, GrpoStep, Sampled
 from thresher.engine.training.train import train
 from thresher.engine.training.update import Updater
 from thresher.retrieval.questions import Question
-from thresher.rewards.reward import RewardInput, RewardResult
+from thresher.rewards.reward import RewardInput, RewardResult, Source
 
 COUNT, SIZE = 4, 2  # groups of two: half of them have no signal
 REFILL: dict[str, Any] = {
@@ -326,6 +326,20 @@ def test_a_reward_of_groups_gets_whole_groups_in_each_round(make_recipe: Make, r
     result = grouped.collect(1)
     assert result.advantages == plain.advantages and result.sampled.replaced > 0
     assert sizes == [SIZE] * (len(result.sampled.scored) + result.sampled.replaced)
+
+
+def test_a_group_has_a_signal_if_any_of_its_tokens_has(make_recipe: Make) -> None:
+    """All trajectories have one reward, and turns have others: no group is set aside, as none is by the update."""
+    finer = {"advantage": "turn", "baseline": "leave_one_out", "scale": "none"}
+    step = step_of(make_recipe(**REFILL | {"grpo": {"refill": True, **finer}}))
+
+    def reward(attempt: RewardInput) -> RewardResult:
+        return RewardResult(0.5, turns=[attempt.chance for piece in attempt.pieces if piece.source is Source.POLICY])
+
+    step.context = replace(step.context, system=replace(step.context.system, reward=reward))
+    result = step.collect(1)
+    assert len({attempt.attempt.chance for attempt in result.scored}) == COUNT * SIZE, "two samples are alike"
+    assert result.sampled.replaced == 0 and all(any(values) for values in result.credit or ())
 
 
 def test_a_replay_of_tools_is_not_refilled(make_recipe: Make) -> None:
