@@ -104,7 +104,7 @@ def fail_in_step_2(what: str) -> None:
     weights, and rank 0 has saved step 1."""
     collect = GrpoStep.collect
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise UserError("questions.jsonl: line 7 is on fire; put it out")
