@@ -109,6 +109,10 @@ class RolloutSection(Section):
     num_draft_tokens: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
     attention: Attention = "auto"  # backend of attention
     share_prefix: bool = True  # compute attention to a shared prefix once, not for each sample; same results
+    partial: bool = False  # a step ends with its own groups; unfinished ones go on under the next weights
+    groups_in_flight: SmallCount | None = None  # of partial; None: questions_per_step x (1 + max_staleness)
+    max_staleness: Natural = 1  # of partial: updates between a group's first token and the update that it enters
+    stale_cache: bool = False  # of partial: keep the keys and values that older weights computed
     # stored run whose results of tools are taken while no tool is called: the folder of a run or evaluation, or a file
     # of `thresher rollout`
     tools_replay: str | None = None
@@ -128,6 +132,29 @@ class RolloutSection(Section):
                 f"expected trees x (1 + tree_nodes x rounds), such as {' or '.join(map(str, near))} with trees = "
                 f"{self.trees} and tree_nodes = {self.tree_nodes}, got {self.group_size}",
             )
+        if not self.partial:
+            for key, unset in (("groups_in_flight", None), ("max_staleness", 1), ("stale_cache", False)):
+                if getattr(self, key) != unset:
+                    raise FieldError(key, "expected it unset with partial = false, where every group ends in its step")
+            return
+        if self.max_staleness == 0:
+            raise FieldError(
+                "max_staleness", "expected an integer >= 1 with partial = true, for at 0 no group outlives its step"
+            )
+        least, most = self.questions_per_step, self.questions_per_step * (1 + self.max_staleness)
+        if not least < self.in_flight <= most:
+            raise FieldError(
+                "groups_in_flight",
+                f"expected {least + 1} to {most}, more than questions_per_step and at most questions_per_step x "
+                f"(1 + max_staleness), got {self.groups_in_flight}",
+            )
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many groups are begun and not yet trained on, at most."""
+        if not self.partial:
+            return self.questions_per_step
+        return self.groups_in_flight or self.questions_per_step * (1 + self.max_staleness)
 
 
 @dataclass(frozen=True, kw_only=True)

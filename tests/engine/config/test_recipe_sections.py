@@ -129,7 +129,8 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
         for key in hints(kind):
             value = getattr(section, key)
             new = choices[key] if key in choices else changed[type(value)](value)
-            if value is None or key in ("aggregation", "max_grad_norm", "trees"):  # inf, or bound to another
+            bound = ("aggregation", "max_grad_norm", "trees", "partial", "max_staleness", "stale_cache")
+            if value is None or key in bound:  # inf, or bound to another
                 skipped.append(key)
                 continue
             other = replace(recipe, **{name: replace(section, **{key: new})})
@@ -141,7 +142,35 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
                 (difference,) = recipe.differences(other)
                 assert difference.startswith(dotted)
                 seen.add(other.digest())
-    assert len(seen) > 55 and len(skipped) < 20
+    assert len(seen) > 55 and len(skipped) < 24
+
+
+def test_what_decides_when_a_token_is_drawn_stays_while_groups_outlive_their_step(write: Any) -> None:
+    path = write('[model]\npath = "m"\n')
+    whole = [load_recipe(path, [f"rollout.{key}"]).digest() for key in ("kv_tokens=900", "num_draft_tokens=2")]
+    assert set(whole) == {load_recipe(path).digest()}
+    partial = [("rollout.partial=true", f"rollout.{key}") for key in ("kv_tokens=900", "num_draft_tokens=2")]
+    digests = {load_recipe(path, keys).digest() for keys in [("rollout.partial=true",), *partial]}
+    assert len(digests) == 3 and not digests & set(whole)
+
+
+def test_groups_in_flight_stay_within_the_limit_of_staleness(write: Any) -> None:
+    path = write('[model]\npath = "m"\n[rollout]\nquestions_per_step = 4\n')
+    assert load_recipe(path).rollout.in_flight == 4
+    assert load_recipe(path, ["rollout.partial=true"]).rollout.in_flight == 8
+    both = ["rollout.partial=true", "rollout.max_staleness=2"]
+    assert load_recipe(path, both).rollout.in_flight == 12
+    assert load_recipe(path, [*both, "rollout.groups_in_flight=5"]).rollout.in_flight == 5
+    for wrong in (4, 13):
+        message = refusal(path, *both, f"rollout.groups_in_flight={wrong}")
+        assert message == (
+            "--set rollout.groups_in_flight: expected 5 to 12, more than questions_per_step and at most "
+            f"questions_per_step x (1 + max_staleness), got {wrong}"
+        )
+    none = refusal(path, "rollout.partial=true", "rollout.max_staleness=0")
+    assert "rollout.max_staleness: expected an integer >= 1 with partial = true, for at 0 no group" in none
+    for key in ("groups_in_flight=8", "max_staleness=2", "stale_cache=true"):
+        assert "expected it unset with partial = false" in refusal(path, f"rollout.{key}")
 
 
 def test_the_digest_is_stable_and_tells_types_apart() -> None:
