@@ -72,6 +72,7 @@ class TrainSequence:
     importance: list[float] | None = None  # what multiplies the advantage of each; None: 1
     key: tuple[int, int] = (0, 0)  # group and sample of its trajectory
     context: int = 0  # its number among the trained contexts of its trajectory
+    stale: int = 0  # how many of its trained tokens, the first ones, earlier weights drew
 
 
 def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], grpo: GrpoSection) -> list[float]:
@@ -99,10 +100,11 @@ def build_train_sequences(
     advantages: Sequence[float | list[float]],
     grpo: GrpoSection,
     totals: LossNormalizer | None = None,
+    version: int = 0,
 ) -> list[TrainSequence]:
     """Return the sequences to train on, one for each trained context, with the weight of each of their tokens in the
     loss. advantages: of each trajectory, or of each of its trained tokens, those of all its contexts in order. totals:
-    of the optimiser step; None: it has no others."""
+    of the optimiser step; None: it has no others. version: of the weights that are to be trained (`Segment`)."""
     totals = totals or normalizer_of(trajectories)
     weight_of = {
         "trajectory": lambda count: 1.0 / (totals.trajectories * count),
@@ -128,6 +130,7 @@ def build_train_sequences(
                     weight=weight_of(ends[-1] + inherited_trained_tokens(trajectory)),
                     key=(trajectory.group, trajectory.sample),
                     context=number,
+                    stale=context.drawn_before(version),
                 )
             )
     return sequences
@@ -153,6 +156,7 @@ class MicroBatch:
     weights_R: torch.Tensor
     sequence_R: torch.Tensor  # which of `members` the row is of
     turn_R: torch.Tensor  # the number of its turn, a run of sampled tokens, in all of the micro-batch
+    fresh_R: torch.Tensor  # whether the weights that are trained drew it, and no earlier ones
     members: list[int]  # numbers of the sequences, in the order packed
     tokens: int
     rounds: list[torch.Tensor] = field(default_factory=list)
@@ -197,6 +201,7 @@ class _Arrays(NamedTuple):
     old_logprobs_R: Floats
     advantages_R: Floats
     weight: float
+    stale: int
 
     @property
     def fed_L(self) -> Ints:
@@ -214,6 +219,7 @@ def _arrays(sequences: Sequence[TrainSequence]) -> dict[int, _Arrays]:
             np.broadcast_to(np.array(one.advantage, np.float64), len(one.positions))
             * (1.0 if one.importance is None else np.array(one.importance)),
             one.weight,
+            one.stale,
         )
         for n, one in enumerate(sequences)
         if one.positions
@@ -324,6 +330,9 @@ def _assembled(chosen: dict[int, _Arrays], ids_T: Ints, rows_R: Ints, layout: Va
         weights_R=per_row([np.full(len(one.positions_R), one.weight) for one in arrays]),
         sequence_R=torch.from_numpy(np.repeat(np.arange(len(arrays)), list(map(len, positions)))).to(device),
         turn_R=torch.from_numpy(_turns(positions)).to(device),
+        fresh_R=torch.from_numpy(np.concatenate([np.arange(len(one.positions_R)) >= one.stale for one in arrays])).to(
+            device
+        ),
         members=list(chosen),
         tokens=sum(len(one.fed_L) for one in arrays),
         rounds=[torch.from_numpy(places).to(device) for places in _rounds(rows_R)],

@@ -34,7 +34,7 @@ STEPS, GROUPS, SAMPLES, DEV = 4, 3, 4, 5
 TIMINGS = {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "sha256", "digest"}
 # How much one forward wrote follows from what could be guessed, and a run that was resumed has nothing to guess from;
 # and from when a server answered.
-FORWARDS = {"forwards", "forward_rows", "drafted_tokens", "accepted_tokens", "search_calls"}
+FORWARDS = {"forwards", "forward_rows", "drafted_tokens", "accepted_tokens", "search_calls", "slots_busy"}
 
 
 @contextmanager

@@ -261,6 +261,17 @@ class StopTables:
             self._lay()
         return self._starts[stop] + (self._matchers[stop].start(lead) if stop else 0)
 
+    def behind(self, stop: tuple[str, ...], lead: bytes, ids: Sequence[int]) -> int:
+        """Return the state of a turn behind these ids, of which none ended it."""
+        state = self.start(stop, lead)
+        if not stop or not ids:
+            return state
+        columns_V, next_AC, _ = self._matchers[stop].tables()
+        first = self._starts[stop]
+        for token in ids:
+            state = first + int(next_AC[state - first, columns_V[token]])
+        return state
+
     def advance(self, state_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return states and codes after one more token each, int64 [N]."""
         at_N = self._base_A[state_N] + self._columns_XV[self._matcher_A[state_N], ids_N]

@@ -4,11 +4,12 @@ A step feeds every running sequence the token that it drew, or as much of a prom
 rows for, in one forward. Then every sequence that is writing and has been fed whole draws a token. The state lies in
 arrays (batch_state.py); between the ends of turns there is no loop over sequences and one small tensor is read back.
 
-    begin_turn(sequence, stop, room)    a new sequence, or one between two turns
+    begin_turn(sequence, stop, room)    a new sequence, or one between two turns; or the rest of a turn
     step() -> the sequences whose turn has ended
     append(sequence, ids)               text that it did not write, between two turns
     score(sequence)                     log-probs of ids that are given; `step` returns it as one whose turn has ended
     release(sequence)                   the sequence is over
+    interrupt()                         all are over: what has been drawn is on the sequences
 
 A sequence's tokens and log-probs do not depend on the others: its noise is a function of its seed and position, and a
 row of the forward is batch-invariant, decoded or prefilled (CPU, float32; kernels/attention/paged_cpu.py).
@@ -176,12 +177,22 @@ class Decoder:
 
     # --- What the caller asks
 
-    def begin_turn(self, sequence: TokenSequence, stop: tuple[str, ...], room: int, lead: bytes = b"") -> None:
+    def begin_turn(
+        self,
+        sequence: TokenSequence,
+        stop: tuple[str, ...],
+        room: int,
+        lead: bytes = b"",
+        drawn: tuple[Sequence[int], Sequence[float]] = ((), ()),
+    ) -> None:
         """Begin a turn, up to a stop, the end of text, or `room` tokens (at least one). lead: bytes of the last token
-        that belong to this turn's text, in which a stop may begin."""
+        that belong to this turn's text, in which a stop may begin. drawn: ids and log-probs of the turn that an earlier
+        rollout drew; they count in `room`."""
+        ids, logprobs = drawn
         sequence.stop, sequence.room, sequence.writing = stop, room, True
-        sequence.turn_start, sequence.logprobs = len(sequence.ids), []
-        sequence.stop_state = self.stops.start(stop, lead)
+        sequence.turn_start, sequence.logprobs = len(sequence.ids), list(logprobs)
+        sequence.ids.extend(ids)
+        sequence.stop_state = self.stops.behind(stop, lead, ids)
         if sequence.slot >= 0:
             self.batch.begin_turn(sequence)
         else:
@@ -218,6 +229,19 @@ class Decoder:
             ids = sequence.ids[: int(self.batch.cached_B[sequence.slot])]
             self.scheduler.keep(sequence, ids, self.batch.blocks_of(sequence))
             self._keep_states(sequence.slot, ids)
+
+    def interrupt(self) -> list[TokenSequence]:
+        """Take all sequences off, with what has been drawn of their turns; return those whose turn has ended since the
+        last step. None goes on here: `begin` follows."""
+        ended = self._received()
+        for sequence in [*self.scheduler.running]:
+            self.release(sequence)
+        self.scheduler.waiting.clear()
+        return ended
+
+    def _received(self) -> list[TokenSequence]:
+        """Return the sequences whose turn has ended in what was launched and not yet read."""
+        return []
 
     def new_ids(self) -> list[tuple[TokenSequence, list[int]]]:
         """Return the ids that the last step drew, by sequence, before anything was released."""
@@ -260,6 +284,8 @@ class Decoder:
                 sequence.begun = True
                 sequence.prompt.waiting -= 1
                 self.clock.shared_tokens += cached
+                if sequence.carried:
+                    self.clock.tokens_recomputed += len(sequence.ids) - cached
             (self._from_prompt if cached == len(sequence.ids) else self._prefilling).append(sequence)
             if sequence.unscored:
                 self._scoring.append(sequence)
@@ -491,6 +517,7 @@ class Decoder:
         self._sampled = None
         if not len(slot_N):
             return []
+        self.clock.count_step(len(slot_N), self.max_running)
         with CudaTimer(self.policy.device) as lap:
             code_N, taken_N = self._sample_rows(torch.cat(hidden), slot_N, drafted_N)
         self._check_finite(code_N)
@@ -616,7 +643,8 @@ class DecodeClock:
     to more than the elapsed time, `total`. rest: see the property. prefilled_tokens: rows of prompts and of appended
     text, including those computed a second time. shared_tokens: rows that another sequence had computed.
     discarded_tokens: drawn for a turn that had ended. drafted_tokens: drafts fed. accepted_tokens: drafts that came
-    true.
+    true. tokens_recomputed: prefilled again for sequences that an earlier rollout began. slots, busy_slots: the slots
+    of all steps in which tokens were drawn, and those of them that drew.
     """
 
     decode: float = 0.0
@@ -632,6 +660,14 @@ class DecodeClock:
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    tokens_recomputed: int = 0
+    slots: int = 0
+    busy_slots: int = 0
+
+    def count_step(self, busy: int, slots: int) -> None:
+        """Count a step in which so many of the slots draw."""
+        self.busy_slots += busy
+        self.slots += slots
 
     @property
     def rest(self) -> float:

@@ -263,6 +263,11 @@ class DeviceDecoder(Decoder):
         self._ended += self._read_scores(scores)
         return pending is not None or bool(scores)
 
+    def _received(self) -> list[TokenSequence]:
+        self._ended = []
+        self._receive_pending()
+        return sorted(self._ended, key=attrgetter("number"))
+
     def _leave(self, sequence: TokenSequence, keep: bool) -> None:
         if self._pending is not None:
             self._pending.alive_N &= self._pending.slot_N != sequence.slot
@@ -355,6 +360,7 @@ class DeviceDecoder(Decoder):
             self._end_prefills(slot_N)
         self.clock.forwards += 1
         self.clock.forward_rows += len(slot_N) + int(drafted_N.sum())
+        self.clock.count_step(len(slot_N), self.max_running)
         return PendingStep(slot_N, position_N, drafted_N, np.ones(len(slot_N), bool), batch.room_B[slot_N], rows, laps)
 
     def _end_prefills(self, slot_N: Ints) -> None:

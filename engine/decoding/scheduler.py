@@ -53,7 +53,8 @@ class TokenSequence:
     stop, room: the turn's stop strings, and its largest number of tokens. finish: why the last turn ended, "stop",
     "eos" or "length"; hit: the stop that ended it. prefilled: tokens computed for it without being drawn, recomputed
     ones included. earlier: what was written before for the same question, in which drafts are looked up. scored_from:
-    above 0, nothing is drawn, and `logprobs` are those of the ids from there on.
+    above 0, nothing is drawn, and `logprobs` are those of the ids from there on. carried: it was begun by an earlier
+    rollout, and is prefilled again.
     """
 
     prompt: SharedPrompt
@@ -81,6 +82,7 @@ class TokenSequence:
     drafted: int = 0
     accepted: int = 0
     scored_from: int = 0
+    carried: bool = False
 
     def __post_init__(self) -> None:
         self.ids = self.ids or list(self.prompt.ids)

@@ -23,7 +23,9 @@ class Segment:
 
     `stop` is the tag that ended a POLICY turn (None if it ended otherwise), `trailing` the number of bytes that the
     last token holds after that tag: the token is kept whole, and its trailing bytes stay in the turn. `edges` are how
-    many ids at the beginning and end of RETRIEVED or FEEDBACK are of template text.
+    many ids at the beginning and end of RETRIEVED or FEEDBACK are of template text. `versions` says, for POLICY where
+    several weights may have drawn it (rollout.partial), which did: (version, ids) in order, a version being the number
+    of steps that the weights had learned.
     """
 
     source: Source
@@ -32,6 +34,7 @@ class Segment:
     stop: str | None = None
     trailing: int = 0
     edges: tuple[int, int] = (0, 0)
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class Trajectory:
         return [
             {"source": str(segment.source), "text": tokenizer.decode(segment.ids)}
             | ({} if self.from_api else {"ids": segment.ids})
+            | ({"versions": [list(run) for run in segment.versions]} if segment.versions else {})
             for segment in self.segments
         ]
 
@@ -171,12 +175,18 @@ def present_ids(trajectory: Trajectory) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class TrainedContext:
     """A context with the tokens that are trained in it: the positions of these in `ids`, and their log-probs when they
-    were sampled. branch: the name of the branch that it is; None: a context of the trajectory itself."""
+    were sampled. branch: the name of the branch that it is; None: a context of the trajectory itself. versions: of the
+    weights that drew the tokens, as of a Segment."""
 
     ids: list[int]
     positions: list[int]
     logprobs: list[float]
     branch: str | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def drawn_before(self, version: int) -> int:
+        """Return how many of its trained tokens, the first ones, weights before this version drew."""
+        return sum(count for drawn_by, count in self.versions if drawn_by < version)
 
 
 def trained_contexts(trajectory: Trajectory) -> list[TrainedContext]:
@@ -215,6 +225,7 @@ def _trained(segments: list[Segment], inherited: int, branch: str | None = None)
                 at = len(context.ids)
                 context.positions.extend(range(at, at + len(segment.ids)))
                 context.logprobs.extend(segment.logprobs)
+                context.versions.extend(segment.versions)
         context.ids.extend(segment.ids)
     return context
 

@@ -6,14 +6,16 @@ turns, here the decoder, in engine/evaluation/api_rollout.py a server. Searches 
 the retriever. Calls of tools go on beside the writing. A sample does not depend on the others: its noise is a function
 of its seed and position, and the decoder's sequences are independent.
 
-The way of a sample: `_Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
+The way of a sample: `Play.begin` makes its episode, `_advance` serves its requests, `_open_turn` hands a turn to the
 writer, and `_store_turn` puts the written turn on the trajectory.
+
+A group may outlive its rollout; unfinished.py plays it on, by its `log`.
 """
 
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from functools import partial
 from hashlib import blake2b
 from operator import itemgetter
 from random import Random
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -126,8 +128,33 @@ class RolloutClock(DecodeClock):
 
 
 @dataclass(slots=True, eq=False)
+class Group:
+    """Samples of one question, from their jobs to their trajectories.
+
+    log: what came for them from outside, with the key of the sample: turns and scores, passages, records of tools.
+    drawn: by key, what has been drawn of the turns that were under way when the last rollout was over. trajectories:
+    of the jobs, in their order, once all samples have ended. samples: by key, all that were begun. branches: owner,
+    name and branch. playing: how many samples have not ended.
+    """
+
+    jobs: "list[Job]"
+    log: "list[tuple[str, Answer]]" = field(default_factory=list)
+    drawn: "dict[str, Written]" = field(default_factory=dict)
+    trajectories: list[Trajectory] | None = None
+    samples: "dict[str, Sample]" = field(default_factory=dict)
+    branches: list[tuple[Trajectory, str, Trajectory]] = field(default_factory=list)
+    playing: int = 0
+
+    @property
+    def question(self) -> Question:
+        return self.jobs[0].question
+
+
+@dataclass(slots=True, eq=False)
 class Sample:
     """A sample that is under way.
+
+    key: its name in its group: its number, with the names of the branch or call that it is.
 
     length, policy_tokens: tokens of its present context, and of its turns in all contexts. room: tokens that the turn
     may have. limit: the reason that ends the trajectory once they are used up; None: the episode goes on. lead: bytes
@@ -138,6 +165,8 @@ class Sample:
     """
 
     job: Job
+    group: Group
+    key: str
     episode: Episode
     trajectory: Trajectory
     length: int = 0
@@ -156,13 +185,17 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Written:
     """A turn that has ended; or, without ids, the log-probs of a text. full: the turn used up its room.
-    trailing: bytes of its last token behind the stop tag."""
+    trailing: bytes of its last token behind the stop tag. versions: as of a Segment."""
 
     ids: list[int]
     logprobs: Sequence[float] = ()
     stop: str | None = None
     trailing: bytes = b""
     full: bool = False
+    versions: Sequence[tuple[int, int]] = ()
+
+
+Answer = Written | list[Hit] | dict[str, Any]  # the last: the record of a tool's call, with its result
 
 
 class TurnWriter(Protocol):
@@ -282,20 +315,18 @@ class EpisodeRunner:
     def play(
         self, jobs: Sequence[Job], writer: TurnWriter, shape: TreeShape | None = None
     ) -> Generator[list[Sample], None, None]:
-        """Yield at each step the samples of `jobs` that have ended in it. Branches are in their trajectories after the
-        last step. shape: of the trees that each group grows; None: all samples begin at the prompt."""
+        """Yield at each step the samples of `jobs` that have ended in it. Branches are in their trajectories once all
+        of their group have ended. shape: of the trees that each group grows; None: all samples begin at the prompt."""
         groups: dict[int, list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.group, []).append(job)
         with ExitStack() as stack:
-            play = _Play(self, writer, stack)
-            samples = [
-                play.begin(job, prompt, self.episode_of(job), tree=tree)
-                for members in groups.values()
-                for prompt in [SharedPrompt(self.prompt(members[0].question))]
-                for job, tree in (((job, None) for job in members) if shape is None else plant(members, shape))
-            ]
-            yield from play.steps(samples)
+            play = Play(self, writer, stack, shape)
+            play.begin_groups([Group(members) for members in groups.values()])
+            yield play.take_ended()
+            while play.active:
+                play.step()
+                yield play.take_ended()
 
     def episode_of(self, job: Job) -> Episode:
         """Return a new episode of a job's question."""
@@ -394,20 +425,34 @@ class Rollout(EpisodeRunner):
         return trajectories
 
 
+class BegunTurn(NamedTuple):
+    """A turn, or a text to be scored, that the decoder gets with its next step; `drawn`: what there is of it."""
+
+    sequence: TokenSequence
+    stop: tuple[str, ...] = ()
+    room: int = 0
+    lead: bytes = b""
+    drawn: Written = Written([])
+
+
 class DecoderWriter:
-    """Writes turns with the decoder. earlier: by question, ids in which drafts are looked up."""
+    """Writes turns with the decoder. earlier: by question, ids in which drafts are looked up. version: of the weights,
+    which the turns then tell; None: they do not."""
 
     unit = 1
 
-    def __init__(self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s]) -> None:
-        self.decoder, self.draw, self.earlier = decoder, draw, earlier
+    def __init__(
+        self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s], version: int | None = None
+    ) -> None:
+        self.decoder, self.draw, self.earlier, self.version = decoder, draw, earlier, version
         self.elsewhere = decoder.launches_ahead
         self.sequences: dict[Sample, TokenSequence] = {}
-        self.writing: dict[TokenSequence, Sample] = {}
+        self.begun: dict[Sample, BegunTurn] = {}
+        self.writing: dict[TokenSequence, tuple[Sample, Written]] = {}  # with what was drawn before
 
     @property
     def idle(self) -> bool:
-        return self.decoder.idle
+        return not self.begun and self.decoder.idle
 
     @property
     def takes_text(self) -> bool:
@@ -421,89 +466,154 @@ class DecoderWriter:
         self.decoder.append(self.sequences[sample], ids)
 
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
-        sequence = self.sequences[sample]
-        self.writing[sequence] = sample
         if sample.growth is not None:
-            self.decoder.keep_states(sequence)
-        self.decoder.begin_turn(sequence, stop, sample.room, lead)
+            self.decoder.keep_states(self.sequences[sample])
+        self.begun[sample] = BegunTurn(self.sequences[sample], stop, sample.room, lead)
 
     def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
         sequence = TokenSequence(SharedPrompt(ids), 0, self.draw, most=len(ids), scored_from=scored_from)
-        self.writing[sequence] = sample
-        self.decoder.score(sequence)
+        self.begun[sample] = BegunTurn(sequence)
 
     def step(self) -> list[tuple[Sample, Written]]:
-        return [(self.writing.pop(sequence), self._ended_turn(sequence)) for sequence in self.decoder.step()]
+        self._hand_in()
+        return self._ended_turns(self.decoder.step())
 
-    def _ended_turn(self, sequence: TokenSequence) -> Written:
-        if sequence.scored_from:
-            self.decoder.release(sequence, keep=True)  # the trajectory goes on from its context
-            return Written([], sequence.logprobs)
-        hit, full = sequence.hit, sequence.finish == "length"
-        stop, trailing = (None, b"") if hit is None else (hit.tag, hit.trailing)
-        return Written(sequence.turn_ids, sequence.logprobs, stop, trailing, full)
+    def _hand_in(self) -> None:
+        for sample, turn in self.begun.items():
+            sequence, drawn = turn.sequence, turn.drawn
+            self.writing[sequence] = sample, drawn
+            if sequence.scored_from:
+                self.decoder.score(sequence)
+            else:
+                self.decoder.begin_turn(sequence, turn.stop, turn.room, turn.lead, (drawn.ids, drawn.logprobs))
+        self.begun = {}
+
+    def _ended_turns(self, sequences: Sequence[TokenSequence]) -> list[tuple[Sample, Written]]:
+        found = []
+        for sequence in sequences:
+            sample, drawn = self.writing.pop(sequence)
+            if sequence.scored_from:
+                self.decoder.release(sequence, keep=True)  # the trajectory goes on from its context
+                found.append((sample, Written([], sequence.logprobs)))
+                continue
+            hit, full = sequence.hit, sequence.finish == "length"
+            stop, trailing = (None, b"") if hit is None else (hit.tag, hit.trailing)
+            written = self._written(sequence, drawn)
+            found.append((sample, replace(written, stop=stop, trailing=trailing, full=full)))
+        return found
+
+    def _written(self, sequence: TokenSequence, drawn: Written) -> Written:
+        """Return a turn so far. drawn: the beginning of it, by an earlier rollout."""
+        ids, versions = sequence.turn_ids, list(drawn.versions)
+        if self.version is not None and len(ids) > len(drawn.ids):
+            versions.append((self.version, len(ids) - len(drawn.ids)))
+        return Written(ids, sequence.logprobs, versions=versions)
 
     def release(self, sample: Sample, keep: bool) -> None:
         self.decoder.release(self.sequences[sample], keep=keep)
 
 
-class _Play:
-    """One run of episodes: the samples that are under way."""
+class Play:
+    """One run of episodes: the samples that are under way. shape: of the trees of each group."""
 
-    def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack) -> None:
-        self.runner, self.writer, self.clock, self.stack = runner, writer, runner.clock, stack
-        self.branches: list[tuple[Trajectory, str, Trajectory]] = []  # owner, name, branch
+    def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack, shape: TreeShape | None) -> None:
+        self.runner, self.writer, self.clock, self.stack, self.shape = runner, writer, runner.clock, stack, shape
+        stack.callback(self._drop_tools)
+        self.complete: list[Group] = []  # groups whose samples have all ended, since they were last taken
+        self.replaying = False  # answers come from logs
+        self.queries: dict[str, str] = {}  # of a group that is replayed: by key, what it waits to have found
         self.asked: list[tuple[Sample, str]] = []  # queries of the next search
         self.search: tuple[Future[list[list[Hit]]], list[tuple[Sample, str]]] | None = None  # the one under way
         self.called: list[tuple[Sample, object]] = []  # callers, with the turns that they waited for
         self.ended: list[Sample] = []  # since the last step
         self.searcher: Background[list[list[Hit]]] | None = None  # once one goes on beside the writing
 
+    def begin_groups(self, groups: Sequence[Group]) -> None:
+        """Begin all samples of these groups that begin at a prompt."""
+        self.serve([(sample, None) for group in groups for sample in self._begin_group(group)])
+
+    def _begin_group(self, group: Group) -> list[Sample]:
+        jobs, prompt = group.jobs, SharedPrompt(self.runner.prompt(group.question))
+        first: Iterable[tuple[Job, Tree[Job, Sample] | None]]
+        first = ((job, None) for job in jobs) if self.shape is None else plant(jobs, self.shape)
+        return [self.begin(job, group, str(job.sample), prompt, tree=tree) for job, tree in first]
+
     def begin(
         self,
         job: Job,
+        group: Group,
+        key: str,
         prompt: SharedPrompt,
-        episode: Episode,
         branch: BranchPrompt | None = None,
         tree: "Tree[Job, Sample] | None" = None,
     ) -> Sample:
         """Return a sample at its episode's start. branch: the source of the prompt, if the sample is a branch. tree:
         which it begins."""
+        episode = self.runner.episode_of(job) if branch is None else branch_episode(branch)
         next(episode)  # its Prompt, which has been rendered already
         trajectory = Trajectory(job.question.id, job.group, job.sample, [Segment(Source.PROMPT, list(prompt.ids))])
-        sample = Sample(job, episode, trajectory, len(prompt.ids))
+        sample = Sample(job, group, key, episode, trajectory, len(prompt.ids))
         if tree is not None:
             tree.nodes.append(Node(job.sample, 0, copied(sample, trajectory=copied(trajectory)), prompt))
             sample.growth = Growth(tree)
-        self.writer.begin(sample, prompt, branch)
+        self._enter(sample, prompt, branch)
         return sample
 
-    def steps(self, samples: list[Sample]) -> Iterator[list[Sample]]:
-        """Step until all of them, and the branches that they ask for, have ended."""
-        tools = self.runner.tools
-        try:
-            self._serve([(sample, None) for sample in samples])
-            yield self._take_ended()
-            while self.asked or self.search is not None or tools.waiting or not self.writer.idle:
-                self._search_beside()
-                if tools.waiting:
-                    self._serve(self._tool_results())
-                if not self.writer.idle:
-                    ended = [(sample, self._store_written(sample, written)) for sample, written in self.writer.step()]
-                    self._serve([(sample, answer) for sample, answer in ended if answer is not None])
-                yield self._take_ended()
-        finally:
-            if tools.waiting:
-                tools.drop()
-        for owner, name, branch in self.branches:
-            owner.branches[name] = branch
+    def _enter(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
+        """Put a new sample into its group, and hand it to the writer."""
+        sample.group.samples[sample.key] = sample
+        sample.group.playing += 1
+        self.writer.begin(sample, prompt, branch)
 
-    def _take_ended(self) -> list[Sample]:
+    @property
+    def active(self) -> bool:
+        """Return whether any sample has not ended."""
+        return bool(self.asked or self.search is not None or self.runner.tools.waiting or not self.writer.idle)
+
+    def step(self) -> None:
+        """Answer what there are answers for, and write on."""
+        self.search_beside()
+        if self.runner.tools.waiting:
+            self.serve(self.tool_results())
+        if not self.writer.idle:
+            self.serve_written(self.writer.step())
+
+    def serve_written(self, written: Iterable[tuple[Sample, Written]]) -> None:
+        """Give the episodes what has been written for them."""
+        ended = [(sample, self._store_written(sample, one)) for sample, one in written]
+        self.serve([(sample, answer) for sample, answer in ended if answer is not None])
+
+    def _drop_tools(self) -> None:
+        if self.runner.tools.waiting:
+            self.runner.tools.drop()
+
+    def take_ended(self) -> list[Sample]:
+        """Return the samples that have ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
 
+    def take_complete(self) -> list[Group]:
+        """Return the groups whose samples have all ended since the last call."""
+        complete, self.complete = self.complete, []
+        return complete
+
+    def _leave_group(self, sample: Sample) -> None:
+        """Count a sample as ended; the last one completes its group."""
+        group = sample.group
+        group.playing -= 1
+        if group.playing:
+            return
+        for owner, name, branch in group.branches:
+            owner.branches[name] = branch
+        group.trajectories = [group.samples[str(job.sample)].trajectory for job in group.jobs]
+        group.samples, group.branches = {}, []
+        self.complete.append(group)
+
+    # --- What samples ask for
+
     def _store_written(self, sample: Sample, written: Written) -> Turn | list[float] | None:
         """Put on the trajectory what was written for it; return what its episode gets, None if that has ended."""
+        sample.group.log.append((sample.key, written))
         if sample.score is None:
             return self._store_turn(sample, written)
         record, sample.score = sample.score, None
@@ -515,6 +625,7 @@ class _Play:
         segment = sample.trajectory.segments[-1]
         segment.ids.extend(written.ids)
         segment.logprobs.extend(written.logprobs)
+        segment.versions = list(written.versions)
         segment.stop, segment.trailing = written.stop, len(written.trailing)
         lead, sample.lead = sample.lead, written.trailing
         sample.length += len(segment.ids)
@@ -538,9 +649,9 @@ class _Play:
                 self.clock.branches_without_room += 1
                 continue
             self.clock.branches += 1
-            begun = self._begin_branch(sample, name, len(self.branches), 0, branch, ids, trained)
-            self.branches.append((sample.trajectory, name, begun.trajectory))
-            self._serve([(begun, None)])
+            begun = self._begin_branch(sample, name, branch, ids, trained)
+            sample.group.branches.append((sample.trajectory, name, begun.trajectory))
+            self.serve([(begun, None)])
         if sample.caller is not None:
             caller, name = sample.caller
             caller.trajectory.branches[name] = sample.trajectory
@@ -550,9 +661,10 @@ class _Play:
             self.ended.append(sample)
         if sample.growth is not None:
             for job, node in sample.growth.tree.end_sample():
-                self._go_on(job, node, sample.growth.tree)
+                self._fork(job, node, sample.growth.tree)
+        self._leave_group(sample)
 
-    def _go_on(self, job: Job, node: "Node[Sample]", tree: "Tree[Job, Sample]") -> None:
+    def _fork(self, job: Job, node: "Node[Sample]", tree: "Tree[Job, Sample]") -> None:
         """Begin a sample that goes on from a node."""
         episode, state = self.runner.episode_of(job), node.state
         request = replay(episode, node.exchanges, self.runner.system.name)
@@ -560,21 +672,19 @@ class _Play:
         trajectory.branches = {
             name: replace(one, forked=one.forked or (node.sample, 1)) for name, one in trajectory.branches.items()
         }
-        sample = copied(state, job=job, episode=episode, trajectory=trajectory)
+        sample = copied(state, job=job, key=str(job.sample), episode=episode, trajectory=trajectory)
         sample.growth = Growth(tree, list(node.exchanges)) if tree.rounds else None
         self.clock.forks += 1
-        self.writer.begin(sample, node.prompt, None)
+        self._enter(sample, node.prompt, None)
         if isinstance(request, Generate):
             self._open_turn(sample, request)
         else:
-            self._serve([(sample, None)])
+            self.serve([(sample, None)])
 
-    def _begin_branch(
-        self, owner: Sample, name: str, group: int, number: int, branch: BranchPrompt, ids: list[int], trained: bool
-    ) -> Sample:
-        """Begin a branch: a context and a seed of its own. It is not reported."""
-        job = Job(owner.job.question, group, number, branch_seed(owner.job.seed, name))
-        begun = self.begin(job, SharedPrompt(ids), branch_episode(branch), branch)
+    def _begin_branch(self, owner: Sample, name: str, branch: BranchPrompt, ids: list[int], trained: bool) -> Sample:
+        """Begin a branch or call: a context and a seed of its own. It is not reported."""
+        job = replace(owner.job, seed=branch_seed(owner.job.seed, name))
+        begun = self.begin(job, owner.group, f"{owner.key}/{name}", SharedPrompt(ids), branch)
         begun.reported, begun.trajectory.trained = False, trained
         return begun
 
@@ -604,8 +714,8 @@ class _Play:
         if (found := self._leave_for(sample, call.context)) is None:
             return
         sample.calls += 1
-        name, job = f"call {sample.calls}", sample.job
-        begun = self._begin_branch(sample, name, job.group, job.sample, *found, call.trained)
+        name = f"call {sample.calls}"
+        begun = self._begin_branch(sample, name, *found, call.trained)
         begun.caller = (sample, name)
         self._advance(begun, None)
 
@@ -646,27 +756,31 @@ class _Play:
         self.writer.release(sample, keep=True)
         self.writer.score(sample, ids + text_ids, len(ids))
 
-    def _serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
+    def serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.
         Where a server searches, or a GPU writes, the search goes on beside the writing."""
         while waiting := self._advance_all(ready):
+            if self.replaying:
+                self.queries |= {sample.key: query for sample, query in waiting}
+                return
             if self._retriever().elsewhere or self.writer.elsewhere:
                 self.asked += waiting
                 return
             ready = self._found(waiting, partial(self._search, waiting))
 
-    def _search_beside(self) -> None:
+    def search_beside(self, wait: bool = False) -> None:
         """Give the episodes what the search under way has found, and begin the next, for all that have asked since.
+        wait: until it is found, though others write.
 
         A server's search is collected when it is done; one in this process, in a thread, at the writer's next step that
         takes text, done or not, so that what runs when does not depend on the time that it takes.
         """
-        idle, a_server = self.writer.idle, self.runner.retriever is not None and self.runner.retriever.elsewhere
+        idle, a_server = wait or self.writer.idle, self.runner.retriever is not None and self.runner.retriever.elsewhere
         if self.search is not None:
             future, waiting = self.search
             if idle or (future.done() if a_server else self.writer.takes_text):
                 self.search = None
-                self._serve(self._found(waiting, future.result))
+                self.serve(self._found(waiting, future.result))
         if self.asked and self.search is None and (a_server or idle or self.writer.takes_text):
             if self.searcher is None:
                 self.searcher = self.stack.enter_context(Background[list[list[Hit]]]())
@@ -696,9 +810,14 @@ class _Play:
         started = time.perf_counter()
         found = result()
         self.clock.search += time.perf_counter() - started
-        for (sample, query), hits in zip(waiting, found, strict=True):
-            self._note(sample, query, hits)
-        return [(sample, hits) for (sample, _), hits in zip(waiting, found, strict=True)]
+        answers = zip(waiting, found, strict=True)
+        return [(sample, self.note_found(sample, query, hits)) for (sample, query), hits in answers]
+
+    def note_found(self, sample: Sample, query: str, hits: list[Hit]) -> list[Hit]:
+        """Put a search on the trajectory, and what it found into the log; return what the episode gets."""
+        sample.group.log.append((sample.key, list(hits)))
+        self._note(sample, query, hits)
+        return hits
 
     def _note(self, sample: Sample, query: str, hits: list[Hit]) -> None:
         if self.runner.shuffle:
@@ -707,13 +826,15 @@ class _Play:
 
     def _begin_tool(self, sample: Sample, request: Tool) -> Result | None:
         """Begin a call of a tool; return its result where that is known at once, None where the sample waits."""
+        if self.replaying:
+            return None
         call = self.runner.tools.call(sample, sample.trajectory, request, sample.job.question)
         return None if call.result is None else self._store_result(call, call.result)
 
-    def _tool_results(self) -> list[tuple[Sample, object]]:
+    def tool_results(self, wait: bool = False) -> list[tuple[Sample, object]]:
         """Return the samples whose calls of tools have ended, with the results; wait for one where nothing else goes
-        on."""
-        wait = self.writer.idle and not self.asked and self.search is None
+        on, or where told to."""
+        wait = wait or (self.writer.idle and not self.asked and self.search is None)
         ended = self.runner.tools.ended(wait)
         return [(call.owner, self._store_result(call, call.result)) for call in ended if call.result is not None]
 
@@ -725,11 +846,16 @@ class _Play:
             call.result = Result(text, result.error)
         except UserError:
             call.result = Result("The tool returned a text that the tokenizer cannot encode.", True)
-        call.owner.trajectory.tools.append(call.record())
+        return self.note_tool(call.owner, call.record())
+
+    def note_tool(self, sample: Sample, record: dict[str, Any]) -> Result:
+        """Put the record of a tool's call on the trajectory and into the log; return its result."""
+        sample.group.log.append((sample.key, record))
+        sample.trajectory.tools.append(record)
         self.clock.tool_calls += 1
-        self.clock.tool_errors += call.result.error
-        self.clock.noisy_tool_calls += call.added.get("noisy", False)
-        return call.result
+        self.clock.tool_errors += record["error"]
+        self.clock.noisy_tool_calls += record.get("noisy", False)
+        return Result(record["text"], record["error"])
 
     def _retriever(self) -> Retriever:
         if self.runner.retriever is None:

@@ -4,6 +4,8 @@
         config.json, model.safetensors, ..  the policy as `Policy.save` writes it, an ordinary model folder
         adapter/                            of a policy with adapters: what it goes on from, with the recipe's model
         tokenizer.json, ..                  if a tokenizer was given
+        unfinished.jsonl                    of a run with rollout.partial: groups that are under way
+                                            (training/partial.py)
         optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"; moments in
                                             8 bits as their codes and scales (engine/optim/adamw.py)
         state.json                          {"step": .., "state": whatever JSON the trainer keeps, "interim": whether it
@@ -22,7 +24,7 @@ for noise is a function of seed and position; sharded states.
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,15 +76,15 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     *,
-    tokenizer: Savable | None = None,
+    beside: Sequence[Savable] = (),
     interim: bool = False,
 ) -> Path:
     """Write `folder`/step_XXXXXX, whole or not at all, in place of one that has the name; returns its path.
 
-    folder: the run's checkpoints folder. state: what else the trainer wants back, as JSON (tuples become
-    lists). interim: saved because the run ends early, and not kept beside later ones. UserError, before anything is
-    written, where the disk has no room. Raises ValueError if the optimizer holds a parameter that is not the policy's,
-    TypeError if `state` is not JSON.
+    folder: the run's checkpoints folder. beside: a tokenizer, and whatever else has files in it. state: what else the
+    trainer wants back, as JSON (tuples become lists). interim: saved because the run ends early, and not kept beside
+    later ones. UserError, before anything is written, where the disk has no room. Raises ValueError if the optimizer
+    holds a parameter that is not the policy's, TypeError if `state` is not JSON.
     """
     names = _names(optimizer, policy.named_parameters())
     tensors = _optimizer_tensors(optimizer, names)
@@ -92,8 +94,8 @@ def save_checkpoint(
     need_room(path, size, f"the checkpoint of step {step}")
     with staged_folder(path, replace=True) as staged:
         policy.save(staged)
-        if tokenizer is not None:
-            tokenizer.save(staged)
+        for each in beside:
+            each.save(staged)
         save_tensors(staged / OPTIMIZER, tensors, {"parameters": json.dumps(names)})
         (staged / STATE).write_text(text, encoding="utf-8")
         write_hashes(staged)

@@ -62,7 +62,7 @@ NUMBERS = {"*": NUMBER}
 MEASURES = {"*": NUMBER, "parts": NUMBERS, "reasons": NUMBERS, "wait_policy": TEXT, "by_epoch": [NUMBERS]}
 SEGMENTS = [{"*": ANYTHING, "source": TEXT, "text": TEXT, "ids": [WHOLE]}]
 
-METRICS = {**MEASURES, "step": WHOLE, "eval": MEASURES}
+METRICS = {**MEASURES, "step": WHOLE, "eval": MEASURES, "staleness_tokens": [WHOLE]}
 START = {"*": ANYTHING, "step": WHOLE}
 SUMMARY = {"*": NUMBER, "metrics": {"*": ANYTHING}}
 TRAJECTORY = {

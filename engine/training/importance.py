@@ -17,6 +17,7 @@ the effective sample share (sum w)^2 / (n sum w^2) over n tokens or sequences (K
 over its own trajectories, and rank 0 adds the sums. Exponents are capped at 80.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ class WeightSums:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedLogprobs:
     """Results, on one rank, of the forward before a step's first update: the gap between its log-probs and the
-    rollout's, in nats, and the sums of the importance weights (0 without weights)."""
+    rollout's, in nats, over the tokens that the same weights drew, and the sums of the importance weights (0 without
+    weights)."""
 
     tokens: int
     gap: float  # sum of the absolute values, over tokens
@@ -81,7 +83,11 @@ def recompute_logprobs(
     sequences = [one for of_update in by_update for one in of_update]
     rollout = [one.old_logprobs for one in sequences]
     own = updater.logprobs(sequences, temperature)
-    gaps = [abs(now - then) for pair in zip(own, rollout, strict=True) for now, then in zip(*pair, strict=True)]
+    gaps = [
+        abs(now - then)
+        for one, *pair in zip(sequences, own, rollout, strict=True)
+        for now, then in itertools.islice(zip(*pair, strict=True), one.stale, None)
+    ]
     weights, sums = importance_weights(own, rollout, grpo)
     renewed = iter(
         replace(one, old_logprobs=mine, importance=weight)

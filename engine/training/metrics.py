@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,20 +11,23 @@ import torch
 
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, mean, measured, summary_of
-from thresher.engine.protocol.trajectory import inherited_tokens
+from thresher.engine.protocol.trajectory import Trajectory, inherited_tokens, trained_contexts
 from thresher.engine.store.run_folder import chosen_by
 from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
 from thresher.engine.training.step import StepResult, groups_with_signal
 from thresher.engine.training.update import UpdateStats
 
 _TIMES = ("decode", "prefill", "search", "host", "rest", "total")  # of a rollout's clock; all else are counts
+_SLOTS = ("slots", "busy_slots")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
     """Measures of a step from one rank; `step_record` merges those of all ranks. right_logprobs: by place, the mean
     log-prob that the tokens of a trajectory with a right answer had when they were sampled. rounds, replaced: of
-    `Sampled`. inherited: sampled tokens that trajectories took over from others."""
+    `Sampled`. inherited: sampled tokens that trajectories took over from others. staleness: trained tokens by the
+    updates between the weights that drew them and those that are trained; empty where the rollout was no partial
+    one."""
 
     rows: list[Measured]
     cut_passages: int
@@ -34,6 +38,7 @@ class RankStep:
     rounds: int = 1
     replaced: int = 0
     inherited: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
     recomputed: RecomputedLogprobs | None = None
     right_logprobs: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -58,8 +63,19 @@ def rank_step(result: StepResult, tags: tuple[str, ...]) -> RankStep:
         rounds=sampled.rounds,
         replaced=sampled.replaced,
         inherited=sum(inherited_tokens(entry.trajectory) for entry in result.scored),
+        staleness=staleness_of((entry.trajectory for entry in result.scored), result.step),
         right_logprobs={place: sum(logprobs) / len(logprobs) for place, logprobs in right.items()},
     )
+
+
+def staleness_of(trajectories: Iterable[Trajectory], step: int) -> dict[int, int]:
+    """Return how many trained tokens have which staleness in this step."""
+    found: Counter[int] = Counter()
+    for trajectory in trajectories:
+        for context in trained_contexts(trajectory):
+            for version, count in context.versions:
+                found[step - 1 - version] += count
+    return dict(found)
 
 
 def step_record(step: int, ranks: Sequence[RankStep], refill: bool = False) -> dict[str, Any]:
@@ -76,6 +92,7 @@ def step_record(step: int, ranks: Sequence[RankStep], refill: bool = False) -> d
         "zero_advantage_groups": sum(rank.zero_advantage_groups for rank in ranks),
         **(_refill_metrics(ranks) if refill else {}),
         **_tree_metrics(ranks),
+        **_staleness_metrics(ranks),
         **_update_metrics(updates),
         **_epoch_metrics(updates),
         **(recomputed_logprobs_record(recomputed) if recomputed else {}),
@@ -130,6 +147,16 @@ def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:
     return {"leaf_tokens": (tokens - inherited) / len(rows), "inherited_share": inherited / max(tokens, 1)}
 
 
+def _staleness_metrics(ranks: Sequence[RankStep]) -> dict[str, Any]:
+    """Return the mean staleness of the trained tokens, and how many have which, from 0 on; {} where none is known."""
+    total = sum((Counter(rank.staleness) for rank in ranks), Counter[int]())
+    if not total:
+        return {}
+    counts = [total[staleness] for staleness in range(max(total) + 1)]
+    mean_staleness = sum(staleness * count for staleness, count in enumerate(counts)) / total.total()
+    return {"staleness_mean": mean_staleness, "staleness_tokens": counts}
+
+
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
     if not updates:
         return {"train_tokens": 0, "computed_tokens": 0, "loss_tokens": 0, "update_seconds": 0.0}
@@ -143,7 +170,7 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         **{name: value / total.rows for name, value in total.sums.items()},
         **total.largest,
         # Of the first update: later ones start from other weights.
-        "logprob_gap": first.sums["logprob_gap"] / first.rows,
+        "logprob_gap": first.sums["logprob_gap"] / max(first.fresh, 1),
         "logprob_gap_max": first.largest["logprob_gap_max"],
         "capped": total.capped,
         "train_tokens": total.tokens,
@@ -162,7 +189,8 @@ def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
     for epoch in epochs:
         own = [stats for stats in updates if stats.epoch == epoch]
         rows = sum(stats.rows for stats in own)
-        means = {name: sum(stats.sums[name] for stats in own) / rows for name in ("ratio", "clipped", "logprob_gap")}
+        means = {name: sum(stats.sums[name] for stats in own) / rows for name in ("ratio", "clipped")}
+        means["logprob_gap"] = sum(stats.sums["logprob_gap"] for stats in own) / max(sum(s.fresh for s in own), 1)
         by_epoch.append({**means, "logprob_gap_max": max(stats.largest["logprob_gap_max"] for stats in own)})
     return {"by_epoch": by_epoch}
 
@@ -185,5 +213,7 @@ def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "forward_host_seconds": slowest["host"] / max(slowest["forwards"], 1),  # of the decoder's Python, a forward
         "host_seconds": slowest["rest"],
         **{f"{name}_seconds": slowest[name] for name in ("decode", "prefill", "search")},
-        **{name: sum(each[name] for each in clocks) for name in slowest if name not in _TIMES},
+        # The share of the slots that drew, over the steps in which any did.
+        "slots_busy": sum(each["busy_slots"] for each in clocks) / max(sum(each["slots"] for each in clocks), 1),
+        **{name: sum(each[name] for each in clocks) for name in slowest if name not in _TIMES + _SLOTS},
     }

@@ -31,13 +31,14 @@ those of a refill of (seed, step, round, group).
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from random import Random
 from statistics import fmean
 from time import perf_counter
+from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
@@ -47,12 +48,14 @@ from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.parallel.sync import judging
 from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
-from thresher.engine.rollout.rollout import Job, Rollout, RolloutClock, seed_of
+from thresher.engine.rollout.rollout import Group, Job, Rollout, RolloutClock, seed_of
 from thresher.engine.rollout.trees import TreeShape
+from thresher.engine.rollout.unfinished import play_on
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.credit import token_advantages
 from thresher.engine.training.importance import RecomputedLogprobs, recompute_logprobs
+from thresher.engine.training.partial import Queue, Taking, restore
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
@@ -109,7 +112,8 @@ class StepResult:
 class GrpoStep:
     """A step of a run in one process; `DistributedGrpoStep` is that of several ranks.
 
-    collecting: True while `collect` runs; an interrupt then loses nothing.
+    collecting: True while `collect` runs; an interrupt then loses nothing. queue: of rollout.partial, behind the last
+    step that was collected.
     """
 
     context: RunContext
@@ -118,6 +122,7 @@ class GrpoStep:
     judges: Judges
     updater: Updater
     collecting: bool = field(default=False, init=False)
+    queue: Queue = field(default_factory=Queue, init=False)
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult:
         """Run step number `step`, counted from 1. recorder: keeps what the first pass over the trajectories
@@ -134,11 +139,15 @@ class GrpoStep:
         recipe, grpo = self.context.recipe, self.context.recipe.grpo
         count, size = recipe.rollout.questions_per_step, recipe.rollout.group_size
         updates = grpo.updates_per_batch
-        questions = questions_of_step(self.questions, count, recipe.run.seed, step)
         groups = self._groups(count, updates)
-        sampled = self._sample_groups(step, {group: questions[group] for group in groups})
-        if grpo.refill:
-            self._refill(step, sampled)
+        queue = self.queue.copied()
+        if recipe.rollout.partial:
+            sampled = self._sample_next(step, groups, queue)
+        else:
+            questions = questions_of_step(self.questions, count, recipe.run.seed, step)
+            sampled = self._sample_groups(step, {group: questions[group] for group in groups})
+            if grpo.refill:
+                self._refill(step, sampled)
         started = perf_counter()
         scored = list(itertools.chain(*sampled.scored.values()))
         trajectories = [entry.trajectory for entry in scored]
@@ -155,13 +164,14 @@ class GrpoStep:
         normalizers = self._normalizers([normalizer_of([trajectories[n] for n in part]) for part in counted])
         sequences_by_update = [
             build_train_sequences(
-                [trajectories[n] for n in part], [(credit or advantages)[n] for n in part], grpo, normalizer
+                [trajectories[n] for n in part], [(credit or advantages)[n] for n in part], grpo, normalizer, step - 1
             )
             for part, normalizer in zip(trained, normalizers, strict=True)
         ]
         recomputed = None
         if grpo.old_logprobs == "recomputed":
             sequences_by_update, recomputed = self._recompute_logprobs(sequences_by_update)
+        self.queue = queue
         return StepResult(
             step=step,
             scored=scored,
@@ -194,6 +204,89 @@ class GrpoStep:
             clock=self.rollout.clock,
             scoring_seconds=perf_counter() - started,
         )
+
+    def _sample_next(self, step: int, groups: Sequence[int], queue: Queue) -> Sampled:
+        """Take the step's groups from the queue, which is played on until they are complete (partial.py)."""
+        recipe, grpo = self.context.recipe, self.context.recipe.grpo
+        count, in_flight = len(groups), recipe.rollout.in_flight * len(groups) // recipe.rollout.questions_per_step
+        taking = Taking(queue, count, in_flight, count * (grpo.refill_rounds if grpo.refill else 1))
+        shown = PromptBatch([], 0, 0, 0)
+
+        def more(complete: list[Group]) -> list[Group] | None:
+            nonlocal shown
+            if grpo.refill:
+                taking.without_signal |= self._score_complete(step, complete, queue)
+            if taking.over():
+                return None
+            if not (due := taking.due()):
+                return []
+            new, passages = self.groups_of(due, groups)
+            shown = passages.merged(shown)
+            queue.groups |= new
+            return list(new.values())
+
+        unfinished = [group for group in queue.groups.values() if group.trajectories is None]
+        if grpo.refill:
+            ended = [group for group in queue.groups.values() if group.trajectories is not None]
+            taking.without_signal = self._score_complete(step, ended, queue)
+        with divergence(step):
+            self._go_on(unfinished, step - 1, more)
+        taken, set_aside = taking.take()
+        trajectories = [one for group in taken.values() for one in group.trajectories or ()]
+        started = perf_counter()
+        if grpo.refill:
+            scored = [entry for number in taken for entry in queue.scored[number]]
+            queue.scored = {number: known for number, known in queue.scored.items() if number >= queue.next}
+        else:
+            scored = self._score([job for group in taken.values() for job in group.jobs], trajectories)
+        check_all(scored, self.context.tokenizer, self.context.system.tags, self.context.limits.max_context)
+        size = recipe.rollout.group_size
+        for place, trajectory in enumerate(trajectories):
+            trajectory.group = groups[place // size]
+        return Sampled(
+            scored={group: scored[at * size : (at + 1) * size] for at, group in enumerate(groups)},
+            shown=shown,
+            clock=self.rollout.clock,
+            scoring_seconds=perf_counter() - started,
+            rounds=-(-(len(taken) + set_aside) // count),
+            replaced=set_aside,
+        )
+
+    def groups_of(self, numbers: Sequence[int], groups: Sequence[int]) -> tuple[dict[int, Group], PromptBatch]:
+        """Return the groups with these numbers in the queue, to be begun, and their questions as prompts show them.
+        groups: the numbers that this process has of each step's."""
+        recipe = self.context.recipe
+        places = [(number // len(groups) + 1, groups[number % len(groups)]) for number in numbers]
+        per_step, seed = recipe.rollout.questions_per_step, recipe.run.seed
+        asked = [questions_of_step(self.questions, per_step, seed, step)[group] for step, group in places]
+        shown = self.rollout.retrieve_and_truncate(asked)
+        found = {}
+        for number, question, (step, group) in zip(numbers, shown.questions, places, strict=True):
+            jobs = [Job(question, group, n, seed_of(seed, step, group, n)) for n in range(recipe.rollout.group_size)]
+            found[number] = Group(jobs)
+        return found, shown
+
+    def restore(self, following: int, records: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take up the queue that a checkpoint has (`read_queue`)."""
+        recipe = self.context.recipe
+        mine = self._groups(recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch)
+        groups, _ = self.groups_of(list(records), mine)
+        self.queue = Queue(following, {number: restore(groups[number], record) for number, record in records.items()})
+
+    def _score_complete(self, step: int, complete: Sequence[Group], queue: Queue) -> set[int]:
+        """Score groups that have become complete; return the numbers of those without a signal."""
+        numbers = {group: number for number, group in queue.groups.items()}
+        without = set()
+        for group in complete:
+            number, questions = numbers[group], [job.question for job in group.jobs]
+            trajectories = group.trajectories or []
+            if number not in queue.scored:
+                found = score(questions, trajectories, self.context.system, self.context.tokenizer, self.judges)
+                queue.scored[number] = found
+            advantages, credit = self._advantages(step, queue.scored[number])
+            if not groups_with_signal(queue.scored[number], credit or advantages):
+                without.add(number)
+        return without
 
     def _refill(self, step: int, sampled: Sampled) -> None:
         """Replace groups without a signal, round by round, by groups of other questions (DAPO, 2503.14476, eq. 11)."""
@@ -266,6 +359,13 @@ class GrpoStep:
         shape = TreeShape(rollout.trees, rollout.tree_nodes) if rollout.trees else None
         return self.rollout.run(jobs, rollout.temperature, shape=shape)
 
+    def _go_on(
+        self, unfinished: Sequence[Group], version: int, more: Callable[[list[Group]], list[Group] | None]
+    ) -> None:
+        rollout = self.context.recipe.rollout
+        shape = TreeShape(rollout.trees, rollout.tree_nodes) if rollout.trees else None
+        play_on(self.rollout, unfinished, rollout.temperature, version, more, shape)
+
     def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
         asked = [job.question for job in jobs]
         return score(asked, trajectories, self.context.system, self.context.tokenizer, self.judges)
@@ -309,6 +409,12 @@ class DistributedGrpoStep(GrpoStep):
     def _roll_out(self, jobs: Sequence[Job]) -> list[Trajectory]:
         with self.updater.weights.rolling_out(), self.ranks.interruptible():
             return GrpoStep._roll_out(self, jobs)
+
+    def _go_on(
+        self, unfinished: Sequence[Group], version: int, more: Callable[[list[Group]], list[Group] | None]
+    ) -> None:
+        with self.updater.weights.rolling_out(), self.ranks.interruptible():
+            GrpoStep._go_on(self, unfinished, version, more)
 
     def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
         with judging(self.judges, self.ranks):

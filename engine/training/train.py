@@ -33,6 +33,7 @@ from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.scoring.score import check_all
 from thresher.engine.store.checkpoint import (
     Checkpoint,
+    Savable,
     check_newest,
     check_resumed,
     checkpoint_to_resume,
@@ -44,6 +45,7 @@ from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev, step
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.trackers import check_trackers, tracking
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
+from thresher.engine.training.partial import SavedQueues, read_queue
 from thresher.engine.training.step import DistributedGrpoStep, Diverged, GrpoStep, StepResult, divergence
 from thresher.engine.training.update import explain_out_of_memory
 from thresher.engine.training.weights import load_updater, starting_weights
@@ -119,6 +121,8 @@ def train(
             check_newest(run, checkpoint)
         if checkpoint:
             updater.load_moments(checkpoint.path)
+            if recipe.rollout.partial:
+                step.restore(*read_queue(checkpoint.path, ranks.rank, ranks.count))
         if ranks.is_main:
             run.truncate_after(done)
             run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
@@ -205,7 +209,10 @@ class Trainer:
         return max((record["step"] for record in evaluations), default=None)
 
     def _save(self, step: int, offset: float, interim: bool = False) -> None:
-        savable = self.updater.savable()
+        savable, queue = self.updater.savable(), self.grpo_step.queue
+        queues = None
+        if self.recipe.rollout.partial:
+            queues = self.ranks.gather((queue.next, queue.records()))
         if savable is None:
             return
         retriever = self.rollout.retriever
@@ -217,7 +224,8 @@ class Trainer:
             "metrics": self.run_folder.metrics_mark(),
         }
         folder = self.run_folder.checkpoints
-        save_checkpoint(folder, step, *savable, state, tokenizer=self.context.tokenizer, interim=interim)
+        beside: list[Savable] = [self.context.tokenizer, *([] if queues is None else [SavedQueues(queues)])]
+        save_checkpoint(folder, step, *savable, state, beside=beside, interim=interim)
         prune(folder, self.recipe.run.keep_checkpoints, spare=self._best())
 
     def loses_nothing(self) -> bool:

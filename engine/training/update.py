@@ -61,11 +61,13 @@ GIB = 2**30
 @dataclass(slots=True)
 class UpdateStats:
     """Statistics of one optimiser step. `sums` and `largest` (of the absolute values) are over the `rows` tokens in the
-    loss. tokens: of the sequences. computed_tokens: the same, with each shared token counted once."""
+    loss. tokens: of the sequences. computed_tokens: the same, with each shared token counted once. fresh: rows that the
+    weights themselves drew; the log-prob gap is theirs."""
 
     tokens: int = 0
     computed_tokens: int = 0
     rows: int = 0
+    fresh: int = 0
     loss: float = 0.0
     grad_norm: float = 0.0
     lr: float = 0.0
@@ -77,7 +79,7 @@ class UpdateStats:
 
     def add(self, other: "UpdateStats") -> None:
         """Add the counts, the loss, the sums and the largest values of `other`."""
-        for name in ("tokens", "computed_tokens", "rows", "loss", "capped"):
+        for name in ("tokens", "computed_tokens", "rows", "fresh", "loss", "capped"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
@@ -186,13 +188,12 @@ class Updater:
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
             self._stage = Stage("update", number, len(micro_batches), detail)
             values_R = self._backward(micro_batch, temperature, unread)
-            stats.add(
-                UpdateStats(micro_batch.tokens, micro_batch.computed_tokens, len(micro_batch.rows_R))
-                if micro_batch.members
-                else UpdateStats()
-            )
-            if recorder is not None and micro_batch.members:  # an idle one has none
-                members = [sequences[n] for n in micro_batch.members]
+            members = [sequences[n] for n in micro_batch.members]
+            if members:  # an idle one has none
+                rows = len(micro_batch.rows_R)
+                fresh = rows - sum(one.stale for one in members)
+                stats.add(UpdateStats(micro_batch.tokens, micro_batch.computed_tokens, rows, fresh))
+            if recorder is not None and members:
                 if not finer:
                     values_R.pop("advantage")
                 recorder.add([(one.key, one.context, len(one.positions)) for one in members], values_R)
@@ -318,7 +319,7 @@ class Updater:
         self.weights.add_gradients()
         if not micro_batch.members:
             return {}
-        gap_R = (result.logprobs - micro_batch.old_logprobs_R).abs()
+        gap_R = (result.logprobs - micro_batch.old_logprobs_R).abs().masked_fill(~micro_batch.fresh_R, 0.0)
         sums = {"entropy": result.entropy, "clipped": result.clipped, "ratio": result.ratios, "logprob_gap": gap_R}
         largest = {"logprob_gap_max": gap_R}
         if reference_logprobs is not None:

@@ -115,7 +115,7 @@ def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
     optimizer = adamw(policy)
     train(policy, optimizer, range(2))
     state = {"seen": 12, "best": 0.1 + 0.2, "order": [3, 1, 2], "name": "é"}
-    path = save_checkpoint(tmp_path / "checkpoints", 10, policy, optimizer, state, tokenizer=Words())
+    path = save_checkpoint(tmp_path / "checkpoints", 10, policy, optimizer, state, beside=[Words()])
     assert path == tmp_path / "checkpoints" / "step_000010"
     assert names(path) == ["hashes.json", "model.safetensors", OPTIMIZER, STATE, "tokenizer.json"]
     tensors = load_file(path / OPTIMIZER)
@@ -211,7 +211,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, moment: str, mo
         monkeypatch.setattr(Path, "write_text", fail)
     for step in (1, 2):
         with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room for it"):
-            save_checkpoint(tmp_path, step, policy, optimizer, {"n": 2}, tokenizer=words)
+            save_checkpoint(tmp_path, step, policy, optimizer, {"n": 2}, beside=[words])
         assert names(tmp_path) == ["step_000001"]
         assert latest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step_000001", 1, {"n": 1})
 

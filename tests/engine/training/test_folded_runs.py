@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from batch_invariance import needs_invariant_policy
 from browser import run_page
+from folding_cases import OWN
 from train_cases import Make, assert_same_run, sampled, steps_of, train_killed
 
 from thresher.cli import main as cli
@@ -20,45 +21,6 @@ from thresher.engine.reports.token_view import policy_counts, write_token_view
 from thresher.engine.store.token_stats import TokenStats, read_token_stats
 from thresher.engine.training.train import train
 from thresher.policy.model import load_policy
-
-OWN = """
-from dataclasses import dataclass
-
-from thresher.engine.episode import (
-    BranchPrompt, Fold, Generate, KeptSpan, Prompt, Retrieved, Search, SpawnBranches, System, pair_tags
-)
-from thresher.rewards.papers.search import search_r1_reward
-from thresher.rewards.reward import RewardResult
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    rewarded: bool = True
-
-
-def system(options):
-    def episode(question, config):
-        prompt = Prompt(config.template, question.question)
-        yield prompt
-        end = 0
-        for left in reversed(range(config.max_turns)):
-            turn = yield Generate(("</search>", "</answer>"))
-            start, end = end, end + len(turn.text)
-            if turn.stopped_at("</answer>") or not left:
-                again = BranchPrompt(prompt, (KeptSpan(0, 9),), ("</answer>",), 12)
-                yield SpawnBranches({"again": again}, trained=True)
-                return "answered"
-            hits = yield Search(turn.inside("search") or "mayor")
-            yield Fold(BranchPrompt(prompt, (KeptSpan(start, end),)))
-            yield Retrieved(hits, "<information>", "</information>")
-
-    def reward(attempt):
-        found = search_r1_reward(attempt.pieces, attempt.golds)
-        told = {name: float(len(pieces[1].text)) for name, pieces in attempt.branches.items()}
-        return RewardResult(found.reward, found.parts, found.answer, branches=told if options.rewarded else None)
-
-    return System("own", pair_tags("search", "information", "answer"), episode, reward, "{question}")
-"""
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,192 @@
+"""Groups that outlive their step (rollout.partial): which are begun, which enter a step, and what a checkpoint keeps.
+
+The groups of a run stand in one queue, in the order of their numbers: questions and seeds are those that they have
+without rollout.partial. A step takes the next ones, in that order, and ends once they are complete. Meanwhile
+`groups_in_flight` groups, those included, are under way, so that slots that become free are taken. What has begun goes
+on in the next step, under its weights, from where it was.
+
+    step 1    [0 1 2 3] 4 5 6 7          in flight 8, a step takes 4
+    step 2              [4 5 6 7] 8 9 10 11
+
+So a group enters the step in which it would have been sampled, however long it takes: no length is favoured. Its first
+token is at most in_flight / questions_per_step - 1 updates old, rounded up, which is at most `max_staleness`. Which
+weights drew a token follows from counts of decode steps; where a server or a tool answers, also from when it does.
+
+With grpo.refill a group is scored once it is complete. One without a signal is set aside, the next number takes its
+place in the step, and another group begins at once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from thresher.common.errors import UserError
+from thresher.common.records import read_records, write_records
+from thresher.engine.rollout.rollout import Answer, Group, Written
+from thresher.engine.scoring.score import Scored
+from thresher.retrieval.passages import Passage
+from thresher.retrieval.retriever import Hit
+
+FILE = "unfinished.jsonl"  # of a checkpoint
+LEARN_NOTHING = "go on from another checkpoint by --resume --resume-from STEP"
+
+
+@dataclass(slots=True)
+class Queue:
+    """Groups that have begun and that no step has taken, by number; `next`: the number of the first that none has
+    taken. scored: those of them that have been scored."""
+
+    next: int = 0
+    groups: dict[int, Group] = field(default_factory=dict)
+    scored: dict[int, list[Scored]] = field(default_factory=dict)
+
+    def copied(self) -> "Queue":
+        """Return a queue that can be played on without changing this one."""
+        groups = {number: _copied(group) for number, group in self.groups.items()}
+        return Queue(self.next, groups, dict(self.scored))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the groups as JSON records, in order."""
+        return [
+            {
+                "group": number,
+                "log": [[key, *_packed(answer)] for key, answer in group.log],
+                "drawn": {key: _packed(drawn)[1] for key, drawn in group.drawn.items()},
+            }
+            for number, group in sorted(self.groups.items())
+        ]
+
+
+class Taking:
+    """The groups that a step takes from the queue, as they become complete.
+
+    count: how many it takes. in_flight: how many are under way. most: how many it looks at, those set aside included.
+    """
+
+    def __init__(self, queue: Queue, count: int, in_flight: int, most: int) -> None:
+        self.queue, self.count, self.in_flight, self.most = queue, count, in_flight, most
+        self.begun = max(queue.groups, default=queue.next - 1) + 1  # the number of the next group to begin
+        self.without_signal: set[int] = set()
+
+    def looked_at(self) -> list[int]:
+        """Return the numbers of the complete groups before the first that is not, as many as the step looks at."""
+        found: list[int] = []
+        with_signal = 0
+        for number in range(self.queue.next, self.begun):
+            group = self.queue.groups[number]
+            if group.trajectories is None or with_signal == self.count or len(found) == self.most:
+                break
+            found.append(number)
+            with_signal += number not in self.without_signal
+        return found
+
+    def over(self) -> bool:
+        """Return whether the step has its groups."""
+        found = self.looked_at()
+        return len(found) == self.most or len(set(found) - self.without_signal) == self.count
+
+    def due(self) -> range:
+        """Return the numbers of the groups to begin now, and count them as begun."""
+        numbers = range(self.begun, max(self.queue.next + self.in_flight + len(self.without_signal), self.begun))
+        self.begun = numbers.stop
+        return numbers
+
+    def take(self) -> tuple[dict[int, Group], int]:
+        """Take the step's groups from the queue, in order; return them, and how many were set aside. Where too few have
+        a signal, some without one are taken, as many as are missing."""
+        found = self.looked_at()
+        chosen = [number for number in found if number not in self.without_signal]
+        spare = [number for number in found if number in self.without_signal]
+        chosen = sorted(chosen + spare[: self.count - len(chosen)])
+        taken = {number: self.queue.groups[number] for number in chosen}
+        for number in found:
+            del self.queue.groups[number]
+        self.queue.next = found[-1] + 1
+        return taken, len(found) - len(chosen)
+
+
+def _copied(group: Group) -> Group:
+    return replace(group, log=list(group.log), drawn=dict(group.drawn))
+
+
+# --- What a checkpoint keeps
+
+
+@dataclass(frozen=True, slots=True)
+class SavedQueues:
+    """The queues of all ranks, for a checkpoint: by rank, the next number, and the records of `Queue.records`."""
+
+    ranks: Sequence[tuple[int, list[dict[str, Any]]]]
+
+    def save(self, path: Path) -> None:
+        write_records(path / FILE, self._records())
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for rank, (following, records) in enumerate(self.ranks):
+            yield {"rank": rank, "next": following}
+            yield from ({"rank": rank, **record} for record in records)
+
+
+def read_queue(path: Path, rank: int, ranks: int) -> tuple[int, dict[int, Mapping[str, Any]]]:
+    """Return the next number of a rank's queue, and by number the records of its groups, from a checkpoint's folder.
+    UserError where it is absent, or of another number of ranks."""
+    file = path / FILE
+    if not file.is_file():
+        raise UserError(f"{file}: no such file, in which a run with rollout.partial keeps its groups; {LEARN_NOTHING}")
+    following: dict[int, int] = {}
+    groups: dict[int, Mapping[str, Any]] = {}
+    for number, record in read_records(file):
+        try:
+            if "next" in record:
+                following[int(record["rank"])] = int(record["next"])
+            elif record["rank"] == rank:
+                groups[int(record["group"])] = {**record, "where": f"{file}:{number}"}
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{file}:{number}: expected a group of the run; {LEARN_NOTHING}") from None
+    if len(following) != ranks:
+        raise UserError(
+            f"{file}: was saved by {len(following)} ranks, and now there are {ranks}; with rollout.partial a run goes "
+            "on with as many"
+        )
+    return following[rank], groups
+
+
+def restore(group: Group, record: Mapping[str, Any]) -> Group:
+    """Put what a checkpoint has of a group into it."""
+    try:
+        group.log = [(str(key), _unpacked(kind, value)) for key, kind, value in record["log"]]
+        group.drawn = {str(key): _written(value) for key, value in record["drawn"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{record['where']}: expected the log of a group; {LEARN_NOTHING}") from None
+    return group
+
+
+def _packed(answer: Answer) -> tuple[str, Any]:
+    if isinstance(answer, Written):
+        runs = [list(run) for run in answer.versions]
+        values = {"ids": answer.ids, "logprobs": list(answer.logprobs), "stop": answer.stop, "full": answer.full}
+        return "written", values | {"trailing": answer.trailing.hex(), "versions": runs}
+    if isinstance(answer, list):
+        passages = [(hit.row, hit.score, hit.passage) for hit in answer]
+        return "found", [[row, score, one.id, one.title, one.text] for row, score, one in passages]
+    return "tool", answer
+
+
+def _unpacked(kind: str, value: Any) -> Answer:
+    if kind == "written":
+        return _written(value)
+    if kind == "found":
+        return [Hit(row, Passage(*passage), score) for row, score, *passage in value]
+    return {"text": value["text"], "error": value["error"], **value}
+
+
+def _written(value: Mapping[str, Any]) -> Written:
+    return Written(
+        list(value["ids"]),
+        list(value["logprobs"]),
+        value["stop"],
+        bytes.fromhex(value["trailing"]),
+        value["full"],
+        [(version, count) for version, count in value["versions"]],
+    )

@@ -1,0 +1,198 @@
+"""Runs with rollout.partial: what enters which step, by which weights each token was drawn, and that it repeats."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from folding_cases import OWN
+from train_cases import Killed, Make, assert_same_run, die_after, sampled, steps_of
+
+from thresher.common.errors import UserError
+from thresher.common.records import read_records
+from thresher.engine.reports.token_view import policy_counts
+from thresher.engine.store.token_stats import read_token_stats
+from thresher.engine.training.train import train
+
+Own = Callable[..., Any]
+GROUPS, SAMPLES, STEPS = 2, 4, 5
+PARTIAL: dict[str, Any] = {
+    "rollout": {
+        "partial": True,
+        "questions_per_step": GROUPS,
+        "max_staleness": 2,
+        "max_num_seqs": 6,  # fewer than a step's samples, so that its own wait while later groups go on
+    },
+    "run": {"steps": STEPS, "save_every": 1, "eval_every": 3, "keep_checkpoints": 9},
+}
+WHOLE = {**PARTIAL, "rollout": {"questions_per_step": GROUPS, "max_num_seqs": 6}}
+
+
+def also(**changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: {**PARTIAL.get(name, {}), **changes.get(name, {})} for name in {**PARTIAL, **changes}}
+
+
+@pytest.fixture(scope="module")
+def partial_run(make_recipe: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("partial") / "run"
+    train(make_recipe(**PARTIAL), out)
+    return out
+
+
+def turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+    branches = [segment for branch in record.get("branches", {}).values() for segment in branch]
+    return [segment for segment in [*record["segments"], *branches] if segment["source"] == "policy"]
+
+
+def test_groups_enter_in_the_order_of_their_numbers_and_every_token_tells_its_weights(
+    make_recipe: Make, partial_run: Path, tmp_path: Path
+) -> None:
+    train(make_recipe(**WHOLE), tmp_path / "whole")
+    stale = 0
+    for step in range(1, STEPS + 1):
+        records, whole = sampled(partial_run, step), sampled(tmp_path / "whole", step)
+        places = [(number // SAMPLES, number % SAMPLES) for number in range(GROUPS * SAMPLES)]
+        assert [(one["group"], one["sample"]) for one in records] == places
+        assert [one["id"] for one in records] == [one["id"] for one in whole]
+        for record in records:
+            for turn in turns(record):
+                versions = [version for version, _ in turn["versions"]]
+                assert sum(count for _, count in turn["versions"]) == len(turn["ids"])
+                assert versions == sorted(set(versions)) and step - 3 <= versions[0] <= versions[-1] <= step - 1
+                stale += sum(count for version, count in turn["versions"] if version < step - 1)
+    assert stale > 100
+    # The first step's groups begin under the first weights, and nothing that others do changes a sample.
+    first = [(one["segments"], one["advantage"]) for one in sampled(tmp_path / "whole", 1)]
+    ours = [(without_versions(one["segments"]), one["advantage"]) for one in sampled(partial_run, 1)]
+    assert ours == first
+
+
+def without_versions(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in segment.items() if key != "versions"} for segment in segments]
+
+
+def test_what_is_counted(make_recipe: Make, partial_run: Path) -> None:
+    busy, split, again = 0, 0, 0
+    for record in steps_of(partial_run):
+        step = record["step"]
+        runs = [run for one in sampled(partial_run, step) for turn in turns(one) for run in turn["versions"]]
+        counts = [sum(n for version, n in runs if step - 1 - version == late) for late in range(3)]
+        assert record["staleness_tokens"] == counts[: max(late for late in range(3) if counts[late]) + 1]
+        assert record["staleness_mean"] == pytest.approx((counts[1] + 2 * counts[2]) / sum(counts))
+        assert record["loss_tokens"] == sum(counts)
+        assert 0 < record["slots_busy"] <= 1
+        again += record["tokens_recomputed"]
+        split += any(len(turn["versions"]) > 1 for one in sampled(partial_run, step) for turn in turns(one))
+        busy += record["slots_busy"] > 0.8
+    assert steps_of(partial_run)[0]["staleness_mean"] == steps_of(partial_run)[0]["tokens_recomputed"] == 0
+    assert again > 0 and split and busy
+
+
+def test_the_update_computes_what_was_recorded_where_the_weights_are_the_same(partial_run: Path) -> None:
+    """A token of the newest weights has its own log-prob in the update; a stale one was drawn by others, behind keys
+    and values of others."""
+    apart = 0.0
+    for step in range(1, STEPS + 1):
+        records = sampled(partial_run, step)
+        stats = read_token_stats(partial_run / f"trajectories/step_{step:06d}.safetensors", *policy_counts(records))
+        assert stats is not None
+        for record, one in zip(records, stats, strict=True):
+            fresh = [n == step - 1 for turn in turns(record) for n, count in turn["versions"] for _ in range(count)]
+            gap = np.abs(one.values["recomputed"] - one.values["sampled"])
+            assert gap[np.array(fresh)].max(initial=0.0) < 1e-3
+            apart = max(apart, gap[~np.array(fresh)].max(initial=0.0))
+        assert steps_of(partial_run)[step - 1]["logprob_gap_max"] < 1e-3
+    assert apart > 1e-2
+
+
+@pytest.mark.parametrize("after", [2, 3, 5])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    make_recipe: Make, partial_run: Path, tmp_path: Path, after: int
+) -> None:
+    with pytest.raises(Killed):
+        train(make_recipe(**PARTIAL), tmp_path / "run", watch=die_after(after))
+    saved = dict(read_records(tmp_path / f"run/checkpoints/step_{after - 1:06d}/unfinished.jsonl"))
+    kept = [record for record in saved.values() if "group" in record]
+    assert len(kept) == 4 and any(record["drawn"] for record in kept)
+    train(make_recipe(**PARTIAL), tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", partial_run)
+
+
+def test_a_run_repeats_with_any_number_of_threads(make_recipe: Make, partial_run: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    train(make_recipe(**also(run={"threads": 2})), tmp_path / "run")
+    torch.set_num_threads(before)
+    for step in range(1, STEPS + 1):
+        versions = [[turn["versions"] for turn in turns(one)] for one in sampled(tmp_path / "run", step)]
+        assert versions == [[turn["versions"] for turn in turns(one)] for one in sampled(partial_run, step)]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "trees": {
+        "rollout": {"trees": 1, "tree_nodes": 1, "group_size": 3},
+        "grpo": {"advantage": "tree", "aggregation": "token"},
+    },
+    "refilled": {"grpo": {"refill": True, "refill_rounds": 3}, "rollout": {"group_size": 2}},
+    "preempted": {"rollout": {"kv_tokens": 512, "kv_block_size": 16}},
+    "recomputed": {"grpo": {"old_logprobs": "recomputed", "tis_level": "token"}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_of_it_together_survives_a_kill(make_recipe: Make, tmp_path: Path, case: str) -> None:
+    recipe = make_recipe(**also(**CASES[case]))
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "killed", watch=die_after(2))
+    train(recipe, tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert any(record["staleness_mean"] > 0 for record in steps_of(tmp_path / "whole"))
+    if case == "preempted":
+        assert sum(record["preemptions"] for record in steps_of(tmp_path / "whole")) > 0
+
+
+def test_episodes_that_fold_and_branch_survive_a_kill(make_recipe: Make, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    recipe = make_recipe(**also(system={"name": str(tmp_path / "own.py"), "template": None}))
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "killed", watch=die_after(2))
+    train(recipe, tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    for step in steps_of(tmp_path / "whole"):
+        records = sampled(tmp_path / "whole", step["step"])
+        assert all("again" in record["branches"] for record in records)
+        assert step["loss_tokens"] == sum(len(turn["ids"]) for record in records for turn in turns(record))
+
+
+def test_a_group_without_a_signal_gives_its_place_to_the_next(make_recipe: Make, tmp_path: Path) -> None:
+    train(make_recipe(**also(**CASES["refilled"])), tmp_path / "run")
+    ids = []
+    for record in steps_of(tmp_path / "run"):
+        own = sampled(tmp_path / "run", record["step"])
+        ids += [one["id"] for one in own[::2]]
+        signals = {one["group"] for one in own if one["advantage"]}
+        assert record["zero_advantage_groups"] == GROUPS - len(signals)
+        if record["refill_rounds"] < 3:
+            assert len(signals) == GROUPS
+    assert sum(record["refilled_groups"] for record in steps_of(tmp_path / "run")) > 0
+    train(make_recipe(**also(rollout={"group_size": 2}, run={"steps": 3 * STEPS})), tmp_path / "plain")
+    order = [one["id"] for step in range(1, 3 * STEPS + 1) for one in sampled(tmp_path / "plain", step)[::2]]
+    places = iter(order)
+    assert all(question in places for question in ids)  # in the queue's order, with gaps
+
+
+def test_a_checkpoint_without_its_groups_is_refused(make_recipe: Make, tmp_path: Path) -> None:
+    recipe = make_recipe(**also(run={"verify": False}))
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "run", watch=die_after(2))
+    file = tmp_path / "run/checkpoints/step_000001/unfinished.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0], '{"rank": 0, "group": 2, "log": [["0", "written", {}]], "drawn": {}}']) + "\n")
+    with pytest.raises(UserError, match=r"unfinished.jsonl"):
+        train(recipe, tmp_path / "run", resume=True)
+    file.unlink()
+    with pytest.raises(UserError, match=r"unfinished.jsonl: no such file, in which a run with rollout.partial keeps"):
+        train(recipe, tmp_path / "run", resume=True)
