@@ -211,11 +211,14 @@ def assert_differs(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
 @pytest.mark.parametrize("drawn_by", MIXED)
 def test_sequence_weights_give_the_policy_gradient(drawn_by: Ids, baseline: float) -> None:
-    """Unbounded, whatever mixture of versions drew a sequence; without them the gradient is another one."""
+    """Unbounded, whatever mixture of versions drew a sequence; without them it is that of E_b[A log pi(y)]."""
     step = corrected_step(drawn_by, corrected("sequence", **UNBOUNDED), baseline)
     assert_equal(step, TRUTH, limit(drawn_by, baseline))
     rows = rollout(drawn_by)
     unweighted, _ = expected_step(drawn_by, rows, rows.own, advantages(baseline), VERSIONS[CURRENT])
+    own = {y: probability((CURRENT,) * LONGEST, y) for y in SEQUENCES}  # the gradient of log pi is that of pi / own
+    on_policy = sequence_sum(lambda y: probability(drawn_by, y) / own[y] * (REWARDS[y] - baseline))
+    assert_equal(unweighted, on_policy, limit(drawn_by, baseline))
     assert_differs(unweighted, TRUTH)
 
 
