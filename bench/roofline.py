@@ -1,10 +1,10 @@
 """`thresher bench roofline`: the least that a decode step and an update take on GPUs that are not here; predictions.
 
-Everything printed is arithmetic (engine/planning/time.py): floors from data sheets, predictions from aims and, for
-decoding, from constants that were fitted to an H200. No GPU is asked.
+Everything printed is arithmetic (engine/planning/time.py, tail.py): floors from data sheets, predictions from aims
+and, for decoding, from constants that were fitted to an H200. No GPU is asked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,20 @@ from thresher.common.console import console
 from thresher.common.errors import UserError
 from thresher.engine.planning import time as floors
 from thresher.engine.planning.memory import trained_weights
+from thresher.engine.planning.tail import (
+    Queue,
+    RolloutCounts,
+    predicted_rollout_s,
+    tail_lengths,
+    tokens_again,
+    usual_rollouts,
+)
 from thresher.engine.planning.time import CHIPS, GB, Chip, DecodeShape, UpdateShape
 from thresher.policy.config import FULL, LINEAR, DeltaShape, ModelConfig, read_config
 
 SHARED, OWN, GROUP = 1200, 300, 8  # positions in common, positions of a sequence's own, sequences of a group
-
+LONGEST = 1000  # of a tail, whose mean is OWN
+IN_FLIGHT = (1, 2, 3, 5)  # groups begun and not yet trained on, by those of a step; more than 1 with rollout.partial
 
 # The sizes of the Qwen2.5 models, as their published config.json files give them: layers, width, heads, heads of keys
 # and values, width of the MLP, rows of the head, whether these are the embedding's.
@@ -92,28 +101,39 @@ def check_batch(batch: int) -> None:
 
 
 def run_roofline(
-    chips: Sequence[str], models: Sequence[str], batch: int, out: str | Path | None
+    chips: Sequence[str],
+    models: Sequence[str],
+    batch: int,
+    sigmas: Sequence[float],
+    prompt: int,
+    out: str | Path | None,
 ) -> list[dict[str, Any]]:
-    """Print both tables for these chips and models (a name of `MODELS` or a model folder), append rows to `out`.
-    Returns the rows."""
+    """Print the tables for these chips and models (a name of `MODELS` or a model folder), append rows to `out`.
+    sigmas: of the lognormal lengths of rollouts; prompt: the tokens that a group has in common there. Returns the rows.
+    """
     configs = {name: _config(name) for name in models}
     check_batch(batch)
     check_files(out, None)
+    counts = {sigma: counts_of_tail(sigma, batch) for sigma in sigmas}
     rows = [
         row
         for chip in (CHIPS[name] for name in chips)
         for name, config in configs.items()
         for row in (
             *_decode_rows(chip, name, config, batch),
-            _rollout_row(chip, name, config, batch),
+            *(_rollout_row(chip, name, config, batch, prompt, sigma, counts[sigma]) for sigma in sigmas),
             _update_row(chip, name, config, batch),
         )
     ]
     console.print("predictions: data sheets, aims, an H200's constants; nothing is measured here")
     console.print(f"a decode step, batch {batch}, bfloat16: its floor, the share predicted of it, in tokens/s")
     _show([_decode_cells(row, row["shape"]) for row in rows if row["kind"] == "decode"])
-    console.print(f"decoding {batch} samples of {OWN} tokens in the mean, with a tail to 1,000; prompts of {SHARED:,}")
+    console.print(
+        f"a rollout of {batch} samples in as many slots, {OWN} tokens in the mean, a tail to {LONGEST:,}, prompts of "
+        f"{prompt:,}; xN: times as fast by rollout.partial with N times a step's groups in flight/with stale_cache too"
+    )
     _show([_rollout_cells(row) for row in rows if row["kind"] == "rollout"])
+    _show([_count_cells(sigma, times, prompt, found) for sigma in sigmas for times, found in counts[sigma].items()])
     console.print(f"an update of {batch} x 1,500 tokens, 300 of them sampled: ms per 1,000 tokens")
     _show([_update_cells(row) for row in rows if row["kind"] == "update"])
     console.print("states: of full fine-tuning, without activations; !: more than the chip's memory")
@@ -157,17 +177,53 @@ def _decode_rows(chip: Chip, name: str, config: ModelConfig, batch: int) -> list
     return rows
 
 
-def _rollout_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[str, Any]:
-    lengths = floors.tail_lengths(batch, OWN)
-    seconds = floors.predicted_rollout_s(config, lengths, GROUP, SHARED, chip)
+def counts_of_tail(sigma: float, batch: int) -> dict[int, RolloutCounts]:
+    """Return the counts of rollouts of `batch` samples in as many slots, for each of IN_FLIGHT."""
+    lengths, groups = tail_lengths(OWN, LONGEST, sigma), batch // GROUP
+    return {times: usual_rollouts(lengths, Queue(GROUP, groups, times * groups, batch)) for times in IN_FLIGHT}
+
+
+def _rollout_row(
+    chip: Chip,
+    name: str,
+    config: ModelConfig,
+    batch: int,
+    prompt: int,
+    sigma: float,
+    counts: Mapping[int, RolloutCounts],
+) -> dict[str, Any]:
+    seconds = {times: predicted_rollout_s(config, found, prompt, chip) for times, found in counts.items()}
+    kept = {
+        times: predicted_rollout_s(config, found, prompt, chip, stale_cache=True) for times, found in counts.items()
+    }
     return {
         "kind": "rollout",
         "chip": chip.name,
         "model": name,
-        "shape": {"samples": batch, "group": GROUP, "shared": SHARED, "mean": OWN, "longest": lengths[0]},
-        "mean_batch": sum(lengths) / lengths[0],
-        "predicted_seconds": seconds,
-        "predicted_tokens_per_s": sum(lengths) / seconds,
+        "shape": {
+            "samples": batch,
+            "group": GROUP,
+            "shared": prompt,
+            "mean": OWN,
+            "longest": LONGEST,
+            "sigma": sigma,
+        },
+        "mean_batch": counts[1].mean_busy,
+        "predicted_seconds": seconds[1],
+        "predicted_tokens_per_s": counts[1].drawn / counts[1].steps / seconds[1],
+        "partial": [
+            {
+                "in_flight": times * batch // GROUP,
+                "mean_batch": found.mean_busy,
+                "staleness": found.mean_staleness,
+                "max_staleness": max(found.staleness),
+                "tokens_again": tokens_again(found, prompt) / found.steps,
+                "predicted_speedup": seconds[1] / seconds[times],
+                "predicted_speedup_stale_cache": seconds[1] / kept[times],
+            }
+            for times, found in counts.items()
+            if times > 1
+        ],
     }
 
 
@@ -205,12 +261,29 @@ def _decode_cells(row: dict[str, Any], shape: dict[str, int]) -> dict[str, str]:
 
 
 def _rollout_cells(row: dict[str, Any]) -> dict[str, str]:
+    faster = {
+        f"x{times}": f"{one['predicted_speedup']:.2f}/{one['predicted_speedup_stale_cache']:.2f}"
+        for times, one in zip(IN_FLIGHT[1:], row["partial"], strict=True)
+    }
     return {
         "chip": row["chip"],
         "model": row["model"],
-        "mean batch": f"{row['mean_batch']:.0f}",
-        "predicted, s": f"{row['predicted_seconds']:.1f}",
+        "sigma": f"{row['shape']['sigma']:g}",
+        "s": f"{row['predicted_seconds']:.1f}",
         "tokens/s": f"{row['predicted_tokens_per_s'] / 1000:.1f}k",
+        **faster,
+    }
+
+
+def _count_cells(sigma: float, times: int, prompt: int, counts: RolloutCounts) -> dict[str, str]:
+    return {
+        "sigma": f"{sigma:g}",
+        "": f"x{times}",
+        "decode steps": f"{counts.decode_steps / counts.steps:.0f}",
+        "busy slots": f"{counts.mean_busy:.0f}",
+        "updates old": f"{counts.mean_staleness:.2f}",
+        "at most": f"{max(counts.staleness)}",
+        "prefilled again": f"{tokens_again(counts, prompt) / counts.steps / 1000:.0f}k",
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
 from thresher.cli import flags
-from thresher.cli.flags import Count, Device, Dtype, Seconds, Texts, checked
+from thresher.cli.flags import Count, Device, Dtype, Natural, Seconds, Texts, checked
 from thresher.cli.parser import ANY_NUMBER, REPEATED, Command, Group
 from thresher.common import console
 
@@ -133,6 +133,7 @@ class Decode(
         console.answer({"rows": run_decode_bench(flags.fill(DecodeBench, self, models=self.model), self.out)})
 
 
+Sigma = Annotated[float, checked(float, "a number above 0, at most 4", lambda value: 0 < value <= 4)]
 Percent = Annotated[int, checked(int, "a whole number from 1 to 100", lambda value: 1 <= value <= 100)]
 
 
@@ -272,19 +273,21 @@ class Compile(
 class Roofline(
     Command,
     group=BENCH,
-    help="predict a decode step and an update on A100 to H200",
+    help="predict a decode step, a rollout and an update on A100 to H200",
     place=50,
     example="thresher bench roofline --chip H100 --model 7B",
 ):
     chip: Annotated[Sequence[Chip], "default: all of them"] = get_args(Chip)
     model: Annotated[Sequence[str], "sizes, or model folders; default: all of Qwen2.5"] = get_args(Model)
     batch: Annotated[Count, "sequences; default: 256"] = 256
+    sigma: Annotated[Sequence[Sigma], "of a rollout's lognormal lengths; default: 0.9"] = (0.9,)
+    prompt: Annotated[Natural, "tokens that a group of a rollout has in common; default: 1200"] = 1200
     out: Rows = None
 
     def __call__(self) -> None:
         from thresher.bench.roofline import run_roofline
 
-        console.answer({"rows": run_roofline(self.chip, self.model, self.batch, self.out)})
+        console.answer({"rows": run_roofline(self.chip, self.model, self.batch, self.sigma, self.prompt, self.out)})
 
 
 class GpuCheck(

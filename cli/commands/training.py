@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from thresher.engine.config.reference import Key
     from thresher.engine.parallel.ranks import Ranks
     from thresher.engine.planning.plan import Plan as MemoryPlan
+    from thresher.engine.planning.tail import Tail
     from thresher.engine.planning.time import DeviceRates
     from thresher.policy.config import ModelConfig
 
@@ -208,16 +209,25 @@ class Plan(
     gpus: Annotated[Count, "that share the weights; default: 1"] = 1
     chip: Annotated[str | None, "such as H100: its memory, and its rates for the seconds of a step"] = None
     measure: Annotated[bool, "this machine's rates, measured in a second"] = False
+    lengths: Annotated[str | None, "FILE", "stored trajectories, for samples' lengths; default: a tail is assumed"] = (
+        None
+    )
 
     def __call__(self) -> None:
         from thresher.common.machine import cpu_dtype
         from thresher.engine.assemble import read_run_recipe
         from thresher.engine.planning.plan import GB, plan
+        from thresher.engine.planning.tail import read_lengths
 
         recipe = read_run_recipe(self.recipe, flags.overrides(self.set, self.device))
         config = _config(recipe.model.path if self.model is None else self.model)
         rates, memory = self._rates(recipe), self._memory(recipe)
-        found = plan(config, recipe, self.gpus, memory, rates)
+        if self.lengths is not None and rates is None:
+            raise UserError(
+                "--lengths: expected --measure, or --chip with model.dtype = bfloat16, for a step's seconds"
+            )
+        lengths = None if self.lengths is None else read_lengths(self.lengths)
+        found = plan(config, recipe, self.gpus, memory, rates, lengths)
         if recipe.model.device == "cpu" and (recipe.model.dtype, cpu_dtype()) == ("float32", "bfloat16"):
             low = plan(config, replace(recipe, model=replace(recipe.model, dtype="bfloat16")), self.gpus, memory)
             found.advice.append(
@@ -320,7 +330,23 @@ def _lines(found: "MemoryPlan") -> list[str]:
             f"predicted, with every trajectory at its limits: {found.seconds_per_step:.3g} s a step, "
             f"rollout {rollout:.3g}, update {update:.3g}{sent}; nothing was run"
         )
+    if found.tail is not None:
+        lines += _tail_lines(found.tail)
     return lines
+
+
+def _tail_lines(tail: "Tail") -> list[str]:
+    """Return what is said of samples that are not equally long."""
+    whole, partial = tail.whole, tail.partial
+    lengths = f"{tail.mean:,.0f} tokens a sample in the mean, {tail.longest:,} at most"
+    lengths += ", as in --lengths" if tail.sigma is None else f", lognormal with sigma {tail.sigma:g}, assumed"
+    return [
+        f"predicted, with {lengths}: rollout {whole.seconds:.3g} s, {whole.busy:.0f} of {tail.slots:,} slots busy",
+        f"with rollout.partial and {partial.in_flight:,} groups in flight: rollout {partial.seconds:.3g} s, "
+        f"{whole.seconds / partial.seconds:.2f} times as fast, {partial.busy:.0f} slots busy; tokens are "
+        f"{partial.staleness:.2g} updates old as they are trained on, {partial.max_staleness} at most; "
+        f"{partial.tokens_again:,.0f} tokens a step are prefilled again; the KV pool is no larger",
+    ]
 
 
 _WHAT = OneOf(required=True)

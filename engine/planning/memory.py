@@ -190,6 +190,15 @@ class PlanSetting:
         return self.groups * self.rollout.group_size
 
     @property
+    def groups_in_flight(self) -> int:
+        """Groups begun and not yet trained on at most, on one GPU; without rollout.partial a step's."""
+        return max(-(-self.rollout.in_flight // self.gpus), self.groups)
+
+    @property
+    def samples_in_flight(self) -> int:
+        return self.groups_in_flight * self.rollout.group_size
+
+    @property
     def groups_of_update(self) -> int:
         return -(-self.groups // self.grpo.updates_per_batch)
 
@@ -473,7 +482,7 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
     before = dict(base)
     if s.steps * s.grpo.updates_per_batch * s.grpo.epochs_per_batch > 1:
         before["moments"] = kept["moments"]
-    rows = min(FORWARD_ROWS, s.samples * s.length)
+    rows = min(FORWARD_ROWS, s.samples_in_flight * s.length)
     # A row of a forward that keeps nothing: gate and up, silu and its parts, and the residual stream.
     forward = rows * s.item * ((3 if s.cuda else 4) * config.intermediate_size + 4 * config.hidden_size)
     if config.delta is not None:  # copies of a layer's states; on a GPU, where prefills go by chunks, after them, too
@@ -487,6 +496,10 @@ def demand(config: ModelConfig, s: PlanSetting, memory: int | None, checkpointed
         free = (memory or 0) - sum(rollout.values()) + rollout["working memory"]
         rollout["KV pool"] = wanted if memory is None else min(wanted, max(int(KV_SHARE * free), least))
     found["rollout"] = rollout
+    if s.rollout.stale_cache:  # what samples that go on have in it outlives the update
+        kept_pool = {name: rollout[name] for name in ("KV pool", "states")}
+        base |= kept_pool
+        before |= kept_pool
     found |= _update(config, s, kept, "gradients" in host, before, checkpointed)
     found["optimiser"] = base | {"moments": kept["moments"], "gradients": kept["gradients"]}
     if s.adapters is not None and not s.cuda:

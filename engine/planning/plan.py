@@ -6,8 +6,8 @@
 optim.checkpoint_activations and grpo.reference. memory.py and time.py have the formulas.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from thresher.engine.planning.memory import (
     read_setting,
     switches,
 )
+from thresher.engine.planning.tail import Tail, predicted_tail
 from thresher.engine.planning.time import DeviceRates, link_rate, seconds_per_step
 from thresher.policy.config import ModelConfig, read_config
 
@@ -42,8 +43,9 @@ class Plan:
     where no memory was named. largest: the largest settings that fit, each alone; bounds: of those that memory does not
     bound, what does. checkpointed: whether activations are computed anew; reference: where its copy lies, None without
     one; both as the plan chose where the recipe says "auto". host: parts beside a GPU, in the machine's memory.
-    seconds: {"rollout", "update"}, predicted, where rates were given. links: bytes a second that a GPU sends to the
-    others in them, None where that is not counted."""
+    seconds: {"rollout", "update"}, predicted, where rates were given, of trajectories at their limits; tail: rollouts
+    of samples that are not equally long. links: bytes a second that a GPU sends to the others in them, None where that
+    is not counted."""
 
     total_bytes: int
     parts: dict[str, int]
@@ -59,6 +61,7 @@ class Plan:
     bounds: dict[str, str] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
     seconds: dict[str, float] | None = None
+    tail: Tail | None = None
     links: float | None = None
 
     @property
@@ -67,8 +70,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record that `thresher plan --json` prints."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("seconds", "links")}
-        return plain | {"seconds_per_step": self.seconds_per_step, "seconds": self.seconds}
+        apart = ("seconds", "tail", "links")
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
+        tail = None if self.tail is None else asdict(self.tail)
+        return plain | {"seconds_per_step": self.seconds_per_step, "seconds": self.seconds, "tail": tail}
 
     def sentence(self) -> str:
         """Return the parts in words, the largest first."""
@@ -82,8 +87,10 @@ def plan(
     gpus: int = 1,
     memory_bytes: int | None = None,
     rates: DeviceRates | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Plan:
-    """Return the plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step."""
+    """Return the plan of a GRPO run. memory_bytes: of one GPU, or of the CPU. rates: of the GPU, for seconds a step.
+    lengths: tokens that samples drew, for the plan's tail; None: assumed."""
     setting = read_setting(recipe, gpus)
     needed, settled = _settled(config, setting, memory_bytes)
     checkpointed = settled.optim.checkpoint_activations == "on"
@@ -109,6 +116,7 @@ def plan(
         bounds={name: why for name, (bound, why) in bounds.items() if largest.get(name) == bound},
         advice=[] if memory_bytes is None or fits else _advice(config, setting, memory_bytes),
         seconds=None if rates is None else seconds_per_step(config, setting, rates, checkpointed),
+        tail=None if rates is None else predicted_tail(config, setting, rates, lengths),
         links=None if rates is None else link_rate(rates, gpus),
     )
 

@@ -17,10 +17,8 @@ in flight = latency x bandwidth: the latency is that of an idle memory, so the p
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import NormalDist, fmean
 from typing import Protocol
 
 import torch
@@ -55,7 +53,6 @@ UPDATE_SHARES = {"layers": 0.60, "attention": 0.45, "loss": 0.50, "reference": 0
 ADAMW_BYTES = 30  # a weight: read master, gradient and moments, 16; write master, moments and the bfloat16 copy, 14
 STATE_BYTES = 22  # a weight: bfloat16 copy and gradient 4, master 4, gradient 4, moments 8, reference 2
 LOWEST_SHARE = 0.1
-TAIL = 0.9  # standard deviation of the logarithm of samples' lengths
 
 
 class DeviceRates(Protocol):
@@ -242,33 +239,9 @@ def predicted_decode_s(config: ModelConfig, shape: DecodeShape, rates: DeviceRat
     return floor / min(max(share, LOWEST_SHARE), high)
 
 
-def tail_lengths(samples: int, mean: float = 300.0, largest: int = 1000) -> list[int]:
-    """Return lengths of samples, the longest first: quantiles of a lognormal distribution whose logarithm has a
-    standard deviation of TAIL, none over `largest`, scaled so that their mean is near `mean`."""
-    quantiles = [math.exp(TAIL * NormalDist().inv_cdf((i + 0.5) / samples)) for i in range(samples)]
-    low, high = 0.0, largest / quantiles[0]
-    for _ in range(50):
-        scale = (low + high) / 2
-        found = fmean(min(scale * q, largest) for q in quantiles)
-        low, high = (scale, high) if found < mean else (low, scale)
-    return [max(round(min(high * q, largest)), 1) for q in reversed(quantiles)]
-
-
-def predicted_rollout_s(
-    config: ModelConfig, lengths: Sequence[int], group: int, shared: int, rates: DeviceRates
-) -> float:
-    """Return the seconds that are expected of the decode steps of samples of these lengths, the longest first, which
-    begin together behind prompts of `shared` tokens, one for each `group`. Those that are left at a step are spread
-    evenly over the groups; once they are as few as the groups, no one shares."""
-    groups = len(lengths) / group
-    running = len(lengths)
-    seconds = 0.0
-    for step in range(lengths[0]):
-        while lengths[running - 1] <= step:
-            running -= 1
-        shape = DecodeShape(batch=running, group=max(round(running / groups), 1), shared=shared, own=step + 1)
-        seconds += predicted_decode_s(config, shape, rates)
-    return seconds
+def predicted_prefill_s(config: ModelConfig, tokens: float, rates: DeviceRates) -> float:
+    """Return the seconds that are expected of a prefill, by the matrices of its layers alone."""
+    return 2 * layer_weights(config) * tokens / rates.flops_per_s / UPDATE_SHARES["layers"]
 
 
 def predicted_update_s(costs: tuple[Cost, ...], chip: DeviceRates) -> float:
@@ -308,14 +281,18 @@ def sent_bytes(config: ModelConfig, s: PlanSetting) -> dict[str, float]:
 
 def seconds_per_step(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> dict[str, float]:
     """Return {"rollout": .., "update": ..}, the seconds of one GPU's share of a step."""
-    links = link_rate(rates, s.gpus)
-    a_byte = rates.bytes_per_s * BF16 / s.item
-    rates = replace(rates, bytes_per_s=a_byte) if isinstance(rates, Chip) else MeasuredRates(rates.flops_per_s, a_byte)
+    links, rates = link_rate(rates, s.gpus), rates_of_item(rates, s.item)
     rollout, update = _rollout(config, s, rates), _update(config, s, rates, checkpointed)
     if links is not None:
         sent = sent_bytes(config, s)
         rollout, update = rollout + sent["rollout"] / links, max(update, sent["update"] / links)
     return {"rollout": rollout, "update": update}
+
+
+def rates_of_item(rates: DeviceRates, item: int) -> DeviceRates:
+    """Return the rates of a model whose elements have `item` bytes, for costs that count bfloat16's two."""
+    a_byte = rates.bytes_per_s * BF16 / item
+    return replace(rates, bytes_per_s=a_byte) if isinstance(rates, Chip) else MeasuredRates(rates.flops_per_s, a_byte)
 
 
 def link_rate(rates: DeviceRates, gpus: int) -> float | None:
@@ -324,13 +301,12 @@ def link_rate(rates: DeviceRates, gpus: int) -> float | None:
 
 
 def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
-    prompt, batch = s.prompt, min(s.rollout.max_num_seqs, s.samples)
+    prompt, batch = s.prompt, min(s.rollout.max_num_seqs, s.samples_in_flight)
     group = min(s.rollout.group_size, batch) if s.rollout.share_prefix else 1
     shape = DecodeShape(batch=batch, group=group, shared=prompt, own=max((s.length - prompt) // 2, 1))
     a_step = predicted_decode_s(config, shape, rates)
     fed = s.samples * (s.length - prompt - s.sampled) + s.groups * prompt
-    prefill = 2 * layer_weights(config) * max(fed, 0) / rates.flops_per_s / UPDATE_SHARES["layers"]
-    return prefill + a_step * s.samples * s.sampled / batch
+    return predicted_prefill_s(config, max(fed, 0), rates) + a_step * s.samples * s.sampled / batch
 
 
 def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> float:

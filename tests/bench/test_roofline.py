@@ -9,11 +9,12 @@ from typing import get_args
 import pytest
 from documents import table_rows
 
-from thresher.bench.roofline import MODELS, config_of
+from thresher.bench.roofline import IN_FLIGHT, LONGEST, MODELS, OWN, config_of, counts_of_tail
 from thresher.cli import main as cli
 from thresher.cli.commands import bench as command
 from thresher.engine.planning import time as floors
 from thresher.engine.planning.memory import head_weights, kv_bytes, layer_weights, trained_weights
+from thresher.engine.planning.tail import SIGMA, RolloutCounts, predicted_rollout_s, tokens_again
 from thresher.engine.planning.time import CHIPS, TB, DecodeShape, UpdateShape
 from thresher.policy.config import config_from_dict
 
@@ -89,22 +90,6 @@ def test_predictions_are_near_what_gpus_measured() -> None:
     assert seen["H200"] >= 12 and seen["H100"] >= 10
 
 
-def test_lengths_have_a_tail() -> None:
-    lengths = floors.tail_lengths(256)
-    assert len(lengths) == 256 and lengths == sorted(lengths, reverse=True)
-    assert sum(lengths) / 256 == pytest.approx(300, abs=1) and lengths[0] == 1000 and lengths[-1] >= 1
-    assert sum(lengths) / lengths[0] == pytest.approx(77, abs=1)  # bound: as docs/gpu.md says
-
-
-def test_a_rollout_is_its_steps() -> None:
-    """Two groups of two: four run for two steps, two for another, one for two more."""
-    config, chip = MODELS["0.5B"], CHIPS["A100-80"]
-    steps = [(4, 2, 1), (4, 2, 2), (2, 1, 3), (1, 1, 4), (1, 1, 5)]
-    shapes = [DecodeShape(batch=batch, group=group, shared=100, own=own) for batch, group, own in steps]
-    expected = sum(floors.predicted_decode_s(config, shape, chip) for shape in shapes)
-    assert floors.predicted_rollout_s(config, [5, 3, 2, 2], 2, 100, chip) == pytest.approx(expected)
-
-
 def test_a_decode_step_by_hand() -> None:
     """7B, shared: 115,200 positions of 57,344 bytes; weights by their arithmetic, since 256 rows are that many."""
     config, chip = MODELS["7B"], CHIPS["H200"]
@@ -150,19 +135,27 @@ def test_what_is_predicted_lies_above_the_floor() -> None:
 def test_the_command_prints_and_keeps_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ((*CHIPS,), (*MODELS,)) == (get_args(command.Chip), get_args(command.Model))
     out = tmp_path / "new" / "rows.jsonl"
-    assert cli.run(["bench", "roofline", "--chip", "A100-40", "H200", "--model", "1.5B", "7B", "--out", str(out)]) == 0
+    words = ["bench", "roofline", "--chip", "A100-40", "H200", "--model", "1.5B", "7B", "--sigma", "0.6", "1"]
+    assert cli.run([*words, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert [(row["chip"], row["model"], row["kind"]) for row in rows] == [
         (chip, model, kind)
         for chip in ("A100-40", "H200")
         for model in ("1.5B", "7B")
-        for kind in ("decode", "decode", "rollout", "update")
+        for kind in ("decode", "decode", "rollout", "rollout", "update")
     ]
-    assert list(rows[3]["shape"]) == ["trajectories", "length", "sampled", "full", "reference"]
+    first, second = (row for row in rows[2:4])
+    assert [row["shape"]["sigma"] for row in (first, second)] == [0.6, 1.0]
+    assert first["mean_batch"] == counts_of_tail(0.6, 256)[1].mean_busy
+    assert [one["in_flight"] for one in first["partial"]] == [64, 96, 160]
+    for one in (*first["partial"], *second["partial"]):
+        assert 0 < one["staleness"] < one["max_staleness"] < one["in_flight"] / 32
+        assert one["tokens_again"] > 0 and one["predicted_speedup"] < one["predicted_speedup_stale_cache"]
+    assert list(rows[4]["shape"]) == ["trajectories", "length", "sampled", "full", "reference"]
     said = capsys.readouterr().out
     assert "nothing is measured here" in said and max(map(len, said.splitlines()[:-1])) <= 80
     by_hand = floors.floor_s(floors.decode_costs(MODELS["7B"], SHARED), CHIPS["H200"])
-    assert rows[13]["floor_seconds"] == by_hand and f"{1000 * by_hand:.2f}" in said
+    assert rows[16]["floor_seconds"] == by_hand and f"{1000 * by_hand:.2f}" in said
     fits = {(row["chip"], row["model"]): row["states_fit"] for row in rows if row["kind"] == "update"}
     assert fits["A100-40", "1.5B"] and not fits["H200", "7B"]  # 34 GB, 168 GB
 
@@ -175,6 +168,7 @@ def test_a_model_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.run(["bench", "roofline", "--chip", "H100", "--model", "0.5B", str(tmp_path), "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert [row.get("floor_seconds") for row in rows[:4]] == [row.get("floor_seconds") for row in rows[4:]]
+    assert rows[2]["shape"]["sigma"] == SIGMA and rows[2]["partial"] == rows[6]["partial"]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +176,7 @@ def test_a_model_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--model", "8B"], f"--model 8B: expected one of {SIZES}, or a model folder with config.json"),
         (["--batch", "12"], "--batch 12: expected a multiple of 8, for one shape has groups of 8"),
+        (["--sigma", "0"], "--sigma: expected a number above 0, at most 4, got 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,9 +202,10 @@ def test_the_tables_of_the_document_are_those_of_the_formulas() -> None:
             ]
             rates = [[shape.batch / time / 1000 for time in pair] for pair in seconds]
             expected.append([name, label, *(f"{floor:.1f}k → {predicted:.1f}k" for floor, predicted in rates)])
-        lengths = floors.tail_lengths(256)
-        rates = [[sum(lengths) / floors.predicted_rollout_s(config, lengths, 8, 1200, chip) / 1000] for chip in chips]
-        expected.append([name, "1,200 shared by 8 + a tail to 1,000", *(f"{rate:.1f}k" for (rate,) in rates)])
+        usual = counts_of_tail(SIGMA, 256)[1]
+        tokens = usual.drawn / usual.steps / 1000
+        found = [tokens / predicted_rollout_s(config, usual, 1200, chip) for chip in chips]
+        expected.append([name, "1,200 shared by 8 + a tail to 1,000", *(f"{rate:.1f}k" for rate in found)])
     assert [[cell.strip(" |") for cell in row] for row in table_rows("docs/gpu.md", "tokens/s of decoding")] == expected
     expected = []
     for name, config in MODELS.items():
@@ -224,3 +220,39 @@ def test_the_tables_of_the_document_are_those_of_the_formulas() -> None:
         for chip in (CHIPS[name] for name in row[0].split(", ")):
             said = [f"{chip.flops_per_s / 1e12:.0f}", f"{chip.bytes_per_s / 1e12:g}", f"{chip.memory / 1e9:.0f} GB"]
             assert [cell.strip(" |") for cell in row[1:]] == said
+
+
+def test_the_tables_of_partial_rollouts_are_those_of_the_formulas() -> None:
+    counts = {sigma: counts_of_tail(sigma, 256) for sigma in (0.6, 0.8, 1.0)}
+    expected = [
+        [
+            *(f"{sigma:g}", f"{times}", f"{one.decode_steps / one.steps:.0f}", f"{one.mean_busy:.0f}"),
+            *(f"{one.mean_staleness:.2f}", f"{max(one.staleness)}"),
+            *(f"{tokens_again(one, prompt) / one.steps / 1000:.0f}k" for prompt in (200, 1200)),
+        ]
+        for sigma, found in counts.items()
+        for times, one in found.items()
+    ]
+    assert (OWN, LONGEST) == (300, 1000)
+    rows = table_rows("docs/gpu.md", "sigma of lengths")
+    assert [[cell.strip(" |") for cell in row] for row in rows] == expected
+
+    def speedup(chip: str, model: str, prompt: int, found: dict[int, RolloutCounts], times: int) -> str:
+        whole, anew = (predicted_rollout_s(MODELS[model], found[n], prompt, CHIPS[chip]) for n in (1, times))
+        kept = predicted_rollout_s(MODELS[model], found[times], prompt, CHIPS[chip], stale_cache=True)
+        return f"{whole / anew:.2f} / {whole / kept:.2f}"
+
+    expected = [
+        [
+            chip,
+            model,
+            f"{prompt:,}",
+            f"{sigma:g}",
+            *(speedup(chip, model, prompt, counts[sigma], n) for n in IN_FLIGHT[1:]),
+        ]
+        for chip in ("A100-80", "H100")
+        for model in ("0.5B", "1.5B", "7B")
+        for prompt, sigma in ((200, 0.8), (1200, 0.6), (1200, 0.8), (1200, 1.0))
+    ]
+    rows = table_rows("docs/gpu.md", "times as fast, predicted")
+    assert [[cell.strip(" |") for cell in row] for row in rows] == expected

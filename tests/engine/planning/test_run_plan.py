@@ -16,6 +16,7 @@ from thresher.cli import main as cli
 from thresher.common import machine
 from thresher.common.errors import UserError
 from thresher.common.machine import cpu_memory
+from thresher.common.records import write_records
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import from_dict
@@ -267,8 +268,16 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
     assert same == [found, found]
     assert found["fits"] and found["total_bytes"] == sum(found["parts"].values()) and found["memory_bytes"] == 80 * GB
     assert found["seconds_per_step"] == sum(found["seconds"].values()) > 0 and found["advice"] == []
+    whole, partial = found["tail"]["whole"], found["tail"]["partial"]
+    assert found["tail"]["sigma"] == 0.9 and (whole["in_flight"], partial["in_flight"]) == (16, 32)
     found = json.loads(printed("--gpu-memory", "64MB", "--json"))
     assert not found["fits"] and found["advice"] and found["seconds_per_step"] is None
+    stored = tmp_path / "step_000010.jsonl"
+    write_records(stored, [{"id": "a", "segments": [{"source": "policy", "text": "", "ids": [1] * 40}]}])
+    shown = " ".join(printed("--chip", "H100", "--lengths", str(stored)).split())
+    assert "predicted, with 40 tokens a sample in the mean, 40 at most, as in --lengths: rollout" in shown
+    assert "s, 128 of 128 slots busy with rollout.partial and 32 groups in flight: rollout" in shown
+    assert "1.00 times as fast, 128 slots busy; tokens are 0 updates old as they are trained on, 0 at most" in shown
     shown = printed("--gpu-memory", "80GB", "--gpus", "2")
     assert "of 80.0: it fits" in shown and "torchrun --nproc-per-node N" in shown
     # A micro-batch of more tokens than an update has fits too, so the largest is no larger than the update.
@@ -290,6 +299,8 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
         (["--chip", "H900"], "--chip H900: expected one of A100-40"),
         (["--chip", "H100", "--measure"], "expected either --chip or --measure"),
         (["--chip", "H100", "--device", "cpu"], "expected a recipe with model.device = cuda"),
+        (["--gpu-memory", "80GB", "--lengths", "l"], "--lengths: expected --measure, or --chip with model.dtype ="),
+        (["--chip", "H100", "--lengths", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--gpu-memory", "80GB", "--model", "nowhere"], "nowhere: no such folder"),
     ],
 )
