@@ -281,7 +281,7 @@ def _count_cells(sigma: float, times: int, prompt: int, counts: RolloutCounts) -
         "": f"x{times}",
         "decode steps": f"{counts.decode_steps / counts.steps:.0f}",
         "busy slots": f"{counts.mean_busy:.0f}",
-        "updates old": f"{counts.mean_staleness:.2f}",
+        "staleness": f"{counts.mean_staleness:.2f}",
         "at most": f"{max(counts.staleness)}",
         "prefilled again": f"{tokens_again(counts, prompt) / counts.steps / 1000:.0f}k",
     }

@@ -343,8 +343,8 @@ def _tail_lines(tail: "Tail") -> list[str]:
     return [
         f"predicted, with {lengths}: rollout {whole.seconds:.3g} s, {whole.busy:.0f} of {tail.slots:,} slots busy",
         f"with rollout.partial and {partial.in_flight:,} groups in flight: rollout {partial.seconds:.3g} s, "
-        f"{whole.seconds / partial.seconds:.2f} times as fast, {partial.busy:.0f} slots busy; tokens are "
-        f"{partial.staleness:.2g} updates old as they are trained on, {partial.max_staleness} at most; "
+        f"{whole.seconds / partial.seconds:.2f} times as fast, {partial.busy:.0f} slots busy; staleness of "
+        f"tokens {partial.staleness:.2g} updates in the mean, {partial.max_staleness} at most; "
         f"{partial.tokens_again:,.0f} tokens a step are prefilled again; the KV pool is no larger",
     ]
 

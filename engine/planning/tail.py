@@ -171,16 +171,21 @@ def tail_lengths(
     return [max(round(min(high * q, longest)), 1) for q in reversed(quantiles)]
 
 
-def usual_rollouts(lengths: Sequence[int], queue: Queue, steps: int = STEPS) -> RolloutCounts:
-    """Return the counts of `steps` steps amid a long run. Its samples take the lengths in a random order, a function of
-    nothing else, each as often as every other; those of a group are as unlike as any others."""
-    around = 2 * -(-queue.in_flight // queue.questions)
-    samples = (steps + 2 * around) * queue.group * queue.questions
-    order, pool, drawn = random.Random(0), list(lengths), list[int]()
-    while len(drawn) < samples:
+def lengths_of_run(lengths: Sequence[int], samples: int) -> list[int]:
+    """Return a length for each sample of a run, a group's in a row: all of the lengths in a random order, then all of
+    them in another. The orders are the same in every call. A group's lengths are independent of each other."""
+    order, pool, found = random.Random(0), list(lengths), list[int]()
+    while len(found) < samples:
         order.shuffle(pool)
-        drawn += pool
-    return sum(count_rollouts(drawn[:samples], queue)[around:-around], RolloutCounts())
+        found += pool
+    return found[:samples]
+
+
+def usual_rollouts(lengths: Sequence[int], queue: Queue, steps: int = STEPS) -> RolloutCounts:
+    """Return the counts of `steps` steps amid a run whose samples have these lengths, by `lengths_of_run`."""
+    around = 2 * -(-queue.in_flight // queue.questions)
+    run = lengths_of_run(lengths, (steps + 2 * around) * queue.group * queue.questions)
+    return sum(count_rollouts(run, queue)[around:-around], RolloutCounts())
 
 
 def predicted_rollout_s(

@@ -277,7 +277,7 @@ def test_the_command_reads_a_config_and_a_recipe_alone(
     shown = " ".join(printed("--chip", "H100", "--lengths", str(stored)).split())
     assert "predicted, with 40 tokens a sample in the mean, 40 at most, as in --lengths: rollout" in shown
     assert "s, 128 of 128 slots busy with rollout.partial and 32 groups in flight: rollout" in shown
-    assert "1.00 times as fast, 128 slots busy; tokens are 0 updates old as they are trained on, 0 at most" in shown
+    assert "1.00 times as fast, 128 slots busy; staleness of tokens 0 updates in the mean, 0 at most; 0 tokens" in shown
     shown = printed("--gpu-memory", "80GB", "--gpus", "2")
     assert "of 80.0: it fits" in shown and "torchrun --nproc-per-node N" in shown
     # A micro-batch of more tokens than an update has fits too, so the largest is no larger than the update.

@@ -23,6 +23,7 @@ from thresher.engine.planning.tail import (
     Queue,
     RolloutCounts,
     count_rollouts,
+    lengths_of_run,
     predicted_rollout_s,
     predicted_tail,
     read_lengths,
@@ -189,10 +190,12 @@ def test_samples_of_one_length_gain_nothing() -> None:
 
 
 def test_lengths_are_taken_as_often_as_each_other() -> None:
+    run = lengths_of_run([1, 2, 3, 4], 400)
+    assert all(sorted(run[first : first + 4]) == [1, 2, 3, 4] for first in range(0, 400, 4))
+    assert run == lengths_of_run([1, 2, 3, 4], 400) and run[:7] == lengths_of_run([1, 2, 3, 4], 7)
+    assert len({tuple(run[first : first + 4]) for first in range(0, 400, 4)}) > 12  # of 24 orders
     counts = usual_rollouts([1, 2, 3, 4], Queue(2, 2, 2, 4), steps=7)
     assert counts.staleness == {0: 70} and counts.drawn == 70 and counts.decode_steps == 28
-    queue = Queue(2, 2, 4, 4)
-    assert usual_rollouts([1, 2, 3, 9], queue) == usual_rollouts([1, 2, 3, 9], queue)
 
 
 def test_a_rollout_is_its_steps_and_its_prefills() -> None:
