@@ -8,8 +8,9 @@ rollout ends with the decode step in which its own Q groups are complete. Unfini
 Updates stop the count of decode steps, so all of it is one queue of S servers, first come, first served, in which group
 g arrives as rollout max(0, ceil((g - F + 1) / Q)) begins. Hence (Kiefer and Wolfowitz 1955, "On the theory of queues
 with many servers": starts are monotone in arrivals, services and servers) the decode steps until any step's end never
-grow with F or S, and never shrink with a length; and a token is at most floor((F - 1) / Q) updates old as it is trained
-on. Not counted: searches and judges, for which slots wait, drafts, trees, refilled groups, a KV cache that is full.
+grow with F or S, and never shrink with a length. A token is at most floor((F - 1) / Q) updates old as it is trained on.
+With F < 2 Q the last 2 Q - F groups of a step begin in its own rollout, which is no shorter than their longest sample.
+Not counted: searches and judges, for which slots wait, drafts, trees, refilled groups, a KV cache that is full.
 """
 
 import math

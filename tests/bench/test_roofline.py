@@ -14,7 +14,15 @@ from thresher.cli import main as cli
 from thresher.cli.commands import bench as command
 from thresher.engine.planning import time as floors
 from thresher.engine.planning.memory import head_weights, kv_bytes, layer_weights, trained_weights
-from thresher.engine.planning.tail import SIGMA, RolloutCounts, predicted_rollout_s, tokens_again
+from thresher.engine.planning.tail import (
+    SIGMA,
+    Queue,
+    RolloutCounts,
+    predicted_rollout_s,
+    tail_lengths,
+    tokens_again,
+    usual_rollouts,
+)
 from thresher.engine.planning.time import CHIPS, TB, DecodeShape, UpdateShape
 from thresher.policy.config import config_from_dict
 
@@ -234,6 +242,11 @@ def test_the_tables_of_partial_rollouts_are_those_of_the_formulas() -> None:
         for times, one in found.items()
     ]
     assert (OWN, LONGEST) == (300, 1000)
+    half = usual_rollouts(tail_lengths(OWN, LONGEST, 0.8), Queue(8, 32, 48, 256))
+    said = (
+        f"it has {half.decode_steps / half.steps:.0f} decode steps, and a mean staleness of {half.mean_staleness:.2f}"
+    )
+    assert said.replace(" 0.", " .") in Path(__file__).parents[2].joinpath("docs", "gpu.md").read_text("utf-8")
     rows = table_rows("docs/gpu.md", "sigma of lengths")
     assert [[cell.strip(" |") for cell in row] for row in rows] == expected
 

@@ -132,6 +132,9 @@ def test_every_token_is_drawn_and_trained_on_once_and_none_is_too_old(case: tupl
     limit = (queue.in_flight - 1) // queue.questions
     assert all(0 <= age <= limit for counts in found for age in counts.staleness)
     assert all(1 <= busy <= queue.slots for counts in found for busy, _ in counts.batches)
+    for step, counts in enumerate(found):  # groups that begin in the rollout that trains on them
+        first = ((step - 1) * queue.questions + queue.in_flight) * queue.group if step else 0
+        assert counts.decode_steps >= max(lengths[first : (step + 1) * a_step], default=0)
     if queue.in_flight == queue.questions:
         assert all(counts.tokens_again == counts.prompts_again == 0 for counts in found)
 
