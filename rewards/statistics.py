@@ -1,4 +1,4 @@
-"""Statistics over questions: intervals for means, and two runs compared on the same questions.
+"""Statistics over questions and over seeds: intervals for means, and two runs or two methods compared.
 
     interval     of a share of questions, Wilson's; of another mean the percentile bootstrap: questions drawn with
                  replacement, the mean of each draw, its 2.5% and 97.5%
@@ -10,8 +10,11 @@ Where all differences that are not 0 have one size (exact match), that test is t
 McNemar's; where they are few, all patterns are counted; else some are drawn, and the pattern found counts among them.
 
 A value of None is a question without a value (a compression ratio without evidence): it is drawn with the rest and left
-out of its draw's mean. There is no correction for comparing many measures, and
-variation over seeds is not covered: `seed_interval` is about that.
+out of its draw's mean. There is no correction for comparing many measures.
+
+A comparison over questions is of two models as they are. It says nothing of another seed of a training, which may come
+out elsewhere for all questions at once. Where there are several seeds, the seed is the unit: `compare_seeds` takes one
+mean a seed, `least_p` says how small its p-value can be.
 """
 
 import math
@@ -43,8 +46,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Means of two runs over the `count` questions with a value in both, second - first with its interval (None where
-    it is the same in all), and the p-value of `test`."""
+    """Means of two runs over the `count` questions with a value in both, or of two methods over `count` seeds; second -
+    first with its interval (None where it is the same in all questions, or of one seed), and the p-value of `test`."""
 
     first: float
     second: float
@@ -89,6 +92,30 @@ def seed_interval(values: Sequence[float]) -> SeedMean:
     """Return the mean of runs of different seeds with Student's interval: mean +- t s / sqrt(n)."""
     half = T_975[min(len(values), MOST_SEEDS) - 2] * _standard_error(values) if len(values) > 1 else None
     return SeedMean(fmean(values), half, len(values))
+
+
+def compare_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Compare two methods by the means of their runs, one a seed, in pairs: second - first with Student's 95% interval,
+    and the p-value of a sign flip test over the seeds. first, second: of equal length, not empty."""
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    found = seed_interval(differences)
+    p, test = sign_flip_test(differences)
+    return Difference(
+        first=fmean(first),
+        second=fmean(second),
+        difference=found.mean,
+        low=None if found.half is None else found.mean - found.half,
+        high=None if found.half is None else found.mean + found.half,
+        p=p,
+        test=f"{test} over seeds",
+        count=found.count,
+    )
+
+
+def least_p(seeds: int) -> float:
+    """Return the smallest two-sided p-value that a sign flip test over so many seeds can have, all differences having
+    one sign: 2 of 2^seeds patterns. It is 0.25 for three seeds, and below 0.05 from six on."""
+    return 2.0 ** (1 - seeds)
 
 
 def visible_difference(gaps: Sequence[float]) -> float:

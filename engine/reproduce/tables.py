@@ -1,9 +1,10 @@
 """A paper's table beside our own: the printed number, ours as mean and deviation over seeds, and a paired test; and
 `thresher reproduce --list`: every row, its stages, and the plan of its training.
 
-Means are over the questions of a column: in the invented world those with its number of relations. The test is over
-the same questions of two rows, each question's value being its mean over the row's seeds (rewards/statistics.py); it
-says nothing of seeds that were not run. A plan needs the model's config.json and no weights.
+Means are over the questions of a column: in the invented world those with its number of relations. The test compares
+two rows over the questions that both have (rewards/statistics.py). Its unit is the seed: a mean a seed, in pairs of
+seeds of one number. A row that no seed changes stands beside every seed of the other. Where each row has one seed, the
+test is over the questions, and says nothing of another seed. A plan needs the model's config.json and no weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from thresher.engine.reproduce.pipelines import Command, ExperimentRun, Scale, c
 from thresher.engine.world.stages import RECIPES
 from thresher.policy.config import read_config
 from thresher.retrieval.questions import read_questions
-from thresher.rewards.statistics import RESAMPLES, compare_paired
+from thresher.rewards.statistics import RESAMPLES, compare_paired, compare_seeds, least_p
 
 Values = dict[str, float]  # question's id -> value
 LEAST_P = 1 / (1 + RESAMPLES)  # of a test that draws signs
@@ -145,23 +146,28 @@ def _questions_of(output: Path) -> str:
 
 
 def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> dict[str, Any]:
+    """Return a cell of the table. Where `against` has values, also "difference", "low", "high" (95%), "p" and "test" of
+    this row less that one, "over" ("seeds" or "questions") and "differences", one for each pair of seeds."""
     every, others = list(seeds.values()), list(against.values())
     means = [mean(values.values()) for values in every]
     figures = _over_seeds(means) | {"seeds": means, "questions": len(every[0])}
-    if others and all(others):
-        ids = [id_ for id_ in every[0] if all(id_ in values for values in (*every, *others))]
-        first, second = ([mean(values[id_] for values in row) for id_ in ids] for row in (others, every))
-        if (found := compare_paired(first, second)) is not None:
-            figures |= {name: getattr(found, name) for name in ("difference", "low", "high", "p", "test")}
-            # Seed by seed; a row of one seed, which no seed changes, beside each of the other's.
-            single = 1 in (len(seeds), len(against))
-            figures["differences"] = [
-                mean(own[id_] - other[id_] for id_ in ids)
-                for seed, own in seeds.items()
-                for at, other in against.items()
-                if single or seed == at
-            ]
-    return figures
+    # A row of one seed, which no seed changes, stands beside each seed of the other.
+    single = 1 in (len(seeds), len(against))
+    pairs = [(theirs, ours) for seed, ours in seeds.items() for at, theirs in against.items() if single or seed == at]
+    ids = [id_ for id_ in every[0] if all(id_ in values for values in (*every, *others))]
+    if not pairs or not ids:
+        return figures
+    if len(pairs) == 1:
+        first, second = ([values[id_] for id_ in ids] for values in pairs[0])
+        found, over = compare_paired(first, second), "questions"
+        assert found is not None
+        differences = [found.difference]
+    else:
+        first, second = ([mean(pair[at][id_] for id_ in ids) for pair in pairs] for at in (0, 1))
+        found, over = compare_seeds(first, second), "seeds"
+        differences = [ours - theirs for theirs, ours in zip(first, second, strict=True)]
+    tested = {name: getattr(found, name) for name in ("difference", "low", "high", "p", "test")}
+    return figures | tested | {"over": over, "differences": differences}
 
 
 def _over_seeds(means: Sequence[float]) -> dict[str, Any]:
@@ -180,11 +186,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     asked = "" if results["limit"] is None else f", of every set the first {results['limit']} questions"
     changed = "".join(f", {text}" for text in results["overrides"])
     lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
-    if results["against"]:
-        lines.append(
-            f"p: two-sided, paired over questions, against {results['against']}; *: with some seeds better, with "
-            "others worse, so that it says nothing of another seed."
-        )
+    lines += _of_p(results)
     for measure in results["measures"] if results["columns"] else ():
         lines += ["", f"## `{measure}`", "", *_measure_table(results, measure)]
     if results["not_run"]:
@@ -193,6 +195,22 @@ def markdown(results: Mapping[str, Any]) -> str:
         rows = "every row" if len(labels) == len(results["rows"]) > 1 else ", ".join(labels)
         lines.append(f"- {rows}: {why}")
     return "\n".join(lines) + "\n"
+
+
+def _of_p(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the table's p-values are, and how small they can be."""
+    cells = [cell for row in results["rows"] for known in row["ours"].values() for cell in known.values()]
+    pairs = {len(cell["differences"]) for cell in cells if "p" in cell}
+    if most := max(pairs - {1}, default=0):
+        yield (
+            f"p: two-sided, against {results['against']}, a sign flip test over {most} seeds in pairs; with {most} "
+            f"seeds no p is below {least_p(most):.2g}."
+        )
+    if 1 in pairs:
+        yield (
+            f"†: two-sided, against {results['against']}, paired over the questions of one seed; it says nothing of "
+            "another seed."
+        )
 
 
 def _measure_table(results: Mapping[str, Any], measure: str) -> list[str]:
@@ -225,10 +243,9 @@ def _texts(row: Mapping[str, Any], measure: str, column: str, position: int, col
 
 
 def _p(figures: Mapping[str, Any]) -> str:
-    """Return p, with ≤ at the least value of its test, and a star where the seeds' differences have two signs."""
+    """Return p, with ≤ at the least value of a test that draws, and a dagger where it is over questions."""
     least = figures["p"] <= LEAST_P and "draws" in figures["test"]
-    signs = {difference > 0 for difference in figures["differences"] if difference}
-    return f"{'≤ ' if least else ''}{figures['p']:.2g}{' *' if len(signs) > 1 else ''}"
+    return f"{'≤ ' if least else ''}{figures['p']:.2g}{' †' if figures['over'] == 'questions' else ''}"
 
 
 def _number(value: float) -> str:

@@ -12,7 +12,9 @@ from thresher.rewards.statistics import (
     T_800,
     T_975,
     compare_paired,
+    compare_seeds,
     intervals,
+    least_p,
     overlap,
     seed_interval,
     sign_flip_test,
@@ -155,6 +157,29 @@ def test_means_over_seeds_have_students_interval() -> None:
         "more than the table has"
     )
     assert visible_difference([0.1, 0.2, 0.3]) == pytest.approx((4.303 + 1.061) * 0.1 / 3**0.5)
+
+
+def test_seeds_are_compared_as_single_values() -> None:
+    """Of 2^n patterns of n signs two have one sign throughout: three seeds, however alike, give .25."""
+    found = compare_seeds([0.5, 0.6, 0.7], [0.9, 0.9, 0.9])
+    assert (found.first, found.second, found.difference) == pytest.approx((0.6, 0.9, 0.3)) and found.count == 3
+    half = 4.303 * 0.1 / 3**0.5  # Student's, two degrees of freedom
+    assert (found.low, found.high) == pytest.approx((0.3 - half, 0.3 + half))
+    assert (found.p, found.test) == (0.25, "exact sign flip test over seeds")
+    # Sums of the patterns of .23, .01 and .72 are .96, .94, .50 and .48, each of two signs; .48 is the one found.
+    assert compare_seeds([0.0, 0.0, 0.0], [0.23, 0.01, -0.72]).p == 1.0
+    assert compare_seeds([0.0, 0.0, 0.0], [0.3, 0.2, -0.1]).p == 0.5  # .4: +++, ++- and their opposites
+    one = compare_seeds([0.5], [0.9])
+    assert (one.low, one.high, one.p) == (None, None, 1.0)
+    with pytest.raises(ValueError):
+        compare_seeds([0.5], [0.9, 0.8])
+
+
+@pytest.mark.parametrize("seeds", range(1, 12))
+def test_the_least_p_value_is_that_of_seeds_that_agree(seeds: int) -> None:
+    agree = compare_seeds([0.0] * seeds, [0.1 * (1 + n) for n in range(seeds)])
+    assert least_p(seeds) == agree.p == 2 / 2**seeds
+    assert (least_p(seeds) < 0.05) == (seeds > 5)
 
 
 @pytest.mark.parametrize(("table", "probability"), [(T_975, 0.975), (T_800, 0.8)])

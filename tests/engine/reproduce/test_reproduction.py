@@ -442,16 +442,42 @@ def test_what_an_override_replaces_or_no_reward_asks_is_not_wanted(tmp_path: Pat
         assert ("models/distilbert-mnli" in wanted) == (method == "sen_eqr")
 
 
-def test_a_p_value_says_where_seeds_disagree_and_what_it_cannot_go_below() -> None:
-    row = {0: {str(n): float(n % 10) for n in range(200)}, 1: {str(n): 0.0 for n in range(200)}}
-    other = {0: {id_: value - 1.0 for id_, value in row[0].items()}, 1: {id_: int(id_) / 400 for id_ in row[0]}}
-    assert _p(_figures(row, other)).endswith(" *") and not _p(_figures({0: row[0]}, {0: other[0]})).endswith("*")
+def test_of_several_seeds_the_seed_is_the_unit() -> None:
+    """However many questions agree: Eval-RAR's .022, .007 and .127 over Search-R1 are three values."""
+
+    def seeds(*right: int) -> dict[int, dict[str, float]]:
+        return {seed: {str(n): float(n < count) for n in range(134)} for seed, count in enumerate(right)}
+
+    first, second = seeds(103, 133, 96), seeds(106, 134, 113)
+    found = _figures(second, first)
+    assert (
+        found["p"] == 0.25
+        and _p(found) == "0.25"
+        and (found["over"], found["test"])
+        == (
+            "seeds",
+            "exact sign flip test over seeds",
+        )
+    )
+    assert found["differences"] == pytest.approx([3 / 134, 1 / 134, 17 / 134]) and found["difference"] == pytest.approx(
+        7 / 134
+    )
+    # Student's interval: s = sqrt(76) / 134, t = 4.303 with two degrees of freedom.
+    half = 4.303 * 76**0.5 / 134 / 3**0.5
+    assert (found["low"], found["high"]) == pytest.approx((7 / 134 - half, 7 / 134 + half))
+    # EviNote's + NS, .231, .007 and -.716: no pattern of signs has a smaller sum.
+    assert _figures(seeds(134, 134, 0), first)["p"] == 1.0
     # Seeds are paired by their number, whatever the order of what was run; a row that no seed changes, with every one.
-    assert _figures(row, dict(reversed(other.items()))) == _figures(row, other)
-    assert _figures({0: row[1]}, other)["differences"] == [-3.5, pytest.approx(-0.24875)]
-    assert len(_figures({0: row[0], 2: row[1]}, other)["differences"]) == 1
-    least = _p(_figures({0: {str(n): 1.0 + n for n in range(200)}}, {0: {str(n): 0.0 for n in range(200)}}))
-    assert least == "≤ 0.0001"
+    assert _figures(second, dict(reversed(first.items()))) == found
+    alone = _figures({0: first[0]}, second)
+    assert alone["differences"] == pytest.approx([-3 / 134, -31 / 134, -10 / 134]) and alone["over"] == "seeds"
+    assert "p" not in _figures(seeds(1, 2), {5: first[0], 6: first[1]})
+
+
+def test_one_seed_is_compared_over_its_questions_and_marked() -> None:
+    row, other = {str(n): 1.0 + n for n in range(200)}, {str(n): 0.0 for n in range(200)}
+    found = _figures({0: row}, {0: other})
+    assert _p(found) == "≤ 0.0001 †" and found["over"] == "questions" and found["differences"] == [100.5]
 
 
 def test_in_the_world_what_asks_for_no_notes_has_a_prompt_without(tmp_path: Path) -> None:
