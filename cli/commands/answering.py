@@ -368,15 +368,27 @@ class Compare(
 ):
     first: Annotated[str, POSITIONAL, "folder of `thresher eval`"]
     second: Annotated[str, POSITIONAL, "folder of `thresher eval`; differences are this one minus the first"]
+    first_seeds: Annotated[Texts, "DIR", "the first's other seeds; statistics are then over seeds"] = []
+    second_seeds: Annotated[Texts, "DIR", "the second's other seeds, in the order of the first's"] = []
     out: Annotated[str | None, "folder for compare.md and compare.json"] = None
     unverified: Unverified = False
 
     def __call__(self) -> None:
         from thresher.common.files import atomic_write_text
-        from thresher.engine.evaluation.compare import compare, difference_rows, markdown, read_evaluation, recall_rows
+        from thresher.engine.evaluation.compare import (
+            compare,
+            compare_over_seeds,
+            difference_rows,
+            markdown,
+            read_evaluation,
+            recall_rows,
+        )
 
-        first, second = (read_evaluation(path, self.unverified) for path in (self.first, self.second))
-        result = compare(first, second)
+        sides = ([self.first, *self.first_seeds], [self.second, *self.second_seeds])
+        firsts, seconds = ([read_evaluation(path, self.unverified) for path in side] for side in sides)
+        first, second = firsts[0], seconds[0]
+        several = len(firsts) + len(seconds) > 2
+        result = compare_over_seeds(firsts, seconds) if several else compare(first, second)
         if self.out is not None:
             out = Path(self.out)
             out.mkdir(parents=True, exist_ok=True)
@@ -385,7 +397,8 @@ class Compare(
         console.answer(result)
         for note in result["notes"]:
             flags.say(note)
-        columns = ("measure", "first", "second", "difference", "95% interval", "p", "questions")
+        unit = "seeds" if several else "questions"
+        columns = ("measure", "first", "second", "difference", "95% interval", "p", unit)
         rows = [row[: len(columns)] for row in difference_rows(result)]
         console.table(f"second - first: {second.path} - {first.path}", columns, rows)
         if result["recalled"]:

@@ -1,6 +1,7 @@
 """`thresher compare`: two evaluations of the same questions, measure by measure, as paired differences.
 
     folder A, folder B  ->  questions matched by id  ->  B - A, its 95% interval, a p-value   (rewards/statistics.py)
+    folders A0, A1, .. and B0, B1, ..  ->  a pair a seed, of each its means  ->  the same over seeds
 
 Beside it the study of evidence with and without reasoning: of the questions whose passages hold a gold string in both
 runs, the share whose gold is recalled by the text of only one run. p-values are not corrected.
@@ -10,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.records import read_object, read_records
 from thresher.engine.evaluation.metrics import NAMES, shown
-from thresher.rewards.statistics import compare_paired, overlap
+from thresher.rewards.statistics import compare_paired, compare_seeds, least_p, overlap
 
 Measures = Mapping[str, float | None]
 
@@ -98,16 +100,70 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Any]:
     }
 
 
+def compare_over_seeds(firsts: Sequence[Evaluation], seconds: Sequence[Evaluation]) -> dict[str, Any]:
+    """Return what `compare` returns, of one pair of evaluations a seed: differences are over the pairs, shares of
+    recalled golds are means, "pairs" has the comparison of each pair, and "seeds" their number.
+
+    firsts, seconds: in the same order, two or more of one side; a single evaluation of a side, of what no seed changes,
+    is paired with each of the other. UserError for other numbers, a folder that is named twice, and as in `compare`."""
+    count = max(len(firsts), len(seconds))
+    if not {len(firsts), len(seconds)} <= {1, count}:
+        raise UserError(
+            f"compare: {len(firsts)} evaluations of the first beside {len(seconds)} of the second; name one a seed of "
+            "each, or a single one of what no seed changes"
+        )
+    for side in (firsts, seconds):
+        folders = [run.path.resolve() for run in side]
+        if twice := [run.path for run, folder in zip(side, folders, strict=True) if folders.count(folder) > 1]:
+            raise UserError(f"compare: {twice[0]} is named twice; name the evaluation of another seed")
+    alike = [list(side) * (count if len(side) == 1 else 1) for side in (firsts, seconds)]
+    pairs = [compare(first, second) for first, second in zip(*alike, strict=True)]
+    differences = {
+        name: asdict(
+            compare_seeds(*([pair["differences"][name][side] for pair in pairs] for side in ("first", "second")))
+        )
+        for name in pairs[0]["differences"]
+        if all(name in pair["differences"] for pair in pairs)
+    }
+    notes = [
+        f"{count} pairs, one a seed: means, intervals and p-values are over seeds. With {count} seeds no p is below "
+        f"{least_p(count):.2g}."
+    ]
+    return {
+        "first": pairs[0]["first"] | {"folders": [str(run.path) for run in firsts]},
+        "second": pairs[0]["second"] | {"folders": [str(run.path) for run in seconds]},
+        "seeds": count,
+        "differences": differences,
+        "recalled": _mean_shares([pair["recalled"] for pair in pairs]),
+        "notes": [*notes, *dict.fromkeys(note for pair in pairs for note in pair["notes"])],
+        "pairs": pairs,
+    }
+
+
+def _mean_shares(pairs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the means of the overlaps that all pairs have, of each with its questions in all of them."""
+    found = []
+    for row in pairs[0]:
+        same = [one for rows in pairs for one in rows if (one["first"], one["second"]) == (row["first"], row["second"])]
+        if len(same) == len(pairs):
+            shares = {key: fmean(one[key] for one in same) for key in ("both", "only_first", "only_second", "neither")}
+            found.append({**row, **shares, "count": sum(one["count"] for one in same)})
+    return found
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     first, second = result["first"], result["second"]
+    unit = "Seeds" if "seeds" in result else "Questions"
     lines = [
         f"# {second['name']} against {first['name']}",
         "",
-        f"- First: {first['folder']} ({first['name']}, {first['model']})",
-        f"- Second: {second['folder']} ({second['name']}, {second['model']})",
+        *(
+            f"- {which}: {', '.join(side.get('folders', [side['folder']]))} ({side['name']}, {side['model']})"
+            for which, side in (("First", first), ("Second", second))
+        ),
         *(f"- {note}" for note in result["notes"]),
         "",
-        "| Measure | | First | Second | Difference | 95% interval | p | Questions | Test |",
+        f"| Measure | | First | Second | Difference | 95% interval | p | {unit} | Test |",
         "|---|---|--:|--:|--:|:-:|--:|--:|---|",
     ]
     for key, *cells in difference_rows(result):
@@ -121,7 +177,12 @@ def markdown(result: Mapping[str, Any]) -> str:
             "|---|--:|--:|--:|--:|--:|",
             *(f"| {' | '.join(map(str, row))} |" for row in recall_rows(result)),
         ]
-    lines += ["", "Intervals: paired bootstrap over questions, 10,000 resamples. Two-sided p-values, none corrected."]
+    intervals = (
+        "Student's, over seeds"
+        if "seeds" in result
+        else "paired bootstrap over questions, 10,000 resamples, of these two models and no other seed"
+    )
+    lines += ["", f"Intervals: {intervals}. Two-sided p-values, none corrected."]
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,13 @@ import pytest
 
 from thresher.cli import main as cli
 from thresher.common.records import write_object, write_records
-from thresher.engine.evaluation.compare import compare, difference_rows, read_evaluation
+from thresher.engine.evaluation.compare import (
+    Evaluation,
+    compare,
+    compare_over_seeds,
+    difference_rows,
+    read_evaluation,
+)
 
 Row = tuple[str, dict[str, float | None]]
 
@@ -116,6 +122,62 @@ def test_p_values_are_shown_down_to_one_in_ten_thousand(tmp_path: Path, count: i
     ]
     (row,) = difference_rows(compare(*runs))
     assert row[5] == shown  # all of `count` questions better: 2 / 2^count
+
+
+def seeds_of(tmp_path: Path, name: str, *right: int, questions: int = 134, **figures: Any) -> list[str]:
+    """Evaluations of several seeds, each right on the first so many questions."""
+    folders = [tmp_path / f"{name}{seed}" for seed in range(len(right))]
+    for folder, count in zip(folders, right, strict=True):
+        rows: list[Row] = [(str(n), {"em": float(n < count)}) for n in range(questions)]
+        evaluation(folder, rows, **figures)
+    return [str(folder) for folder in folders]
+
+
+def test_of_several_seeds_the_seed_is_the_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hundreds of questions, and three values."""
+    first, second = seeds_of(tmp_path, "a", 103, 133, 96), seeds_of(tmp_path, "b", 106, 134, 113, system="arena")
+    words = ["compare", first[0], second[0], "--first-seeds", *first[1:], "--second-seeds", *second[1:]]
+    assert cli.run([*words, "--out", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    em = result["differences"]["em"]
+    assert (em["p"], em["count"], em["test"]) == (0.25, 3, "exact sign flip test over seeds")
+    half = 4.303 * 76**0.5 / 134 / 3**0.5  # of 3, 1 and 17 questions, by Student's t
+    assert [em[key] for key in ("difference", "low", "high")] == pytest.approx(
+        [7 / 134, 7 / 134 - half, 7 / 134 + half]
+    )
+    assert result["seeds"] == 3 and result["second"]["folders"] == second
+    over_questions = [pair["differences"]["em"]["p"] for pair in result["pairs"]]
+    assert over_questions == pytest.approx([0.25, 1.0, 2 / 2**17])  # each seed by itself, over 3, 1, 17 questions
+    note = "With 3 seeds no p is below 0.25."
+    assert note in (tmp_path / "out" / "compare.md").read_text() and note in " ".join(capsys.readouterr().out.split())
+    assert "| Seeds | Test |" in (tmp_path / "out" / "compare.md").read_text()
+    # What no seed changes stands beside every seed, on either side.
+    assert cli.run(["compare", first[0], second[0], "--second-seeds", *second[1:], "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)["differences"]["em"]
+    assert alone["first"] == pytest.approx(103 / 134) and alone["difference"] == pytest.approx((3 + 31 + 10) / 3 / 134)
+
+
+def test_shares_of_recalled_golds_are_means_over_seeds(tmp_path: Path) -> None:
+    def run(name: str, recalled: str) -> Evaluation:
+        rows: list[Row] = [(str(n), {"recall_evidence": float(held)}) for n, held in enumerate(recalled)]
+        return read_evaluation(evaluation(tmp_path / name, rows))
+
+    pairs = [run("a0", "11"), run("a1", "00")], [run("b0", "10"), run("b1", "10")]
+    (row,) = compare_over_seeds(*pairs)["recalled"]
+    assert [row[key] for key in ("both", "only_first", "only_second", "neither")] == [0.25, 0.25, 0.25, 0.25]
+    assert row["count"] == 4
+
+
+def test_seeds_that_make_no_pairs_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = seeds_of(tmp_path, "a", 1, 2, 3, questions=4), seeds_of(tmp_path, "b", 1, 2, questions=4)
+    for more, others, problem in (
+        (first[1:], second[1:], "3 evaluations of the first beside 2 of the second; name one a seed of each"),
+        ([first[1], first[1]], [second[1], first[2]], "a1 is named twice; name the evaluation of another seed"),
+    ):
+        words = ["compare", first[0], second[0], "--first-seeds", *more, "--second-seeds", *others]
+        assert cli.run(words) == 2
+        error = capsys.readouterr().err
+        assert problem in error and error.count("\n") == 1
 
 
 def test_judges_are_named_and_unequal_ones_called_out(tmp_path: Path) -> None:
