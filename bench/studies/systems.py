@@ -36,6 +36,7 @@ from thresher.engine.world.stages import (
     world_questions,
     world_stages,
 )
+from thresher.rewards.statistics import Difference, compare_seeds, least_p
 
 SYSTEMS = (*SEARCHING, *GIVEN)
 KNOWN = (*SYSTEMS, *SAME_FORM)
@@ -176,25 +177,51 @@ def measure(evaluation: Mapping[str, Any], name: str) -> float | None:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table: a line for each system and its control, means over seeds, with the seeds' own EM."""
+    """Return a table: a line for each system and its control, means over seeds, with the seeds' own EM, and by how much
+    it exceeds the control's."""
     lines = [
-        "| system | seeds | reward | EM | EM of each seed | its own claim | steps | sampled tokens | seconds a run |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| system | seeds | reward | EM | EM of each seed | less shuffled, p | its own claim | steps | sampled tokens "
+        "| seconds a run |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    most = 0
     for system in dict.fromkeys(row["system"] for row in rows):
         for control in (False, True):
             group = [row for row in rows if row["system"] == system and row["control"] == control]
             if group:
+                less = None if control else less_control(rows, system)
+                most = max(most, less.count if less else 0)
                 key, claim = CLAIMS[system]
                 each = ", ".join(f"{row['em_after']:.3f}" for row in group)
                 name = f"{system}, shuffled rewards" if control else system
                 tokens, seconds = (mean(row[what] for row in group) for what in ("sampled_tokens", "seconds"))
                 lines.append(
                     f"| {name} | {len(group)} | {_change(group, 'reward')} | "
-                    f"{_change(group, 'em')} | {each} | {claim} {_change(group, key)} | {group[0]['steps']} | "
-                    f"{tokens:,.0f} | {seconds:.0f} |"
+                    f"{_change(group, 'em')} | {each} | {_in_words(less)} | {claim} {_change(group, key)} | "
+                    f"{group[0]['steps']} | {tokens:,.0f} | {seconds:.0f} |"
                 )
+    if most > 1:
+        lines += [
+            "",
+            "Less shuffled: EM less that of the same seed with shuffled rewards, the mean with Student's 95% interval, "
+            f"and p of a two-sided sign flip test, both over seeds. With {most} seeds no p is below {least_p(most):.2g}.",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def less_control(rows: Sequence[Mapping[str, Any]], system: str) -> Difference | None:
+    """Return a system's last EM less its control's, over the seeds that have both; None where none has."""
+    after = {(row["control"], row["seed"]): row["em_after"] for row in rows if row["system"] == system}
+    seeds = [seed for control, seed in after if control and (False, seed) in after]
+    return compare_seeds(*([after[control, seed] for seed in seeds] for control in (True, False))) if seeds else None
+
+
+def _in_words(found: Difference | None) -> str:
+    if found is None:
+        return "-"
+    if found.high is None:
+        return f"{found.difference:+.3f}"
+    return f"{found.difference:+.3f} ± {found.high - found.difference:.3f}, {found.p:.2g}"
 
 
 def _change(group: Sequence[Mapping[str, Any]], key: str) -> str:

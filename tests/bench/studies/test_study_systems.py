@@ -14,6 +14,7 @@ from thresher.bench.studies.systems import (
     KNOWN,
     SYSTEMS,
     SystemRun,
+    less_control,
     make_cases,
     make_world,
     markdown,
@@ -211,13 +212,36 @@ def test_rows_table_and_picture(cases: list[SystemRun], tmp_path: Path) -> None:
     assert (arena["em_after"], arena["relevance_after"]) == (pytest.approx(0.5), pytest.approx(0.5))
     text = markdown(rows)
     assert len(text.splitlines()) == 2 + 2 * len(SYSTEMS)
-    assert (
-        "| arena | 2 | 0.100 → 0.500 | 0.100 → 0.500 | 0.500, 0.500 | relevance 0.100 → 0.500 | 3 | 1,200 | 10 |"
-        in text
-    )
+    changed = "0.100 → 0.500"
+    arena_row = f"| arena | 2 | {changed} | {changed} | 0.500, 0.500 | +0.400 | relevance {changed} | 3 | 1,200 | 10 |"
+    assert arena_row in text
     assert "| arena, shuffled rewards | 1 | 0.100 → 0.100 |" in text
     draw_systems(rows, records, CLAIMS, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_system_is_held_against_its_control_seed_by_seed() -> None:
+    def row(seed: int, em: float, control: bool = False) -> dict[str, Any]:
+        known = {
+            "system": "search_r1",
+            "seed": seed,
+            "control": control,
+            "steps": 3,
+            "sampled_tokens": 0,
+            "seconds": 1.0,
+        }
+        return known | {f"{key}_{when}": em for key in ("em", "reward", "searches") for when in ("before", "after")}
+
+    rows = [row(1, 0.9), row(0, 0.8), row(2, 1.0), row(3, 0.1)]
+    controls = [row(0, 0.1, True), row(1, 0.3, True), row(2, 0.2, True)]  # .7, .6, .8 below
+    found = less_control([*rows, *controls], "search_r1")
+    assert found is not None and (found.count, found.p) == (3, 0.25)
+    half = 4.303 * 0.1 / 3**0.5  # Student's, two degrees of freedom
+    assert (found.difference, found.low) == (pytest.approx(0.7), pytest.approx(0.7 - half))
+    text = markdown([*rows, *controls])
+    assert "| 0.900, 0.800, 1.000, 0.100 | +0.700 ± 0.248, 0.25 | searches" in text
+    assert text.endswith("both over seeds. With 3 seeds no p is below 0.25.\n")
+    assert less_control(rows, "search_r1") is None and "| - | searches" in markdown(rows)
 
 
 def test_a_measure_is_looked_for_in_two_places() -> None:
