@@ -204,7 +204,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         lines += [
             "",
             "Less shuffled: EM less that of the same seed with shuffled rewards, the mean with Student's 95% interval, "
-            f"and p of a two-sided sign flip test, both over seeds. With {most} seeds no p is below {least_p(most):.2g}.",
+            f"and p of a two-sided sign flip test, over seeds. With {most} seeds no p is below {least_p(most):.2g}.",
         ]
     return "\n".join(lines) + "\n"
 

@@ -240,7 +240,7 @@ def test_a_system_is_held_against_its_control_seed_by_seed() -> None:
     assert (found.difference, found.low) == (pytest.approx(0.7), pytest.approx(0.7 - half))
     text = markdown([*rows, *controls])
     assert "| 0.900, 0.800, 1.000, 0.100 | +0.700 ± 0.248, 0.25 | searches" in text
-    assert text.endswith("both over seeds. With 3 seeds no p is below 0.25.\n")
+    assert text.endswith("over seeds. With 3 seeds no p is below 0.25.\n")
     assert less_control(rows, "search_r1") is None and "| - | searches" in markdown(rows)
 
 
