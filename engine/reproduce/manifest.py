@@ -5,7 +5,8 @@ like            the name of a manifest from which models, files, sets, tunings a
 world_base      the base of all rows in the invented world (engine/world/stages.py); absent: "shared"
 [models.NAME]   paper: its folder at paper scale, get: how to get it, chat: prompts go through its chat template;
                 served: `paper` is a server's name of it, whose address is given by --answer-url; overrides: of its
-                evaluations
+                evaluations; prompt: of a released checkpoint, the file of [files] with the prompt that it was trained
+                under, which every row that asks it reads
 [files]         PATH = "how to make it": other files that recipes at paper scale read
 [sets.NAME]     a column: label; paper: the file of questions at paper scale, get: how to make it; relations: of its
                 questions in the invented world (absent: no such column there); noise: irrelevant passages added
@@ -58,13 +59,14 @@ PAPERS = Path(str(files("thresher.engine.reproduce"))) / "papers"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """A model at paper scale, a folder or a server's, and how it is got."""
+    """A model at paper scale, a folder or a server's, and how it is got; see the top of this file."""
 
     paper: str
     get: str
     chat: bool = False
     served: bool = False
     overrides: tuple[str, ...] = ()
+    prompt: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,8 @@ SHARED_SEED = 0  # of what all seeds share: the generator that answers from evid
 ASKED_IN = {"reason-extract": "eviomni", "extract": "extract_only"}  # a tuning's kind or format -> prompt in the world
 ASKED_IN |= {name: name for name in ("qa", "closed-book", "filco")}
 
+AGENT = Method(label="agent", baseline="search_loop")  # how `extract --loop agentic` asks its agent
+
 
 def without(overrides: Iterable[str], *sections: str) -> list[str]:
     return [text for text in overrides if text.partition(".")[0].strip() not in sections]
@@ -57,7 +59,7 @@ def without(overrides: Iterable[str], *sections: str) -> list[str]:
 class Scale:
     """The scale of a table, "paper" or "world", and its seeds; overrides of every recipe that has their section; how
     many questions an evaluation has at most; the keys and the hosts that may get them (NAME@HOST); servers by the names
-    of their models; and a folder of prompts that replace ours, NAME.txt for each system or baseline."""
+    of their models; and a folder of prompts that replace the manifest's and ours, NAME.txt as `prompt_name` says."""
 
     name: str
     seeds: Sequence[int] = (0,)
@@ -67,10 +69,13 @@ class Scale:
     servers: Mapping[str, ServedModel] = field(default_factory=dict)
     prompts: Path | None = None
 
-    def prompt_of(self, method: Method) -> list[str]:
-        """Return the user's own prompt of a method's system or baseline, as an override; none without such a file."""
-        file = None if self.prompts is None else self.prompts / f"{prompt_name(method)}.txt"
-        return [f"system.template={file}"] if file is not None and file.is_file() else []
+    def prompt_of(self, method: Method, model: PublishedModel) -> list[str]:
+        """Return the file of the prompt that this model is asked in, as a list: the user's own, or a released
+        checkpoint's; empty where it is ours."""
+        file = None if self.prompts is None else self.prompts / f"{prompt_name(method, model)}.txt"
+        if file is not None and file.is_file():
+            return [str(file)]
+        return [] if model.prompt is None else [model.prompt]
 
     @property
     def invented(self) -> bool:
@@ -169,9 +174,10 @@ class ExperimentRun:
         return *self.before, *(command for chain in self.columns.values() for command in chain)
 
 
-def prompt_name(method: Method) -> str | None:
-    """Return the name of the prompt of a method's baseline or system."""
-    return method.baseline or method.system
+def prompt_name(method: Method, model: PublishedModel) -> str | None:
+    """Return the name of the prompt that a method asks a model in: a released checkpoint's, or else the baseline's or
+    the system's."""
+    return method.baseline or method.system if model.prompt is None else Path(model.prompt).stem
 
 
 def columns_of(manifest: PaperManifest, table: PaperTable, invented: bool) -> list[str]:
@@ -289,7 +295,7 @@ class Pipeline:
         if self.invented:
             recipe, placed = str(RECIPE), self.placed(self.prompt, policy)
         else:
-            recipe, placed = str(RECIPES / recipe), (f"model.path={policy}", *self.scale.prompt_of(self.trained))
+            recipe, placed = str(RECIPES / recipe), (f"model.path={policy}", *self.template_of(self.trained))
         own = (*switches_of(self.trained), *self.overrides(self.trained), *self.scale.of_trainings)
         return self.by_recipe("train", recipe, (*placed, f"run.seed={self.seed}", *own), folder)
 
@@ -308,7 +314,7 @@ class Pipeline:
                 words = self.of_system(self.prompt, policy)
             else:
                 words = self.named(policy)
-                own = [*self.scale.prompt_of(self.method), *self.model.overrides, *own]
+                own = [*self.template_of(self.method), *self.model.overrides, *own]
             words = ["eval", *words, *sets_of(*switches_of(self.method), *own), *self.baseline]
         words += [*self.questions(column), *self.noise(column), *self.scale.limiting]
         return Command((*words, "--out", str(folder)), folder, self.absent(words))
@@ -321,6 +327,7 @@ class Pipeline:
         if self.method.agent is not None:
             model = self.manifest.models[self.method.agent]
             words += ["--loop", "agentic", "--agent-name" if model.served else "--agent-model", self.called(model)]
+            words += [word for file in self.scale.prompt_of(AGENT, model) for word in ("--agent-template", file)]
         words += self.questions(column)
         return Command((*words, "--out", str(file)), file, self.absent(words))
 
@@ -339,7 +346,7 @@ class Pipeline:
             named = ["--model", self.manifest.models[method.encoder].paper, *sets_of(*ON_GPU)]
         else:
             named = ["--best-of", policy] if trained else self.named(policy)
-        asked = [] if trained or method.refiner else scale.prompt_of(method)
+        asked = [] if trained or method.refiner else self.template_of(method)
         return [*named, *method.refiner, *sets_of(*method.extract_overrides, *asked), *own, *self.baseline]
 
     def answering(self, column: str, generator: str, evidence: Command | None = None) -> Command:
@@ -371,6 +378,10 @@ class Pipeline:
         last = {word.partition("=")[0]: word for word in read}.values()
         paths = dict.fromkeys(word.rpartition("=")[2] for word in last if word not in self.scale.overrides)
         return tuple((path, known[path]) for path in paths if path in known and not Path(path).exists())
+
+    def template_of(self, method: Method) -> list[str]:
+        """Return the prompt of a method in place of ours, as an override."""
+        return [f"system.template={file}" for file in self.scale.prompt_of(method, self.model)]
 
     def start(self, seed: int) -> str:
         """Return the model folder that everything of this seed begins at."""

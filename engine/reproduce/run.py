@@ -26,8 +26,11 @@ from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
 from thresher.common.locks import lock_folder
-from thresher.engine.reproduce.manifest import PaperManifest, PaperTable, read_manifest
+from thresher.engine.baselines import load_baseline
+from thresher.engine.episode import System, read_template
+from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, read_manifest
 from thresher.engine.reproduce.pipelines import (
+    AGENT,
     Command,
     ExperimentRun,
     Scale,
@@ -38,6 +41,7 @@ from thresher.engine.reproduce.pipelines import (
     write_prompts,
 )
 from thresher.engine.reproduce.tables import markdown, read_overrides, results_of
+from thresher.engine.systems import load_system
 from thresher.engine.world.stages import RECIPES
 
 RECORD = "command.json"
@@ -130,17 +134,44 @@ def _say(text: str, style: str | None = None) -> None:
 
 
 def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
-    if scale.prompts is None:
-        return
+    """Raise UserError for a file of --prompts that nothing of these tables asks in, and for a prompt, the user's or a
+    released checkpoint's, without the placeholders that its system fills."""
     if scale.invented:
-        raise UserError("--prompts: the invented world's base knows its own short prompts; give it with --scale paper")
-    rows = [row for table in tables.values() for row in table.rows]
-    methods = [manifest.methods[name] for row in rows for name in (row.method, manifest.trains(row))]
-    names = sorted({name for method in methods if (name := prompt_name(method)) is not None})
-    files = sorted(scale.prompts.glob("*.txt"))
-    if not files or (other := next((file for file in files if file.stem not in names), None)) is not None:
-        where = f"{other}: nothing of these tables asks in it" if files else f"{scale.prompts}: holds no prompt"
-        raise UserError(f"{where}; name a file after whose prompt it is, such as {', '.join(names)}, with .txt behind")
+        if scale.prompts is not None:
+            raise UserError(
+                "--prompts: the invented world's base knows its own short prompts; give it with --scale paper"
+            )
+        return
+    asked = list(_asked(manifest, tables))
+    if scale.prompts is not None:
+        names = sorted({name for method, model in asked if (name := prompt_name(method, model)) is not None})
+        files = sorted(scale.prompts.glob("*.txt"))
+        if not files or (other := next((file for file in files if file.stem not in names), None)) is not None:
+            where = f"{other}: nothing of these tables asks in it" if files else f"{scale.prompts}: holds no prompt"
+            raise UserError(
+                f"{where}; name a file after whose prompt it is, such as {', '.join(names)}, with .txt behind"
+            )
+    for method, model in asked:
+        for file in scale.prompt_of(method, model):
+            if Path(file).is_file():
+                read_template(file, passages="{passages}" in _system_of(method).template)
+
+
+def _asked(manifest: PaperManifest, tables: Mapping[str, PaperTable]) -> Iterator[tuple[Method, PublishedModel]]:
+    """Yield each method of these tables that has a prompt, with the model that is asked in it."""
+    for row in (row for table in tables.values() for row in table.rows):
+        method, model = manifest.methods[row.method], manifest.models[row.model]
+        for one in (method, manifest.methods[manifest.trains(row)]):
+            if one.system is not None or one.baseline is not None:
+                yield one, model
+        if method.agent is not None:
+            yield AGENT, manifest.models[method.agent]
+
+
+def _system_of(method: Method) -> System:
+    if method.baseline is not None:
+        return load_baseline(method.baseline, method.options)
+    return load_system(str(method.system), method.options)
 
 
 def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Sequence[ExperimentRun], page: Path) -> None:

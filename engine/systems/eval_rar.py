@@ -12,7 +12,8 @@ evaluates and answers].
              0    else
 
 Preset: eps .2, G 5, lr 1e-6, k3 [assumed] with beta 1e-3, temperature 1 [assumed], 512 questions a step, 3 passages,
-turns of 500 tokens, 2,048 for all [assumed].
+turns of 500 tokens, 2,048 for all [assumed]. The paper follows Search-R1 in what it does not print: two updates of 256
+questions a step, and the warm-up of the lr over .285 of the steps, are those of Search-R1's script [assumed].
 """
 
 from dataclasses import asdict, dataclass

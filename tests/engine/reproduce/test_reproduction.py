@@ -11,6 +11,7 @@ import pytest
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
+from thresher.engine.assemble import read_run_recipe
 from thresher.engine.baselines import load_baseline
 from thresher.engine.baselines.reading import answers_from
 from thresher.engine.config.recipe import load_recipe
@@ -56,10 +57,17 @@ def test_a_manifest_agrees_with_itself_and_with_what_is_there(name: str) -> None
     manifest, parser = read_manifest(name), cli.build_parser()
     models = {model.paper for model in manifest.models.values()}
     assert manifest.world_base in BASES
+    assert {model.prompt for model in manifest.models.values()} <= {None, *manifest.files}
     for method in manifest.methods.values():
         assert [method.system is not None, method.baseline is not None, method.refiner != ()].count(True) == 1
         assert {method.warmup, method.generator} <= {*manifest.tunings, None}
         assert {method.agent, method.encoder} <= {*manifest.models, None}
+        assert method.baseline != "released" or all(
+            manifest.models[row.model].prompt is not None
+            for table in manifest.tables.values()
+            for row in table.rows
+            if manifest.methods[row.method] is method
+        )
         assert method.trained_as in {*manifest.methods, None}
         if method.system is not None:
             load_system(method.system, method.options)
@@ -240,7 +248,7 @@ def test_at_paper_scale_what_is_absent_is_said_and_the_rest_runs(
     reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
     said = capsys.readouterr().out
     assert ran == [] and said.count("models/Qwen2.5-3B: hf download") == 1 and "data/nq_test.jsonl: NQ's" in said
-    for path in ("models/Qwen2.5-3B/config.json", "data/nq_test.jsonl"):
+    for path in ("models/Qwen2.5-3B-Instruct/config.json", "data/nq_test.jsonl"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("{}")
     reproduce("eval_rar", ["T1"], PAPER, Path("out"), ran.append)
@@ -317,6 +325,68 @@ def test_a_papers_own_prompts_replace_ours_at_paper_scale(tmp_path: Path) -> Non
         Scale("paper", prompts=prompts)
     )
     assert "holds no prompt" in refused(Scale("paper", prompts=tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("paper", "table", "file", "text", "problem"),
+    [
+        ("eval_rar", "T1", "eval_rar", "Answer.", "needs {question} exactly once, found 0"),
+        ("eval_rar", "T1", "eval_rar", "{question} {question}", "needs {question} exactly once, found 2"),
+        ("eval_rar", "T1", "eval_rar", "{question} {passages}", "of this system has no use for {passages}, found 1"),
+        ("eval_rar", "T1", "naive_rag", "{question}", "needs {passages} exactly once, found 0"),
+        ("arena", "T3", "arena", "{passages}", "needs {question} exactly once, found 0"),
+        ("arena", "T3", "research", "Answer.", "needs {question} exactly once, found 0"),
+        ("eviomni", "T5", "search_r1", "{question} {passages}", "of this system has no use for {passages}, found 1"),
+    ],
+)
+def test_a_prompt_with_other_placeholders_is_refused_by_its_file_before_anything_runs(
+    paper: str, table: str, file: str, text: str, problem: str, tmp_path: Path
+) -> None:
+    own = tmp_path / f"{file}.txt"
+    own.write_text(text)
+    with pytest.raises(UserError) as caught:
+        reproduce(paper, [table], Scale("paper", prompts=tmp_path), tmp_path / "out", lambda words: None)
+    assert str(caught.value) == f"{own}: a prompt template {problem}" and not (tmp_path / "out").exists()
+
+
+def test_a_released_checkpoint_is_asked_in_its_own_prompt(tmp_path: Path) -> None:
+    """The manifest names the file and how it is got; one of --prompts under its name takes its place."""
+    for paper, table, method, name in (
+        ("evinote", "T1", "r1_searcher", "r1_searcher"),
+        ("arena", "T3", "simple_deep_searcher", "simple_deep_searcher"),
+        ("arena", "T3", "research", "research"),
+        ("eviomni", "T5", "search_r1", "search_r1"),
+        ("eviomni", "T5", "search_r1_eviomni", "search_r1"),
+    ):
+        manifest = read_manifest(paper)
+        (tmp_path / f"{name}.txt").write_text("{question}")
+        for scale, file in (
+            (PAPER, f"prompts/{name}.txt"),
+            (Scale("paper", prompts=tmp_path), f"{tmp_path}/{name}.txt"),
+        ):
+            cell = experiment_of(manifest, table, method, scale, tmp_path / "out")
+            for (command,) in cell.columns.values():
+                words = list(command.words)
+                if command.words[0] == "extract":  # the agent, and not the extractor that it asks
+                    assert words[words.index("--agent-template") + 1] == file
+                    assert not any(word.startswith("system.template") for word in words)
+                else:
+                    assert f"system.template={file}" in words
+            assert (file in cell.lacking()) == (scale is PAPER)
+
+
+def test_rows_that_differ_in_the_system_are_trained_alike() -> None:
+    """Eval-RAR follows Search-R1's settings: two updates a batch, one warm-up of the learning rate."""
+    manifest = read_manifest("eval_rar")
+    recipes = [read_run_recipe(RECIPES / str(manifest.methods[name].recipe), []) for name in ("search_r1", "eval_rar")]
+    assert [line.split()[0] for line in recipes[0].differences(recipes[1])] == ["system.name"]
+    assert recipes[1].grpo.updates_per_batch == 2 and recipes[1].optim.warmup_ratio == 0.285
+
+
+def test_what_nothing_trains_is_asked_of_an_instruct_model() -> None:
+    for row in read_manifest("eval_rar").tables["T1"].rows:
+        trained = read_manifest("eval_rar").methods[row.method].recipe is not None
+        assert trained or row.model == "instruct"
 
 
 @pytest.mark.usefixtures("asked_file")
