@@ -204,7 +204,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         lines += [
             "",
             "Less shuffled: EM less that of the same seed with shuffled rewards, the mean with Student's 95% interval, "
-            f"and p of a two-sided sign flip test, over seeds. With {most} seeds no p is below {least_p(most):.2g}.",
+            f"and p of a two-sided sign flip test, over seeds. With {most} seeds no p is below {least_p(most):.3g}.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -221,7 +221,7 @@ def _in_words(found: Difference | None) -> str:
         return "-"
     if found.high is None:
         return f"{found.difference:+.3f}"
-    return f"{found.difference:+.3f} ± {found.high - found.difference:.3f}, {found.p:.2g}"
+    return f"{found.difference:+.3f} ± {found.high - found.difference:.3f}, {found.p:.3g}"
 
 
 def _change(group: Sequence[Mapping[str, Any]], key: str) -> str:

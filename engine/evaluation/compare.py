@@ -127,7 +127,7 @@ def compare_over_seeds(firsts: Sequence[Evaluation], seconds: Sequence[Evaluatio
     }
     notes = [
         f"{count} pairs, one a seed: means, intervals and p-values are over seeds. With {count} seeds no p is below "
-        f"{least_p(count):.2g}."
+        f"{least_p(count):.3g}."
     ]
     return {
         "first": pairs[0]["first"] | {"folders": [str(run.path) for run in firsts]},
@@ -248,7 +248,7 @@ def difference_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 shown(key, found["second"]),
                 f"{scale * found['difference']:+,.{digits}f}" + (" pts" if scale == 100 else ""),
                 between,
-                f"{found['p']:.2g}" if found["p"] >= 1e-4 else "< 0.0001",
+                f"{found['p']:.3g}" if found["p"] >= 1e-4 else "< 0.0001",
                 f"{found['count']:,}",
                 found["test"],
             )

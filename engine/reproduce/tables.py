@@ -204,7 +204,7 @@ def _of_p(results: Mapping[str, Any]) -> Iterator[str]:
     if most := max(pairs - {1}, default=0):
         yield (
             f"p: two-sided, against {results['against']}, a sign flip test over {most} seeds in pairs; with {most} "
-            f"seeds no p is below {least_p(most):.2g}."
+            f"seeds no p is below {least_p(most):.3g}."
         )
     if 1 in pairs:
         yield (
@@ -245,7 +245,7 @@ def _texts(row: Mapping[str, Any], measure: str, column: str, position: int, col
 def _p(figures: Mapping[str, Any]) -> str:
     """Return p, with ≤ at the least value of a test that draws, and a dagger where it is over questions."""
     least = figures["p"] <= LEAST_P and "draws" in figures["test"]
-    return f"{'≤ ' if least else ''}{figures['p']:.2g}{' †' if figures['over'] == 'questions' else ''}"
+    return f"{'≤ ' if least else ''}{figures['p']:.3g}{' †' if figures['over'] == 'questions' else ''}"
 
 
 def _number(value: float) -> str:

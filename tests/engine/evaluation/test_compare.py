@@ -51,7 +51,7 @@ def test_differences_of_the_questions_in_both(tmp_path: Path, capsys: Any) -> No
     assert (compression["first"], compression["second"], compression["count"]) == (4.0, 9.0, 1)
     assert "f1" not in result["differences"] and result["recalled"] == []
     page = (tmp_path / "out" / "here" / "compare.md").read_text()
-    assert "| Exact match | `em` | 0.0% | 100.0% | +100.0 pts | - | 0.062 | 5 | exact sign test |" in page
+    assert "| Exact match | `em` | 0.0% | 100.0% | +100.0 pts | - | 0.0625 | 5 | exact sign test |" in page
     assert "2 questions of the second are in it alone" in page and "rewards do not compare" in page
     printed = capsys.readouterr().out
     assert "5 questions are in both runs." in printed and "│ em " in printed
@@ -114,7 +114,7 @@ def test_where_nobody_knows_of_the_passages_all_questions_count(tmp_path: Path) 
     assert row["count"] == 2 and row["only_first"] == 1.0  # not the one whose passages are known to lack the gold
 
 
-@pytest.mark.parametrize(("count", "shown"), [(9, "0.0039"), (13, "0.00024"), (20, "< 0.0001")])
+@pytest.mark.parametrize(("count", "shown"), [(9, "0.00391"), (13, "0.000244"), (20, "< 0.0001")])
 def test_p_values_are_shown_down_to_one_in_ten_thousand(tmp_path: Path, count: int, shown: str) -> None:
     runs = [
         read_evaluation(evaluation(tmp_path / name, [(str(n), {"em": em}) for n in range(count)]))

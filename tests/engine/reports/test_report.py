@@ -265,7 +265,7 @@ def test_several_runs(tmp_path: Path, drawn: list[Chart], capsys: pytest.Capture
 
     em = tests[0]["differences"]["em"]
     assert (em["first"], em["second"], em["count"]) == (2 / 12, 10 / 12, 12) and em["p"] == pytest.approx(2 / 2**8)
-    assert "Exact match 16.7% 83.3% +66.7 pts" in page.text and "0.0078 12" in page.text
+    assert "Exact match 16.7% 83.3% +66.7 pts" in page.text and "0.00781 12" in page.text
     assert "rewarded differently" not in page.text
     assert "Steps 3 of 30 5 of 30" in page.text and "In all - 2 min 10 s" in page.text
     assert "Rollout, tokens per second 5,000 25,000" in page.text
