@@ -7,6 +7,7 @@ seeds of one number. A row that no seed changes stands beside every seed of the 
 test is over the questions, and says nothing of another seed. A plan needs the model's config.json and no weights.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -46,6 +47,7 @@ def results_of(
     columns = columns_of(manifest, table, scale.invented)
     rows: dict[str, dict[str, Any]] = {}
     values: dict[Entry, dict[int, Values]] = {}  # of each seed
+    planned = Counter(manifest.label(one.row) for one in experiments)
     for one in experiments:
         label = manifest.label(one.row)
         rows.setdefault(label, {"label": label, "printed": one.row.printed, "ours": {}})
@@ -59,8 +61,10 @@ def results_of(
                 values.setdefault((label, measure, column), {})[one.seed] = known
     for (label, measure, column), seeds in (alone(values) if table.alone else values).items():
         if seeds and all(seeds.values()):
-            against = values.get((table.against or "", measure, column), {})
-            rows[label]["ours"].setdefault(measure, {})[column] = _figures(seeds, {} if against is seeds else against)
+            other = table.against or ""
+            against = values.get((other, measure, column), {}) if label != other else {}
+            cell = _figures(seeds, against, fixed=1 in (planned[label], planned[other]))
+            rows[label]["ours"].setdefault(measure, {})[column] = cell
     return {
         "paper": manifest.title,
         "caption": table.caption,
@@ -145,15 +149,14 @@ def _questions_of(output: Path) -> str:
     return str(read_json_object(output / "settings.json")["questions"])
 
 
-def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values]) -> dict[str, Any]:
+def _figures(seeds: Mapping[int, Values], against: Mapping[int, Values], fixed: bool = False) -> dict[str, Any]:
     """Return a cell of the table. Where `against` has values, also "difference", "low", "high" (95%), "p" and "test" of
-    this row less that one, "over" ("seeds" or "questions") and "differences", one for each pair of seeds."""
+    this row less that one, "over" ("seeds" or "questions") and "differences", one for each pair of seeds. fixed: one of
+    the two is a row that no seed changes, and stands beside each seed of the other."""
     every, others = list(seeds.values()), list(against.values())
     means = [mean(values.values()) for values in every]
     figures = _over_seeds(means) | {"seeds": means, "questions": len(every[0])}
-    # A row of one seed, which no seed changes, stands beside each seed of the other.
-    single = 1 in (len(seeds), len(against))
-    pairs = [(theirs, ours) for seed, ours in seeds.items() for at, theirs in against.items() if single or seed == at]
+    pairs = [(theirs, ours) for seed, ours in seeds.items() for at, theirs in against.items() if fixed or seed == at]
     ids = [id_ for id_ in every[0] if all(id_ in values for values in (*every, *others))]
     if not pairs or not ids:
         return figures

@@ -539,9 +539,38 @@ def test_of_several_seeds_the_seed_is_the_unit() -> None:
     assert _figures(seeds(134, 134, 0), first)["p"] == 1.0
     # Seeds are paired by their number, whatever the order of what was run; a row that no seed changes, with every one.
     assert _figures(second, dict(reversed(first.items()))) == found
-    alone = _figures({0: first[0]}, second)
+    alone = _figures({0: first[0]}, second, fixed=True)
     assert alone["differences"] == pytest.approx([-3 / 134, -31 / 134, -10 / 134]) and alone["over"] == "seeds"
+    # The only finished seed of three is none of these.
+    assert _figures({1: first[1]}, second)["over"] == "questions"
     assert "p" not in _figures(seeds(1, 2), {5: first[0], 6: first[1]})
+
+
+def test_a_row_that_no_seed_changes_stands_beside_every_seed_and_an_unfinished_one_does_not(tmp_path: Path) -> None:
+    manifest, scale = read_manifest("eval_rar"), Scale("paper", (0, 1, 2))
+    cells = experiment_runs(manifest, manifest.tables["T1"], scale, tmp_path)
+    right = {("direct", 0): 1, ("search_r1", 0): 3, ("search_r1", 1): 5, ("search_r1", 2): 7, ("eval_rar", 0): 9}
+    for cell in cells:
+        untrained = cell.row.method == "direct"
+        if (count := right.get((cell.row.method, cell.seed))) is None or not (untrained or cell.row.model == "base"):
+            continue
+        folder = cell.columns["nq"][0].folder
+        folder.mkdir(parents=True)
+        records = [
+            {"id": str(n), "question": "?", "parts": {}, "measures": {"em": float(n < count)}} for n in range(10)
+        ]
+        (folder / "trajectories.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "metrics.json").write_text("{}")
+    results = results_of(manifest, manifest.tables["T1"], scale, cells)
+    ours = {row["label"]: row["ours"]["em"]["nq"] for row in results["rows"] if row["ours"]}
+    direct, unfinished = ours["Direct inference"], ours["Eval-RAR (base)"]
+    assert direct["differences"] == pytest.approx([-0.2, -0.4, -0.6]) and (direct["p"], direct["over"]) == (
+        0.25,
+        "seeds",
+    )
+    assert unfinished["differences"] == pytest.approx([0.6]) and unfinished["over"] == "questions"
+    page = markdown(results)
+    assert "over 3 seeds in pairs; with 3 seeds no p is below 0.25." in page and "| .900 | 0.0312 † |" in page
 
 
 def test_one_seed_is_compared_over_its_questions_and_marked() -> None:
