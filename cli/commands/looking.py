@@ -1,4 +1,4 @@
-"""Commands that look at runs, `report` and `watch`; and `completion`, of the command line itself."""
+"""Commands that look at runs and rollouts: `report`, `tokens`, `watch`; and `completion`, of the command line."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from thresher.cli import flags
-from thresher.cli.flags import Port, Texts, Unverified
+from thresher.cli.flags import Count, Port, Texts, Unverified
 from thresher.cli.parser import POSITIONAL, Command, commands_of
 from thresher.common import console
 from thresher.common.errors import UserError
@@ -94,6 +94,38 @@ SCRIPT = """_thresher() {
 }
 complete -o bashdefault -o default -F _thresher thresher
 """
+
+
+class Tokens(
+    Command,
+    help="write rollouts of TRL, verl, prime-rl or Thresher as a page, token by token",
+    place=112,
+    example="thresher tokens completions_00010.parquet --tokenizer models/Qwen2.5-0.5B-Instruct",
+):
+    file: Annotated[str, POSITIONAL, "rollouts, as JSONL or parquet"]
+    out: Annotated[str | None, "the .html file; default: beside FILE"] = None
+    tokenizer: Annotated[
+        str | None, "FOLDER", "of the model that wrote the rollouts; default: the run's, or text is cut into words"
+    ] = None
+    format: Annotated[
+        Literal["thresher", "trl", "verl", "prime-rl"] | None, "what wrote FILE; default: told by its columns"
+    ] = None
+    most: Annotated[Count, "trajectories to show, the first of FILE"] = 512
+    unverified: Unverified = False
+
+    def __call__(self) -> None:
+        from thresher.engine.reports.token_dumps import write_token_page
+
+        page = write_token_page(
+            self.file,
+            self.out,
+            format=self.format,
+            tokenizer=self.tokenizer,
+            most=self.most,
+            unverified=self.unverified,
+        )
+        console.say(str(page))
+        console.answer({"page": page})
 
 
 class Completion(

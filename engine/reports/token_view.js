@@ -1,7 +1,8 @@
 (() => {
-const { ratioOf, estimators, fullScale, opacity, halves } = FORMULAS; // token_formulas.js
+const { ratioOf, estimators, updated, probability, gradientOf, staleness, spread, mean, percent, longest, fullScale, opacity, halves } = FORMULAS; // token_formulas.js
 const $ = (id) => document.getElementById(id);
 const D = JSON.parse($("data").textContent), O = D.objective, groups = D.groups;
+const UNIT = D.words ? "word" : "token"; // words: the text is not cut into tokens
 
 // Small tools. Sampled text only ever becomes a text node.
 function el(tag, attributes, ...children) {
@@ -34,6 +35,8 @@ const turnsOf = (sample) => [sample.segments, ...(sample.branches || []).filter(
 const all = [];
 groups.forEach((group, g) => group.samples.forEach((sample, s) => {
   all.push({ g, s, sample });
+  sample.step = group.step;
+  sample.versionOf = sample.versions ? spread(sample.versions) : [];
   sample.count = sum(turnsOf(sample).map((part) => part[2].length));
   sample.isClipped = new Set(sample.clipped || []);
 }));
@@ -42,10 +45,15 @@ function value(sample, name, i) {
   if (!(key in sample)) sample[key] = sample[name] === undefined ? null : halves(sample[name]);
   return sample[key] ? sample[key][i] : NaN;
 }
-const now = (sample, i) => value(sample, "logprob", i) + value(sample, "rollout", i); // log-prob by the update's forward
+const now = (sample, i) => updated(value(sample, "logprob", i), value(sample, "rollout", i)); // log-prob by the update's forward
 const d = (sample, i) => value(sample, "reference", i);
 const advantage = (sample, i) => (sample.weighted === undefined ? sample.advantage : value(sample, "weighted", i));
-const gradient = (sample, i) => value(sample, "gradient", i) * sample.unit;
+const gradient = (sample, i) => gradientOf(value(sample, "gradient", i), sample.unit);
+const stale = (sample, i) => staleness(sample.step, sample.versionOf[i]);
+
+function* ofTokens(f) { // f of every token of every sample
+  for (const { sample } of all) for (let i = 0; i < sample.count; i++) yield f(sample, i);
+}
 
 // Colourings: what(sample, i) -> number; full: where the colour is full, or null: the step's 99th percentile.
 const COLOURS = [
@@ -62,20 +70,18 @@ const COLOURS = [
   { id: "k2", name: "KL, k2", needs: "reference", what: (s, i) => estimators.k2(d(s, i)), help: "d² / 2, where d = log p − log p of the reference." },
   { id: "k3", name: "KL, k3", needs: "reference", what: (s, i) => estimators.k3(d(s, i)), help: "exp(−d) − 1 + d, where d = log p − log p of the reference." },
   { id: "entropy", name: "entropy", needs: "entropy", what: (s, i) => value(s, "entropy", i), help: "Of the policy's distribution where the token was drawn, in nats." },
-  { id: "advantage", name: "advantage", both: true, what: advantage, help: "Of the sample within its group, or of a branch with a reward of its own; the same for all its tokens, unless grpo.advantage is finer, and but for importance weights." },
-  { id: "clipped", name: "clipped", needs: "rollout", what: (s, i) => (s.isClipped.has(i) ? 1 : 0), full: 1, tone: "--down", show: (v) => (v ? "clipped" : "–"),
+  { id: "advantage", name: "advantage", needs: "advantage", both: true, what: advantage, help: "Of the sample within its group, or of a branch with a reward of its own; the same for all its tokens, unless grpo.advantage is finer, and but for importance weights." },
+  { id: "staleness", name: "staleness", needs: "versions", what: stale, help: "Updates between the weights that drew the token and those that it trains: step − 1 − version." },
+  { id: "clipped", name: "clipped", needs: "clipped", what: (s, i) => (s.isClipped.has(i) ? 1 : 0), full: 1, tone: "--down", show: (v) => (v ? "clipped" : "–"),
     help: "The clip left the surrogate term of this token no gradient." },
 ];
-const has = (colour) => !colour.needs || all.some(({ sample }) => sample[colour.needs] !== undefined);
+const known = (name) => all.some(({ sample }) => sample[name] !== undefined && sample[name] !== null);
+const has = (colour) => !colour.needs || known(colour.needs) || (colour.needs === "advantage" && known("weighted"));
 const usable = COLOURS.filter(has);
 const scales = {};
 function scale(colour) {
   if (scales[colour.id]) return scales[colour.id];
-  const values = [];
-  for (const { sample } of all) for (let i = 0; i < sample.count; i++) {
-    const v = colour.what(sample, i);
-    if (Math.abs(v) > 0) values.push(v);
-  }
+  const values = [...ofTokens(colour.what)].filter((v) => Math.abs(v) > 0);
   return (scales[colour.id] = fullScale(values, colour.full, colour.id === "advantage" ? 1 : .99));
 }
 const tone = (colour, v) => colour.tone || (colour.both ? (v > 0 ? "--up" : "--down") : "--one");
@@ -86,27 +92,29 @@ function paint(colour, v) {
 }
 
 // Filters.
-const lengths = all.map(({ sample }) => sample.count).sort((a, b) => b - a);
-const long = lengths[Math.max(0, Math.ceil(lengths.length / 10) - 1)];
+const long = longest(all.map(({ sample }) => sample.count));
 const FILTERS = [
   ["all", "all samples", () => true],
-  ["wrong", "wrong answers", (sample) => !sample.right],
-  ["right", "right answers", (sample) => sample.right],
+  ["wrong", "wrong answers", (sample) => sample.right === false],
+  ["right", "right answers", (sample) => sample.right === true],
   ["clipped", "with clipped tokens", (sample) => sample.isClipped.size > 0],
-  ["longest", `longest (from ${long} tokens)`, (sample) => sample.count >= long],
+  ["longest", `longest (from ${long} ${UNIT}s)`, (sample) => sample.count >= long],
   ["signal", "with an advantage", (sample) => Boolean(sample.advantage)],
 ];
 const state = { g: 0, s: 0, parts: null, colour: usable[0], filter: FILTERS[0], pin: null };
 const passes = (sample) => state.filter[2](sample);
 
 // The rail.
+const verdict = (sample) => (sample.right === null ? "" : sample.right ? "right" : "wrong"); // "": the dump does not say
+const tint = (sample) => verdict(sample) && `${verdict(sample)}-text`;
+const isIdle = (group) => group.samples.every((sample) => sample.advantage === 0);
 function drawRail() {
   $("rail").replaceChildren(...groups.map((group, g) => {
     const matching = group.samples.filter(passes).length;
     if (!matching) return "";
-    const idle = group.samples.every((sample) => !sample.advantage);
-    const dots = group.samples.map((sample) => el("b", { class: `${sample.right ? "right" : ""} ${passes(sample) ? "" : "off"}`,
-      title: `sample ${sample.n}: ${sample.right ? "right" : "wrong"}, reward ${fmt(sample.reward)}` }));
+    const idle = isIdle(group);
+    const dots = group.samples.map((sample) => el("b", { class: `${verdict(sample) || "unknown"} ${passes(sample) ? "" : "off"}`,
+      title: `sample ${sample.n}: ${verdict(sample) && `${verdict(sample)}, `}reward ${fmt(sample.reward)}` }));
     return el("button", { type: "button", "data-g": g, class: idle ? "idle" : "", onclick: () => go(g, firstOf(g)) },
       el("span", {}, group.question || `group ${group.n}`), el("div", { class: "dots" }, ...dots, idle ? el("em", {}, "no signal") : null));
   }));
@@ -174,11 +182,11 @@ function drawSample(sample, s) {
     body.append(el("details", { class: "branch", open: "" }, el("summary", {}, `branch ${name}: ${trained ? "trained" : "rewarded, not trained"}`),
       ...nodes.map((node) => (node.classList.contains("p") ? el("details", {}, el("summary", {}, "its prompt"), node) : node))));
   }
-  const facts = [el("strong", {}, `sample ${sample.n}`), " · ", el("span", { class: sample.right ? "right-text" : "wrong-text" }, sample.right ? "right" : "wrong"),
-    ` · reward ${fmt(sample.reward)} (${signed(sample.advantage)}) · ${plural(sample.count, "token")}`,
+  const facts = [el("strong", {}, `sample ${sample.n}`), ...(verdict(sample) ? [" · ", el("span", { class: tint(sample) }, verdict(sample))] : []),
+    ` · reward ${fmt(sample.reward)} (${signed(sample.advantage)}) · ${plural(sample.count, UNIT)}`,
     sample.forked ? ` · ${plural(sample.forked[1], "turn")} written by sample ${sample.forked[0]}` : "",
     sample.ending ? ` · ${sample.ending}` : "", sample.isClipped.size ? ` · ${sample.isClipped.size} clipped` : ""];
-  const strip = el("canvas", { title: "the sample's tokens, first to last", onclick: (event) => {
+  const strip = el("canvas", { title: `the sample's ${UNIT}s, first to last`, onclick: (event) => {
     pin(s, Math.floor(event.offsetX / strip.clientWidth * sample.count));
   } });
   return el("article", { class: "sample", "data-s": s, hidden: passes(sample) ? null : "" }, el("header", { onclick: () => go(state.g, s, true) }, ...facts, strip), body);
@@ -187,19 +195,19 @@ function drawSample(sample, s) {
 function drawSides(group) {
   const shown = group.samples.map((sample, s) => [sample, s]).filter(([sample]) => passes(sample));
   const names = [...new Set(shown.flatMap(([sample]) => Object.keys(sample.parts)))];
-  const parts = [...names.filter((name) => name !== "em").map((name) => [name, (x) => fmt(x.parts[name])]), ["tokens", (x) => fmt(x.count)]];
+  const parts = [...names.filter((name) => name !== "em").map((name) => [name, (x) => fmt(x.parts[name])]), [`${UNIT}s`, (x) => fmt(x.count)]];
   const isConstant = ([, cell]) => shown.length > 1 && new Set(shown.map(([sample]) => cell(sample))).size === 1;
   const constant = parts.filter(isConstant).map(([name, cell]) => `${name} ${cell(shown[0][0])}`);
   const varied = parts.filter((row) => !isConstant(row)), open = state.parts === null ? innerWidth > 860 && varied.length <= 6 : state.parts;
-  const rows = [["answer given", (x) => (x.answer === null ? "none" : x.answer)], ["reward", (x) => fmt(x.reward)], ["advantage", (x) => signed(x.advantage)],
-    ...(open ? varied : [])];
+  const answers = shown.some(([sample]) => sample.answer !== undefined) ? [["answer given", (x) => (x.answer === null ? "none" : x.answer || "")]] : [];
+  const rows = [...answers, ["reward", (x) => fmt(x.reward)], ["advantage", (x) => signed(x.advantage)], ...(open ? varied : [])];
   const toggle = el("button", { type: "button", onclick: () => { state.parts = !open; $("group").querySelector(".sides").replaceWith(drawSides(group)); go(state.g, state.s); } },
     open ? "fold the reward's parts" : `${varied.length} more: ${varied.map(([name]) => name).join(", ")}`);
   return el("div", { class: "card sides" }, el("div", { class: "scroll" }, el("table", {},
     el("tr", {}, el("th", {}, "sample"), ...shown.map(([sample, s]) => el("th", { "data-col": s }, el("button", { type: "button", onclick: () => go(state.g, s, true) }, String(sample.n))))),
     ...rows.map(([name, cell]) => el("tr", {}, el("td", {}, name), ...shown.map(([sample, s]) => {
-      const text = cell(sample), tint = name === "answer given" ? (sample.right ? "right-text" : "wrong-text") : "";
-      return el("td", { "data-col": s, class: tint, title: text }, text);
+      const text = cell(sample);
+      return el("td", { "data-col": s, class: name === "answer given" ? tint(sample) : "", title: text }, text);
     }))))), varied.length ? toggle : null, constant.length ? el("div", { class: "small" }, `the same in all: ${constant.join(" · ")}`) : null);
 }
 
@@ -208,7 +216,7 @@ function drawGroup() {
   const prompt = pieces(group.samples[0], promptOf(group.samples[0]), 0, "")[0];
   $("group").replaceChildren(
     el("div", { class: "asked" }, el("h2", {}, group.question || `group ${group.n}`),
-      el("div", { class: "small" }, `group ${group.n}, ${plural(group.samples.length, "sample")} · expected: ${group.golds.join(" or ") || "–"}`)),
+      el("div", { class: "small" }, `group ${group.n}${D.steps ? `, step ${group.step}` : ""}, ${plural(group.samples.length, "sample")}${group.golds ? ` · expected: ${group.golds.join(" or ") || "–"}` : ""}`)),
     el("details", {}, el("summary", {}, "prompt"), ...prompt),
     drawSides(group), el("div", { class: "strong" }),
     hidden ? el("div", { class: "small" }, `${plural(hidden, "sample")} of this group ${hidden === 1 ? "is" : "are"} not shown: ${state.filter[1]} only. `,
@@ -282,7 +290,7 @@ function drawStrong(group) {
     chips.set(text + about, chip);
   }
   box.replaceChildren(...(chips.size ? [el("span", { class: "small" }, "largest:"), ...[...chips.values()].map(({ text, about, v, s, i, times }) => {
-    const button = el("button", { type: "button", title: `sample ${group.samples[s].n}, token ${i + 1}`, onclick: () => pin(s, i) },
+    const button = el("button", { type: "button", title: `sample ${group.samples[s].n}, ${UNIT} ${i + 1}`, onclick: () => pin(s, i) },
       text, el("small", {}, times > 1 ? `${about} ×${times}` : about));
     button.style.background = paint(colour, v);
     return button;
@@ -311,25 +319,25 @@ function drawLegend() {
 
 // The detail of a token.
 function valuesOf(sample, i, branch) {
-  if (branch) return [["log-prob", fmt(value(sample, "branch_logprob", i))], ["p", fmt(Math.exp(value(sample, "branch_logprob", i)))], ["in the update", "no"]];
+  if (branch) return [["log-prob", fmt(value(sample, "branch_logprob", i))], ["p", fmt(probability(value(sample, "branch_logprob", i)))], ["in the update", "no"]];
   if (sample.forked && i < sample.forked[2]) return [["log-prob", fmt(value(sample, "logprob", i))], ["in the update", `as a token of sample ${sample.forked[0]}`]];
-  const drawn = value(sample, "logprob", i), rows = [["advantage", signed(advantage(sample, i))]];
-  if (sample.logprob !== undefined) rows.unshift(["log-prob when drawn", fmt(drawn)], ["p", fmt(Math.exp(drawn))]);
-  if (sample.rollout === undefined) return sample.logprob === undefined ? rows : [...rows, ["in the update", "no"]];
-  if (sample.gradient !== undefined) rows.push(["gradient", signed(gradient(sample, i))]);
-  rows.push(["log-prob in the update", fmt(now(sample, i))], ["ratio to the rollout", String(+ratioOf(value(sample, "rollout", i)).toPrecision(6))]);
-  if (sample.reference !== undefined) {
-    const x = d(sample, i);
-    rows.push(["ratio to the reference", fmt(ratioOf(x))], ["k1", signed(estimators.k1(x))], ["k2", fmt(estimators.k2(x))], ["k3", fmt(estimators.k3(x))]);
-  }
-  return [...rows, ["entropy", fmt(value(sample, "entropy", i))], ["clipped", fmt(sample.isClipped.has(i))]];
+  const rows = [], x = d(sample, i), drawn = value(sample, "logprob", i), add = (name, ...found) => { if (sample[name] !== undefined) rows.push(...found); };
+  add("logprob", ["log-prob when drawn", fmt(drawn)], ["p", fmt(probability(drawn))]);
+  if (has(COLOURS.find(({ id }) => id === "advantage"))) rows.push(["advantage", signed(advantage(sample, i))]);
+  add("versions", ["drawn by version", fmt(sample.versionOf[i])], ["staleness", fmt(stale(sample, i))]);
+  add("gradient", ["gradient", signed(gradient(sample, i))]);
+  add("rollout", ["log-prob in the update", fmt(now(sample, i))], ["ratio to the rollout", String(+ratioOf(value(sample, "rollout", i)).toPrecision(6))]);
+  add("reference", ["ratio to the reference", fmt(ratioOf(x))], ["k1", signed(estimators.k1(x))], ["k2", fmt(estimators.k2(x))], ["k3", fmt(estimators.k3(x))]);
+  add("entropy", ["entropy", fmt(value(sample, "entropy", i))]);
+  add("clipped", ["clipped", fmt(sample.isClipped.has(i))]);
+  return D.updated && sample.rollout === undefined ? [...rows, ["in the update", "no"]] : rows;
 }
 function detail(span) {
   const sample = groups[state.g].samples[span.closest(".sample").dataset.s], branch = span.dataset.b, first = +span.dataset.at;
   const nodes = [];
   for (let k = 0; k < +span.dataset.n; k++) {
     const i = first + k, token = branch ? [span.textContent, null] : tokens(sample)[i];
-    const where = branch ? "in a branch" : `token ${i + 1} of ${sample.count} · id ${token[1]}${D.odd[token[1]] ? ` · bytes ${D.odd[token[1]]}` : ""}`;
+    const where = branch ? "in a branch" : `${UNIT} ${i + 1} of ${sample.count}${D.words ? "" : ` · id ${token[1]}`}${D.odd[token[1]] ? ` · bytes ${D.odd[token[1]]}` : ""}`;
     nodes.push(el("h3", {}, branch ? repr(span.textContent) : spelled(token), el("small", {}, `  sample ${sample.n} · ${where}`)),
       el("dl", {}, ...valuesOf(sample, i, branch).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text)))));
   }
@@ -338,7 +346,7 @@ function detail(span) {
 function unpin() {
   state.pin = null;
   for (const span of $("group").querySelectorAll(".pinned")) span.classList.remove("pinned");
-  $("detail").replaceChildren(el("span", { class: "small" }, "Point at a token or tap it: all its values stand here."));
+  $("detail").replaceChildren(el("span", { class: "small" }, `Point at a ${UNIT} or tap it: all its values stand here.`));
 }
 function pinSpan(span) {
   const again = state.pin === span;
@@ -460,28 +468,19 @@ const KEYS = [["j k", "next, previous sample"], ["n p", "next, previous group"],
   ["/", "find; Enter and Shift+Enter go from match to match"], ["o", "fold or unfold searches and branches"], ["Esc", "let go of a token, close this"], ["?", "this page"]];
 function openHelp() {
   $("help").replaceChildren(el("h2", {}, "Keys"), el("table", {}, ...KEYS.map(([keys, text]) => el("tr", {}, el("td", {}, ...keys.split(" ").flatMap((key) => [el("kbd", {}, key), " "])), el("td", {}, text)))),
-    el("h2", { style: "margin-top:14px" }, state.colour.name), el("p", {}, state.colour.help), ...notes().map((text) => el("p", {}, text)),
+    el("h2", { style: "margin-top:14px" }, state.colour.name), el("p", {}, state.colour.help), ...D.notes.map((text) => el("p", {}, text)),
     el("form", { method: "dialog" }, el("button", {}, "close")));
   $("help").showModal();
 }
-function notes() {
-  const found = [];
-  if (!D.stored) found.push("This step has no log-probs: none were stored (run.token_stats_mib), or newer steps took their room. Sources and advantages are shown.");
-  else if (!D.reference) found.push("The run has no KL, so there was no reference: ratios to it and KL are not shown.");
-  if (all.some(({ sample }) => sample.rollout && !sample.gradient)) found.push("This step was stored by an earlier version of Thresher, which kept no gradients: they are not shown.");
-  if (D.stored && O.temperature !== 1) found.push(`Log-probs are at the rollout's temperature, ${O.temperature}.`);
-  if (D.stored && O.passes > 1) found.push(`The update's values are of the first of ${O.passes} passes over the batch.`);
-  if (D.stored && O.updates > 1) found.push(`The batch had ${O.updates} updates: a part's values were found after the updates before it.`);
-  if (D.stored && O.old === "recomputed") found.push("The surrogate's ratio is to log-probs that the update computed itself before its first step; shown is the ratio to the rollout's.");
-  return found;
-}
 function figures() {
-  const count = sum(all.map(({ sample }) => sample.count)), clipped = sum(all.map(({ sample }) => sample.isClipped.size));
-  const mean = (name, f) => { let total = 0, n = 0; for (const { sample } of all) for (let i = 0; i < sample.count; i++) { const v = f(sample, i); if (v === v) { total += v; n++; } } return n ? fmt(total / n) : null; };
-  const rows = [["groups", fmt(groups.length)], ["samples", fmt(all.length)], ["mean reward", fmt(sum(all.map(({ sample }) => sample.reward || 0)) / all.length)],
-    ["right", `${(100 * sum(all.map(({ sample }) => +sample.right)) / all.length).toFixed(0)}%`], ["tokens written", fmt(count)]];
-  if (D.stored) rows.push(["entropy", mean("entropy", (s, i) => value(s, "entropy", i))], ["clipped", `${(100 * clipped / Math.max(1, count)).toFixed(1)}%`]);
-  if (D.reference) rows.push(["KL, k3", mean("k3", (s, i) => estimators.k3(d(s, i)))]);
+  const samples = all.map(({ sample }) => sample), count = sum(samples.map((sample) => sample.count));
+  const over = (f) => { const found = mean(ofTokens(f)); return found === found ? fmt(found) : null; };
+  const judged = samples.filter((sample) => sample.right !== null), rights = judged.filter((sample) => sample.right).length;
+  const rows = [["groups", fmt(groups.length)], ["samples", fmt(all.length)], ["mean reward", known("reward") ? fmt(mean(samples.map((sample) => sample.reward))) : null],
+    ["right", judged.length ? `${percent(rights, judged.length).toFixed(0)}%` : null], [`${UNIT}s written`, fmt(count)],
+    ["entropy", over((s, i) => value(s, "entropy", i))],
+    ["clipped", known("clipped") ? `${percent(sum(samples.map((sample) => sample.isClipped.size)), count).toFixed(1)}%` : null],
+    ["KL, k3", over((s, i) => estimators.k3(d(s, i)))], ["staleness", over(stale)]];
   $("figures").replaceChildren(...rows.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))));
 }
 function listen() {
@@ -524,7 +523,7 @@ function start() {
   figures();
   $("colour").value = state.colour.id;
   $("filter").value = state.filter[0];
-  for (const text of notes()) $("app").prepend(el("p", { class: "note" }, text));
+  for (const text of D.notes) $("app").prepend(el("p", { class: "note" }, text));
   drawRail();
   const g = groups.findIndex(({ n }) => String(n) === asked.get("g"));
   const start = g >= 0 ? g : Math.max(0, groups.findIndex((group) => group.samples.some((sample) => sample.advantage)));

@@ -47,6 +47,7 @@ from thresher.rewards.reward import Source
 
 MOST_BYTES = 10_000_000  # of a page: what mail servers let through
 Group = Mapping[str, Any]
+WORD = re.compile(r"\s*\S+|\s+")
 LETTERS = {Source.PROMPT: "t", Source.RETRIEVED: "r", Source.FEEDBACK: "f"}  # and y: the policy
 
 
@@ -62,7 +63,7 @@ def write_token_view(run: str | Path, step: str, out: str | Path | None = None, 
     if not stored if step == "all" else not step.isdecimal() or int(step) not in stored:
         listed = f"stored are {steps_in_words(stored)}" if stored else "none is stored (run.keep_trajectories)"
         raise UserError(f"--tokens {step}: expected a stored step of {run}, or all; {listed}")
-    tokenizer, pages = _tokenizer(folder, recipe), {number: f"{step_name(number)}.html" for number in stored}
+    tokenizer, pages = tokenizer_of(folder, recipe), {number: f"{step_name(number)}.html" for number in stored}
     if step != "all":
         target = Path(out) if out is not None else folder.path / "tokens" / pages[int(step)]
         _write(target, _page(folder, recipe, int(step), tokenizer, {}))
@@ -89,7 +90,8 @@ def _write(path: Path, page: str) -> None:
     atomic_write_text(path, page)
 
 
-def _tokenizer(run: RunFolder, recipe: Recipe) -> Tokenizer:
+def tokenizer_of(run: RunFolder, recipe: Recipe) -> Tokenizer:
+    """Return the run's tokenizer. Raise UserError where no folder of its model has one."""
     for folder in model_folders(run, recipe):
         if (folder / "tokenizer.json").is_file():
             return load_tokenizer(folder)
@@ -102,34 +104,43 @@ def _page(run: RunFolder, recipe: Recipe, step: int, tokenizer: Tokenizer, links
     path = run.trajectories / f"{step_name(step)}.jsonl"
     records = list(run.stored_trajectories(path))
     stats = read_token_stats(path.with_suffix(".safetensors"), *policy_counts(records), unverified=run.unverified)
-    groups = groups_of(records, stats, tokenizer, tags_of(recipe))
+    groups = groups_of(records, stats, tokenizer, tags_of(recipe), step)
     facts = {
-        "step": step,
-        "stored": stats is not None,
-        "reference": stats is not None and any("reference" in sample for g in groups for sample in g["samples"]),
+        "updated": stats is not None,
         "odd": odd_tokens(records, tokenizer),
-        "objective": objective_of(recipe.grpo, recipe.rollout.temperature),
+        "objective": objective_of(recipe.grpo),
+        "notes": notes_of(recipe, groups, stats is not None),
     }
-    return assemble(str(run.path), recipe, groups, facts, links)
+    return assemble(f"Step {step}", about_run(run, recipe), groups, facts, links)
+
+
+def about_run(run: RunFolder, recipe: Recipe) -> str:
+    """Return the line below a page's title."""
+    system = recipe.system.name if recipe.system else "no system"
+    return f"{run.path} · {system}, objective {recipe.grpo.objective}, seed {recipe.run.seed}"
 
 
 def assemble(
-    name: str,
-    recipe: Recipe,
+    title: str,
+    about: str,
     groups: Sequence[Group],
     facts: Mapping[str, Any],
     links: Mapping[str, str],
     most_bytes: int = MOST_BYTES,
 ) -> str:
-    """Return the page of these groups, of at most `most_bytes`: as many groups as fit, those with a signal first."""
+    """Return the page of these groups, of at most `most_bytes`: as many groups as fit, those with a signal first.
+
+    about: the line below the title. facts: what the script reads beside the groups: `notes`, `objective`, `odd`,
+    `updated` (there are values of an update), `words` (the text is not cut into tokens) and `steps` (groups are of
+    several).
+    """
     template = page_template("token_view.html")
 
     def render(kept: Sequence[Group], left_out: str) -> str:
         data = json.dumps({**facts, "groups": kept}, ensure_ascii=False, separators=(",", ":"))
         return template.render(
-            name=name,
-            recipe=recipe,
-            step=facts["step"],
+            title=title,
+            about=about,
             groups=kept,
             left_out=left_out,
             links=links,
@@ -151,7 +162,8 @@ def assemble(
 
 
 def has_signal(group: Group) -> bool:
-    return any(sample["advantage"] for sample in group["samples"])
+    """Return whether a sample has an advantage other than 0, or one that is not known."""
+    return any(sample["advantage"] != 0 for sample in group["samples"])
 
 
 def _left_out(missing: Sequence[Group], groups: Sequence[Group]) -> str:
@@ -177,7 +189,7 @@ def policy_counts(records: Sequence[Record]) -> tuple[list[int], list[int]]:
         return sum(len(s.get("ids") or ()) for s in segments if s.get("source") == Source.POLICY)
 
     def of_branches(record: Record, trained: bool) -> int:
-        branches, names = record.get("branches") or {}, record.get("trained_branches") or ()
+        branches, names = record.get("branches") or {}, of_trained(record)
         return sum(count(segments) for name, segments in branches.items() if (name in names) is trained)
 
     return (
@@ -187,17 +199,28 @@ def policy_counts(records: Sequence[Record]) -> tuple[list[int], list[int]]:
 
 
 def groups_of(
-    records: Sequence[Record], stats: Sequence[TokenStats] | None, tokenizer: Tokenizer, tags: Sequence[str]
+    records: Sequence[Record],
+    stats: Sequence[TokenStats] | None,
+    tokenizer: Tokenizer | None,
+    tags: Sequence[str],
+    step: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return the groups of a step in their order, ready for JSON. Raise UserError where the tokenizer is another than
-    the run's."""
+    the run's.
+
+    tokenizer: None cuts the policy's text into words, which have no values. step: of records without a "step".
+    """
     groups: dict[Any, dict[str, Any]] = {}
     texts: dict[Any, dict[str, int]] = {}  # of each group, its strings with their places
     for place, record in enumerate(records):
         number = record.get("group", 0)
-        golds = [visible(gold) for gold in record.get("golden_answers") or []]
-        new = {"n": number, "question": visible(record.get("question", "")), "golds": golds, "samples": []}
+        new = {"n": number, "step": record.get("step", step), "question": visible(record.get("question", ""))}
+        if (golds := record.get("golden_answers", [])) is not None:  # null: the dump has none
+            new["golds"] = [visible(gold) for gold in golds]
+        new["samples"] = []
         sample = _sample(record, tokenizer, tags, texts.setdefault(number, {}))
+        if tokenizer is not None and new["step"] is not None and (runs := version_runs(record)):
+            sample["versions"] = runs
         if stats is not None:
             sample |= values_of(stats[place])
         groups.setdefault(number, new)["samples"].append(sample)
@@ -206,7 +229,7 @@ def groups_of(
     return list(groups.values())
 
 
-def _sample(record: Record, tokenizer: Tokenizer, tags: Sequence[str], texts: dict[str, int]) -> dict[str, Any]:
+def _sample(record: Record, tokenizer: Tokenizer | None, tags: Sequence[str], texts: dict[str, int]) -> dict[str, Any]:
     """Return a trajectory's data for the page; add its strings to `texts`, the group's."""
 
     def place(text: str) -> int:
@@ -224,31 +247,41 @@ def _sample(record: Record, tokenizer: Tokenizer, tags: Sequence[str], texts: di
                 found.append([LETTERS[Source(source)], place(visible(text))])
         return found
 
-    answer, reason = record.get("answer"), record.get("reason", "")
+    reason = record.get("reason", "")
     made: dict[str, Any] = {
         "n": record.get("sample", 0),
-        "right": is_right(record),
+        "right": is_right(record) if "em" in (record.get("parts") or {}) else record.get("right"),
         "reward": record.get("reward"),
         "advantage": record.get("advantage"),
-        "answer": None if answer is None else visible(answer),
         "ending": ENDINGS.get(reason, visible(reason)) if reason != "answered" else "",
         "parts": {visible(name): _plain(value) for name, value in (record.get("parts") or {}).items()},
         "searches": [[visible(s.get("query", "")), len(s.get("passages") or ())] for s in record.get("searches") or []],
         "segments": cut(record.get("segments") or []),
     }
+    if "answer" in record:
+        made["answer"] = None if record["answer"] is None else visible(record["answer"])
     if forked := record.get("forked"):  # with the number of the tokens that the other sample wrote
-        written = [len(s.get("ids") or ()) for s in record.get("segments") or [] if s.get("source") == Source.POLICY]
+        written = [len(part[2]) for part in made["segments"] if part[0] == "y"]
         made["forked"] = [*forked, sum(written[: forked[1]])]
     if branches := record.get("branches"):
-        trained = record.get("trained_branches") or ()
+        trained = of_trained(record)
         made["branches"] = [[visible(name), cut(part), name in trained] for name, part in branches.items()]
     return made
 
 
+def of_trained(record: Record) -> Sequence[str]:
+    """Return the names of a trajectory's trained branches."""
+    return record.get("trained_branches") or ()
+
+
 def _tokens(
-    text: str, ids: Sequence[int], tokenizer: Tokenizer, tags: Sequence[str]
+    text: str, ids: Sequence[int], tokenizer: Tokenizer | None, tags: Sequence[str]
 ) -> tuple[str, list[int], list[int], list[int]]:
-    """Return the text, each token's share of it in UTF-16 units, the ids, and where the page may break lines."""
+    """Return the text, each token's share of it in UTF-16 units, the ids, and where the page may break lines. Without a
+    tokenizer the shares are of words, each with the white space before it."""
+    if tokenizer is None:
+        words, shown = WORD.findall(text), visible(text)
+        return shown, [units(visible(word)) for word in words], [], line_breaks(shown, tags)
     try:
         pieces = token_texts([tokenizer.token_bytes(token) for token in ids])
     except ValueError as error:
@@ -301,23 +334,50 @@ def prompt_parts(text: str, record: Record) -> list[tuple[str, str]]:
 def values_of(stats: TokenStats) -> dict[str, Any]:
     """Return the values of what was sampled in a trajectory and its trained branches; those of the update only where it
     was in one."""
-    values = stats.values
-    made: dict[str, Any] = {"logprob": half(values["sampled"])}
+    values = {name: value for name, value in stats.values.items() if name == "clipped" or np.isfinite(value).any()}
+    made: dict[str, Any] = {}
+    if "sampled" in values:
+        made["logprob"] = half(values["sampled"])
     if len(stats.branches):
         made["branch_logprob"] = half(stats.branches)
-    recomputed = values["recomputed"]
-    if not np.isfinite(recomputed).any():
-        return made
-    made |= {"rollout": half(recomputed - values["sampled"]), "entropy": half(values["entropy"])}
-    made["clipped"] = np.flatnonzero(values["clipped"]).tolist()
-    if "reference" in values:
-        made["reference"] = half(recomputed - values["reference"])
+    if "recomputed" in values:
+        made["rollout"] = half(values["recomputed"] - values["sampled"])
+    if "entropy" in values:
+        made["entropy"] = half(values["entropy"])
+    if "clipped" in values and "recomputed" in values:
+        made["clipped"] = np.flatnonzero(values["clipped"]).tolist()
+    if "reference" in values:  # of a dump without the update's log-prob: to the one when drawn
+        made["reference"] = half(values.get("recomputed", values["sampled"]) - values["reference"])
     if "advantage" in values:
         made["weighted"] = half(values["advantage"])
     if "gradient" in values:  # divided by the sample's largest: most are below what float16 has
         made["unit"] = float(np.nanmax(np.abs(values["gradient"]))) or 1.0
         made["gradient"] = half(values["gradient"] / made["unit"])
     return made
+
+
+def version_runs(record: Record) -> list[tuple[int | None, int]]:
+    """Return which version of the weights drew the policy's tokens of a trajectory and its trained branches, in their
+    order, as runs (version or None, tokens); [] where no segment says it.
+
+    Raise UserError where a segment's `versions` are not runs of as many tokens as it has.
+    """
+    branches = record.get("branches") or {}
+    parts = [record.get("segments") or [], *(branches[name] for name in branches if name in of_trained(record))]
+    runs: list[tuple[int | None, int]] = []
+    for segment in (segment for part in parts for segment in part if segment.get("source") == Source.POLICY):
+        count, said = len(segment.get("ids") or ()), segment.get("versions")
+        try:
+            found = [(None, count)] if said is None else [(int(version), int(tokens)) for version, tokens in said]
+        except (TypeError, ValueError):
+            found = []
+        if sum(tokens for _, tokens in found) != count or any(tokens < 0 for _, tokens in found):
+            raise UserError(
+                f'trajectory {record.get("id", "")!r}: expected "versions" as [version, tokens] of {count} tokens,'
+                f" found {str(said)[:60]}; put a copy back, or take the key out"
+            )
+        runs += found
+    return runs if any(version is not None for version, _ in runs) else []
 
 
 def half(values: npt.NDArray[Any]) -> str:
@@ -344,16 +404,42 @@ def odd_tokens(records: Sequence[Record], tokenizer: Tokenizer) -> dict[int, str
     return odd
 
 
-def objective_of(grpo: GrpoSection, temperature: float) -> dict[str, Any]:
-    """Return what the page shows of the recipe's loss."""
-    return {
-        "objective": visible(grpo.objective),
-        "high": 1.2 if surrogate_name(grpo.objective) == "gspo" else 1 + grpo.clip_high,  # gspo's is of a sequence
-        "old": grpo.old_logprobs,
-        "passes": grpo.epochs_per_batch,
-        "updates": grpo.updates_per_batch,
-        "temperature": temperature,
+def objective_of(grpo: GrpoSection | None) -> dict[str, Any]:
+    """Return what the script shows of a loss; None: one that is not known."""
+    if grpo is None:
+        return {"objective": "unknown", "high": 1.2}
+    high = 1.2 if surrogate_name(grpo.objective) == "gspo" else 1 + grpo.clip_high  # gspo's is of a sequence
+    return {"objective": visible(grpo.objective), "high": high}
+
+
+def notes_of(recipe: Recipe, groups: Sequence[Group], stored: bool) -> list[str]:
+    """Return what the page says of a run's step: what it lacks, and how its values are to be read. stored: the step has
+    token statistics."""
+    if not stored:
+        return [
+            "This step has no log-probs: none were stored (run.token_stats_mib), or newer steps took their room."
+            " Sources and advantages are shown."
+        ]
+    grpo, temperature = recipe.grpo, recipe.rollout.temperature
+    samples = [sample for group in groups for sample in group["samples"]]
+    said = {
+        "The run has no KL, so there was no reference: ratios to it and KL are not shown.": not any(
+            "reference" in sample for sample in samples
+        ),
+        "This step was stored by an earlier version of Thresher, which kept no gradients: they are not shown.": any(
+            "rollout" in sample and "gradient" not in sample for sample in samples
+        ),
+        f"Log-probs are at the rollout's temperature, {temperature:g}.": temperature != 1,
+        f"The update's values are of the first of {grpo.epochs_per_batch} passes over the batch.": (
+            grpo.epochs_per_batch > 1
+        ),
+        f"The batch had {grpo.updates_per_batch} updates: a part's values were found after the updates before it.": (
+            grpo.updates_per_batch > 1
+        ),
+        "The surrogate's ratio is to log-probs that the update computed itself before its first step; shown is the"
+        " ratio to the rollout's.": grpo.old_logprobs == "recomputed",
     }
+    return [sentence for sentence, holds in said.items() if holds]
 
 
 def _plain(value: object) -> object:

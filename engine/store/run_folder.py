@@ -55,6 +55,7 @@ Kind = tuple[str, Callable[[Any], bool]]
 NUMBER: Kind = ("a number", lambda value: isinstance(value, int | float) and -1e300 < value < 1e300)
 WHOLE: Kind = ("a whole number", lambda value: type(value) is int and abs(value) < 2**63)
 TEXT: Kind = ("a string", lambda value: isinstance(value, str))
+FLAG: Kind = ("true or false", lambda value: isinstance(value, bool))
 NAME: Kind = ("a string or a whole number", lambda value: isinstance(value, str) or WHOLE[1](value))
 ANYTHING: Kind = ("anything", lambda value: True)
 

@@ -50,6 +50,7 @@ SHOWN = {
     ),
     "watch": ("{at}/run --tty", "step steps ended"),
     "report": ("{at}/run", "report"),
+    "tokens": ("{at}/r.jsonl", "page"),
     "bench roofline": ("--chip H100 --model 0.5B", "rows"),
     "bench loss": ("--device cpu --hidden 8 --vocab 40 --tokens 32 --density 50 --peers none --out {at}/l", "rows out"),
 }

@@ -5,7 +5,6 @@ import base64
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from browser import run_page
+from token_page_cases import HOSTILE, OPEN, Elements, data_of, halves
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
@@ -24,21 +24,8 @@ from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.kernels.objective import capped_exp, kl_values
 from thresher.policy.tokenizer import Tokenizer
 
-HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u202e\x1b[31m"
 FALL = -0.25  # of the last token's log-prob between rollout and update
 TABLE = {"model": {"path": "gone"}, "system": {"name": "eval_rar"}, "run": {"steps": 9}}
-
-
-class Elements(HTMLParser):
-    """Every element of a page, with its attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
 
 
 def record(tokenizer: Tokenizer, group: int, sample: int, said: str = "<answer> Bel </answer>") -> dict[str, Any]:
@@ -89,24 +76,11 @@ def run(tmp_path: Path, tiny_tokenizer: Tokenizer) -> RunFolder:
     return run
 
 
-def data_of(page: Path) -> dict[str, Any]:
-    found = re.search(
-        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL
-    )
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
-
-
-def halves(text: str) -> Any:
-    return np.frombuffer(base64.b64decode(text), "<f2")
-
-
 def test_the_page_holds_what_was_stored(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     page = write_token_view(run.path, "2", tmp_path / "mail" / "F.html")
     assert page == tmp_path / "mail" / "F.html"
     data = data_of(page)
-    assert data["step"] == 2 and data["stored"] and data["reference"] and data["objective"]["high"] == 1.2
+    assert data["updated"] and data["notes"] == [] and data["objective"] == {"objective": "grpo", "high": 1.2}
     assert [[sample["n"] for sample in group["samples"]] for group in data["groups"]] == [[0, 1], [0, 1]]
     group = data["groups"][1]
     sample = group["samples"][1]
@@ -123,7 +97,7 @@ def test_the_page_holds_what_was_stored(run: RunFolder, tmp_path: Path, tiny_tok
     assert halves(sample["reference"]) == pytest.approx(0.5, rel=1e-3)
     assert sample["clipped"] == [1] and halves(sample["branch_logprob"]).tolist() == [-1.0, -2.0, -3.0]
     bare = data_of(write_token_view(run.path, "4", tmp_path / "bare.html"))
-    assert not bare["stored"] and "logprob" not in bare["groups"][0]["samples"][0]
+    assert not bare["updated"] and "logprob" not in bare["groups"][0]["samples"][0]
 
 
 def test_nothing_sampled_or_retrieved_acts_on_the_page(run: RunFolder, tmp_path: Path) -> None:
@@ -150,7 +124,6 @@ def test_all_steps_have_an_index(run: RunFolder) -> None:
 
 
 def test_groups_are_left_out_whole_and_those_without_a_signal_first(tiny_tokenizer: Tokenizer) -> None:
-    recipe = from_dict(Recipe, TABLE, "t")
     sample = {"n": 0, "reward": 1.0, "answer": "a", "segments": [["y", "x" * 5000, [], [], []]]}
     groups = [
         {"n": n, "question": "é" * 50, "golds": [], "texts": [], "samples": [sample | {"advantage": float(n % 2)}]}
@@ -158,17 +131,17 @@ def test_groups_are_left_out_whole_and_those_without_a_signal_first(tiny_tokeniz
     ]
 
     def page(most: int) -> tuple[str, list[int]]:
-        text = assemble("run", recipe, groups, {"step": 1}, {}, most)
+        text = assemble("Step 1", "run", groups, {}, {}, most)
         assert len(text.encode()) <= most
         return text, [int(n) for n in re.findall(r'"n":(\d+),"question"', text)]
 
-    empty = len(assemble("run", recipe, [], {"step": 1}, {}).encode())
+    empty = len(assemble("Step 1", "run", [], {}, {}).encode())
     assert page(empty + 10**6)[1] == list(range(8)) and "left out" not in page(empty + 10**6)[0]
     text, kept = page(empty + 30_000)
     assert kept == [0, 1, 3, 5, 7]
     assert "3 of 8 groups are left out" in text and "(3 of them without a signal): 2, 4, 6." in text
     assert page(empty + 1000)[1] == []
-    bare = assemble("run", recipe, [], {"step": 1, "objective": {}}, {})
+    bare = assemble("Step 1", "run", [], {"objective": {}}, {})
     assert run_page(bare, "return texts('#group')") == ["No group is on this page."]
 
 
@@ -233,13 +206,6 @@ def test_parts_of_a_prompt_and_of_a_line() -> None:
 
 def number(text: str) -> float:
     return float(text.replace("−", "-").replace(",", ""))
-
-
-OPEN = """
-const detail = () => Object.fromEntries(texts("#detail dt").map((name, n) => [name, texts("#detail dd")[n]]));
-const spans = (s) => document.querySelectorAll(`.sample[data-s="${s}"] span[data-at]:not([data-b])`);
-const option = (id, value) => { const box = document.getElementById(id); box.value = value; fire("change", box); };
-"""
 
 
 def test_the_pages_script_shows_the_kernels_numbers(run: RunFolder, tmp_path: Path) -> None:

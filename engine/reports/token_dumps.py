@@ -1,0 +1,541 @@
+"""Rollouts of TRL, verl and prime-rl, and stored trajectories, as a token page: `thresher tokens FILE`.
+
+    trl        prompt, completion, step, advantage; other columns are rewards and what was logged beside them:
+               completions/completions_00010.parquet of GRPOTrainer (log_completions)
+    verl       input, output, score, step, gts; other keys are the reward function's: 10.jsonl of
+               trainer.rollout_data_dir and trainer.validation_data_dir
+    prime-rl   traces, verifiers' episodes (or nodes, one trace): rollouts/step_N/train/effective/traces.jsonl; or
+               token_ids, loss_mask, ..: token_exports/step_N/rank_R.jsonl of trainer.enable_token_export
+    thresher   segments: trajectories/step_000010.jsonl of a run, evaluations, what `thresher rollout` writes
+
+A reader makes trajectories of the records, as a run stores them, and values by token where the dump has some. A value
+that the dump does not have is not computed from others: it is not shown, and the page says so.
+"""
+
+import json
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text
+from thresher.common.jsonl import string_field
+from thresher.common.records import read_records
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.reports.pages import open_run, tags_of
+from thresher.engine.reports.token_view import (
+    about_run,
+    assemble,
+    groups_of,
+    notes_of,
+    objective_of,
+    odd_tokens,
+    policy_counts,
+    tokenizer_of,
+)
+from thresher.engine.store.run_folder import (
+    ANYTHING,
+    FLAG,
+    NAME,
+    NUMBER,
+    NUMBERS,
+    TEXT,
+    TRAJECTORY,
+    WHOLE,
+    RunFolder,
+    check_shape,
+    step_of,
+)
+from thresher.engine.store.token_stats import TokenStats, read_token_stats
+from thresher.policy.tokenizer import Tokenizer, load_tokenizer
+from thresher.retrieval.datasets.containers import iter_rows, plain
+from thresher.rewards.reward import Source
+
+Array = npt.NDArray[Any]
+MOST = 512  # trajectories of a page
+TITLE = 160  # characters of a group's title that is its prompt's end
+STEP = re.compile(r"step_(\d+)")
+
+# What a page may show beside the text, as the sentence names it that says what is absent: the keys of a sample.
+SHOWN = {
+    "advantages": ("advantage", "weighted"),
+    "log-probs": ("logprob",),
+    "ratios to the rollout": ("rollout",),
+    "ratios to a reference and KL": ("reference",),
+    "entropies": ("entropy",),
+    "clipped tokens": ("clipped",),
+    "gradients": ("gradient",),
+    "versions of the weights": ("versions",),
+}
+NO_ROLES = "A response is one text in this dump: what a tool or an environment wrote in it is not told apart."
+WORDS = "The dump has text and no token ids: it is cut into words. --tokenizer FOLDER cuts it into a model's tokens."
+UNALIGNED = "The dump has token ids, and this page is cut into words: --tokenizer FOLDER shows the tokens."
+ENCODED = (
+    "The dump has text and no token ids: its tokens are the tokenizer's, and may differ from those that were sampled."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """A file to read. tokenizer: None where none was named."""
+
+    path: Path
+    tokenizer: Tokenizer | None
+    unverified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One trajectory of a dump. group: what it shares with the other samples of its prompt. record: as a run stores it,
+    without the numbers of group and sample. values: arrays [P] over its sampled tokens, by the names of TokenStats."""
+
+    group: Hashable
+    record: dict[str, Any]
+    values: dict[str, Array] = field(default_factory=dict)
+    branches: Array = field(default_factory=lambda: np.empty(0, np.float32))
+
+
+def write_token_page(
+    path: str | Path,
+    out: str | Path | None = None,
+    *,
+    format: str | None = None,
+    tokenizer: str | Path | None = None,
+    most: int = MOST,
+    unverified: bool = False,
+) -> Path:
+    """Write the token page of a file of rollouts; return the page's path.
+
+    out: default: beside the file, in .html. format: a key of READERS; None: the one whose columns the file has.
+    tokenizer: the folder of the model that wrote the rollouts; a run's own trajectories need none. most: trajectories
+    that are read. unverified: also stored records that are not as they were written.
+
+    Raise UserError for a file that is none of these, a record that is malformed, a tokenizer that is another than the
+    dump's, and an `out` that cannot be written.
+    """
+    path = Path(path)
+    name = recognised(path) if format is None else format
+    run, recipe = _run_of(path, unverified) if name == "thresher" else (None, None)
+    found = load_tokenizer(tokenizer) if tokenizer is not None else None
+    if found is None and run is not None and recipe is not None:
+        found = tokenizer_of(run, recipe)
+    rows = READERS[name].read(Dump(path=path, tokenizer=found, unverified=unverified))
+    rollouts = list(islice(rows, most))
+    if not rollouts:
+        raise UserError(f"{path}: holds no rollout; name a file that has some")
+    more = next(rows, None) is not None
+    encoded = _encode(rollouts, found)
+    page = _page(
+        path, name, rollouts, found, run, recipe, _said(rollouts, found, encoded, name, most if more else None)
+    )
+    target = Path(out) if out is not None else path.with_name(f"{path.name.partition('.')[0]}.html")
+    if not target.parent.is_dir():
+        raise UserError(f"{target}: the folder {target.parent} does not exist; make it first")
+    atomic_write_text(target, page)
+    return target
+
+
+def recognised(path: Path) -> str:
+    """Return the format of a file, by the columns of its first record. Raise UserError where it is none."""
+    for where, row in iter_rows(path):
+        for name, reader in READERS.items():
+            if any(columns <= row.keys() for columns in reader.columns):
+                return name
+        expected = "; ".join(
+            f"{name}: {' or '.join(', '.join(sorted(columns)) for columns in reader.columns)}"
+            for name, reader in READERS.items()
+        )
+        raise UserError(
+            f"{where}: expected the columns of a rollout dump ({expected}), found {', '.join(map(str, row))[:200]};"
+            " convert the file"
+        )
+    raise UserError(f"{path}: holds no rollout; name a file that has some")
+
+
+def _run_of(path: Path, unverified: bool) -> tuple[RunFolder, Recipe] | tuple[None, None]:
+    """Return the run in whose folder trajectories/ the file lies."""
+    inside = path.parent.name == "trajectories" and (path.parent.parent / "recipe.toml").is_file()
+    return open_run(path.parent.parent, unverified) if inside else (None, None)
+
+
+def _encode(rollouts: Sequence[Rollout], tokenizer: Tokenizer | None) -> bool:
+    """Give each of the policy's segments without ids those of its text; return whether there was one."""
+    segments = [
+        segment
+        for rollout in rollouts
+        for part in (rollout.record["segments"], *(rollout.record.get("branches") or {}).values())
+        for segment in part
+        if segment.get("source") == Source.POLICY and segment.get("ids") is None
+    ]
+    if tokenizer is not None and segments:
+        for segment, ids in zip(segments, tokenizer.encode_batch([s.get("text") or "" for s in segments]), strict=True):
+            segment |= {"ids": ids, "text": tokenizer.decode(ids)}
+    return bool(segments)
+
+
+def _said(
+    rollouts: Sequence[Rollout], tokenizer: Tokenizer | None, encoded: bool, name: str, most: int | None
+) -> list[str]:
+    """Return what the page says of how the dump was read. most: the trajectories that were read, where it has more."""
+    said = []
+    if most is not None:
+        said.append(f"The file has more trajectories than the first {most:,}, which are shown (--most).")
+    if name in ("trl", "verl"):
+        said.append(NO_ROLES)
+    if tokenizer is None:
+        said.append(WORDS if encoded else UNALIGNED)
+    elif encoded:
+        said.append(ENCODED)
+    rewards = {len(rollout.record.get("rewards", ())) for rollout in rollouts}
+    if max(rewards) > 1:
+        said.append("The dump has several rewards and not their weights: each is shown, and no sum.")
+    return said
+
+
+def _page(
+    path: Path,
+    name: str,
+    rollouts: Sequence[Rollout],
+    tokenizer: Tokenizer | None,
+    run: RunFolder | None,
+    recipe: Recipe | None,
+    said: Sequence[str],
+) -> str:
+    records = _numbered(rollouts)
+    values = tokenizer is not None and any(rollout.values for rollout in rollouts)
+    stats = [TokenStats(key=(n, 0), values=r.values, branches=r.branches) for n, r in enumerate(rollouts)]
+    groups = groups_of(records, stats if values else None, tokenizer, tags_of(recipe) if recipe else ())
+    has = {key for group in groups for sample in group["samples"] for key, value in sample.items() if value is not None}
+    absent = [words for words, keys in SHOWN.items() if not has & set(keys)]
+    notes = list(said)
+    if run is not None and recipe is not None:
+        notes += notes_of(recipe, groups, values)
+    elif absent:
+        notes.append(f"The dump has no {', '.join(absent)}: they are not shown.")
+    steps = sorted({group["step"] for group in groups if group["step"] is not None})
+    facts = {
+        "updated": name == "thresher" and values,
+        "words": tokenizer is None,
+        "steps": len(steps) > 1,
+        "odd": odd_tokens(records, tokenizer) if tokenizer is not None else {},
+        "objective": objective_of(recipe.grpo if recipe else None),
+        "notes": notes,
+    }
+    title = path.name if not steps else f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
+    about = about_run(run, recipe) if run is not None and recipe is not None else f"{path} · rollouts of {name}"
+    return assemble(title, about, groups, facts, {})
+
+
+def _numbered(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """Return the records with numbers of groups, in the order in which they begin, and of samples; those that a run has
+    given stay."""
+    sizes: dict[Hashable, int] = {}
+    numbers: dict[Hashable, int] = {}
+    records = []
+    for rollout in rollouts:
+        number = numbers.setdefault(rollout.group, len(numbers))
+        sample = sizes[rollout.group] = sizes.get(rollout.group, -1) + 1
+        records.append({"group": number, "sample": sample, **rollout.record})
+    return records
+
+
+# The readers
+
+
+def _trl(dump: Dump) -> Iterator[Rollout]:
+    for where, row in iter_rows(dump.path):
+        prompt = string_field(row, "prompt", where, may_be_empty=True)
+        said = string_field(row, "completion", where, may_be_empty=True)
+        parts = {name: plain(value) for name, value in row.items() if name not in ("prompt", "completion", "step")}
+        check_shape(parts, {"*": ANYTHING, "advantage": NUMBER}, where)
+        advantage = parts.pop("advantage", None)
+        rewards = [name for name, value in parts.items() if value is None or NUMBER[1](value)]
+        record = _text_record(row, prompt, said, where) | {
+            "reward": parts[rewards[0]] if len(rewards) == 1 else None,
+            "advantage": advantage,
+            "parts": parts,
+            "rewards": rewards,
+        }
+        yield Rollout(group=(record["step"], prompt), record=record)
+
+
+def _verl(dump: Dump) -> Iterator[Rollout]:
+    for where, row in iter_rows(dump.path):
+        prompt = string_field(row, "input", where, may_be_empty=True)
+        said = string_field(row, "output", where, may_be_empty=True)
+        found = plain(row)
+        check_shape(found, {"*": ANYTHING, "score": NUMBER}, where)
+        known = ("input", "output", "score", "step", "gts")
+        record = _text_record(row, prompt, said, where) | {
+            "reward": found.get("score"),
+            "parts": {name: value for name, value in found.items() if name not in known},
+        }
+        if (gold := found.get("gts")) is not None:
+            golds = gold if isinstance(gold, list) else [gold]
+            record["golden_answers"] = [g if isinstance(g, str) else json.dumps(g, ensure_ascii=False) for g in golds]
+        if isinstance(
+            found.get("pred"), str
+        ):  # of the reward functions that say what they read, and whether it is right
+            record["answer"] = found["pred"]
+        if isinstance(found.get("acc"), bool | int | float):
+            record["right"] = bool(found["acc"])
+        yield Rollout(group=(record["step"], prompt), record=record)
+
+
+def _text_record(row: Mapping[str, Any], prompt: str, said: str, where: str) -> dict[str, Any]:
+    check_shape({"step": row.get("step", 0)}, {"step": WHOLE}, where)
+    segments = [{"source": Source.PROMPT, "text": prompt}, {"source": Source.POLICY, "text": said}]
+    return {"question": _title(prompt), "golden_answers": None, "step": row.get("step"), "segments": segments}
+
+
+def _title(prompt: str) -> str:
+    """Return the end of a prompt, where the question mostly is."""
+    line = " ".join(prompt.split())
+    return line if len(line) <= TITLE else f"… {line[-TITLE:]}"
+
+
+MESSAGE = {"*": ANYTHING, "role": TEXT, "tool_calls": [{"*": ANYTHING, "name": TEXT, "arguments": TEXT}]}
+TRACE = {
+    "*": ANYTHING,
+    "nodes": [{"*": ANYTHING, "parent": WHOLE, "message": MESSAGE, "sampled": FLAG}],
+    "rewards": {"*": {"*": ANYTHING, "score": NUMBER, "weight": NUMBER}},
+    "metrics": NUMBERS,
+    "info": {"*": ANYTHING, "advantage": NUMBER},
+    "agent": {"*": ANYTHING, "name": TEXT},
+    "task": {"*": ANYTHING, "hash": NAME, "data": {"*": ANYTHING}},
+    "stop_condition": TEXT,
+}
+EPISODE = {
+    "*": ANYTHING,
+    "group": {"*": ANYTHING, "id": NAME},
+    "run": {"*": ANYTHING, "work": {"*": ANYTHING, "policy": {"*": ANYTHING, "start": WHOLE, "end": WHOLE}}},
+    "traces": [TRACE],
+}
+OF_NODE = {"sampled": "logprobs", "reference": "reference_logprobs", "advantage": "advantages"}  # our name -> theirs
+EXPORTED = {
+    "sampled": "inference_logprobs",
+    "recomputed": "trainer_logprobs",
+    "entropy": "entropy",
+    "clipped": "is_masked",
+    "advantage": "advantages",
+}
+
+
+def _prime_rl(dump: Dump) -> Iterator[Rollout]:
+    for where, row in iter_rows(dump.path):
+        if "token_ids" in row:
+            yield _exported(row, where, dump.tokenizer)
+            continue
+        episode = row if "traces" in row else {"traces": [row]}
+        check_shape(episode, EPISODE, where)
+        for trace in episode["traces"] or ():
+            for path in _paths(trace.get("nodes") or (), where):
+                yield _path(path, trace, episode, where, dump)
+
+
+def _exported(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Rollout:
+    """Return a sequence of a trainer's token export."""
+    if tokenizer is None:
+        raise UserError(f"{where}: holds token ids and no text; name the model's folder by --tokenizer FOLDER")
+    check_shape({"step": row.get("step")}, {"step": WHOLE}, where)
+    ids = _column(row, "token_ids", where).astype(np.int64).tolist()
+    mask = _column(row, "loss_mask", where, len(ids)) == 1
+    columns = {name: _column(row, theirs, where, len(ids)) for name, theirs in EXPORTED.items() if row.get(theirs)}
+    values = _known({name: column[mask] for name, column in columns.items()})
+    if "clipped" in values:
+        values["clipped"] = values["clipped"] == 1
+    pieces = [(Source.POLICY if drawn else Source.FEEDBACK, [token]) for token, drawn in zip(ids, mask, strict=True)]
+    segments = _segments(pieces, tokenizer, where)
+    prompt = segments[0]["text"] if segments and segments[0]["source"] == Source.PROMPT else ""
+    record = {
+        "question": _title(prompt),
+        "golden_answers": None,
+        "step": row["step"],
+        "segments": segments,
+        "advantage": _same(values.get("advantage", ())),
+        "parts": plain({name: row[name] for name in ("env_name", "rank") if row.get(name) is not None}),
+    }
+    return Rollout(group=(row["step"], prompt), record=record, values=values)
+
+
+def _paths(nodes: Sequence[Mapping[str, Any]], where: str) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield each path of a trace's messages from a root to a leaf, which prime-rl trains as a sample of its own."""
+    for number, node in enumerate(nodes):
+        parent = node.get("parent")
+        if not isinstance(node.get("message"), dict) or not (parent is None or 0 <= parent < number):
+            raise UserError(
+                f'{where}: node {number}: expected a "message", and the number of an earlier node as its "parent";'
+                " fix or remove this record"
+            )
+    parents = {node.get("parent") for node in nodes}
+    for leaf in (number for number in range(len(nodes)) if number not in parents):
+        path, at = [nodes[leaf]], nodes[leaf].get("parent")
+        while at is not None:
+            path.append(nodes[at])
+            at = nodes[at].get("parent")
+        yield path[::-1]
+
+
+def _path(
+    path: Sequence[Mapping[str, Any]], trace: Mapping[str, Any], episode: Mapping[str, Any], where: str, dump: Dump
+) -> Rollout:
+    tokens, drawn = [], []
+    for node in path:
+        ids = _column(node, "token_ids", where).astype(np.int64).tolist()
+        tokens.append(ids)
+        drawn.append(_column(node, "mask", where, len(ids)) == 1)
+    has_ids = all(mask.any() for node, mask in zip(path, drawn, strict=True) if node.get("sampled"))
+    pieces: list[tuple[Source, list[int] | str]] = []
+    values: dict[str, Array] = {}
+    if dump.tokenizer is not None and has_ids:
+        for node, ids, mask in zip(path, tokens, drawn, strict=True):
+            pieces += [(Source.POLICY if on else _source(node), [token]) for token, on in zip(ids, mask, strict=True)]
+        counts = [int(mask.sum()) for mask in drawn]
+        values = _known({name: _of_nodes(path, theirs, counts, where) for name, theirs in OF_NODE.items()})
+    else:
+        for node in path:
+            text = _message_text(node["message"])
+            pieces.append((Source.POLICY, text) if node.get("sampled") else (_source(node), f"{text}\n\n"))
+    segments = _segments(pieces, dump.tokenizer, where)
+    prompt = "".join(segment["text"] for segment in segments if segment["source"] == Source.PROMPT)
+    task, work = trace.get("task") or {}, (episode.get("run") or {}).get("work") or {}
+    policy, asked = work.get("policy") or {}, (task.get("data") or {}).get("prompt")
+    rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
+    in_batch = dump.path.parts[-3:-1] == ("train", "effective")  # else the folder's step is not the one that it trains
+    step = STEP.fullmatch(dump.path.parts[-4]) if in_batch and len(dump.path.parts) > 3 else None
+    if step and policy and policy["start"] == policy["end"]:  # else which tokens are of which version is not known
+        for segment in segments:
+            if segment["source"] == Source.POLICY and "ids" in segment:
+                segment["versions"] = [[policy["start"], len(segment["ids"])]]
+    advantage = (trace.get("info") or {}).get("advantage")
+    record = {
+        "question": _title(asked if isinstance(asked, str) else prompt),
+        "golden_answers": None,
+        "step": int(step[1]) if step else None,
+        "segments": segments,
+        "reward": sum(r.get("score", 0.0) * r.get("weight", 1.0) for r in rewards.values()) if rewards else None,
+        "advantage": _same(values.get("advantage", ())) if advantage is None else advantage,
+        "parts": plain({name: reward.get("score") for name, reward in rewards.items()} | (trace.get("metrics") or {}))
+        | {"agent": (trace.get("agent") or {}).get("name")}
+        | {f"version at its {end}": policy.get(end) for end in ("start", "end") if end in policy},
+        "reason": trace.get("stop_condition") or "",
+    }
+    return Rollout(
+        group=(episode.get("group") or {}).get("id") or task.get("hash") or prompt, record=record, values=values
+    )
+
+
+def _column(row: Mapping[str, Any], key: str, where: str, count: int | None = None) -> Array:
+    """Return a list of numbers, true, false and null as float64, of `count` where it is given."""
+    try:
+        array = np.array([] if row.get(key) is None else row[key], np.float64)
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
+    whole = count is not None or np.isfinite(array).all()
+    if array.ndim != 1 or not whole or (count is not None and len(array) != count):
+        many = "whole numbers" if count is None else f"{count} numbers, one for each token"
+        raise UserError(f'{where}: expected "{key}" to be a list of {many}; fix or remove this record')
+    return array
+
+
+def _of_nodes(path: Sequence[Mapping[str, Any]], key: str, counts: Sequence[int], where: str) -> Array:
+    """Return the values of the sampled tokens of a path, nan where a message has none."""
+    none = (np.full(count, np.nan) for count in counts)
+    return np.concatenate(
+        [
+            _column(node, key, where, count) if node.get(key) else blank
+            for node, count, blank in zip(path, counts, none, strict=True)
+        ]
+    )
+
+
+def _known(values: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the values of which there are some, in float32."""
+    return {name: array.astype(np.float32) for name, array in values.items() if np.isfinite(array).any()}
+
+
+def _same(values: Sequence[float] | Array) -> float | None:
+    """Return the value that all have; None where there are several, or none."""
+    found = set(map(float, values))
+    return found.pop() if len(found) == 1 else None
+
+
+def _segments(
+    pieces: Iterable[tuple[Source, list[int] | str]], tokenizer: Tokenizer | None, where: str
+) -> list[dict[str, Any]]:
+    """Return segments of pieces of ids or text, neighbours of one source as one; those before the policy's first are
+    the prompt."""
+    segments: list[dict[str, Any]] = []
+    begun = False
+    by_source = groupby(pieces, key=lambda piece: piece[0])
+    for source, run in by_source:
+        begun = begun or source == Source.POLICY
+        contents = [content for _, content in run]
+        texts, ids = (
+            [c for c in contents if isinstance(c, str)],
+            [i for c in contents if isinstance(c, list) for i in c],
+        )
+        new = {"source": source if begun else Source.PROMPT, "text": "".join(texts)}
+        if tokenizer is not None and ids:
+            try:
+                new |= {"ids": ids, "text": tokenizer.decode(ids)}
+            except ValueError as error:
+                raise UserError(f"{where}: the dump is of another tokenizer ({error}); name its own") from None
+        segments.append(new)
+    return segments
+
+
+def _source(node: Mapping[str, Any]) -> Source:
+    """Return the source of a message, and of the template around it, where the policy has not sampled it."""
+    return Source.RETRIEVED if node["message"].get("role") == "tool" else Source.FEEDBACK
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    content, calls = message.get("content"), message.get("tool_calls") or ()
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [message.get("reasoning_content"), *(part.get("text") for part in parts if isinstance(part, dict))]
+    texts += [f"{call.get('name')}({call.get('arguments')})" for call in calls]
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def _thresher(dump: Dump) -> Iterator[Rollout]:
+    records = []
+    for number, record in read_records(dump.path, unverified=dump.unverified, foreign=True):
+        check_shape(record, TRAJECTORY, f"{dump.path}:{number}")
+        if not isinstance(record.get("segments"), list):
+            raise UserError(f'{dump.path}:{number}: no "segments" in this record; fix or remove it')
+        records.append({"step": step_of(dump.path.stem), **record})
+    values = dump.path.with_suffix(".safetensors")
+    stats = read_token_stats(values, *policy_counts(records), unverified=dump.unverified)
+    for n, record in enumerate(records):
+        group = record.get("group", record.get("id", n))
+        if stats is None:
+            yield Rollout(group=group, record=record)
+        else:
+            yield Rollout(group=group, record=record, values=stats[n].values, branches=stats[n].branches)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """columns: sets of keys, one of which every record of the format has."""
+
+    columns: tuple[frozenset[str], ...]
+    read: Callable[[Dump], Iterator[Rollout]]
+
+
+def _columns(*names: str) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(each.split()) for each in names)
+
+
+READERS = {
+    "thresher": Reader(_columns("segments"), _thresher),
+    "trl": Reader(_columns("prompt completion"), _trl),
+    "verl": Reader(_columns("input output"), _verl),
+    "prime-rl": Reader(_columns("traces", "nodes", "token_ids loss_mask"), _prime_rl),
+}
