@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.common.errors import UserError
-from thresher.common.files import atomic_write_text
 from thresher.common.jsonl import string_field
 from thresher.common.records import read_records
 from thresher.engine.config.recipe import Recipe
@@ -32,12 +31,12 @@ from thresher.engine.reports.pages import open_run, tags_of
 from thresher.engine.reports.token_view import (
     about_run,
     assemble,
+    facts_of,
     groups_of,
     notes_of,
-    objective_of,
-    odd_tokens,
     policy_counts,
     tokenizer_of,
+    write_page,
 )
 from thresher.engine.store.run_folder import (
     ANYTHING,
@@ -45,6 +44,7 @@ from thresher.engine.store.run_folder import (
     NAME,
     NUMBER,
     NUMBERS,
+    START,
     TEXT,
     TRAJECTORY,
     WHOLE,
@@ -74,18 +74,23 @@ SHOWN = {
     "versions of the weights": ("versions",),
 }
 NO_ROLES = "A response is one text in this dump: what a tool or an environment wrote in it is not told apart."
-WORDS = "The dump has text and no token ids: it is cut into words. --tokenizer FOLDER cuts it into a model's tokens."
-UNALIGNED = "The dump has token ids, and this page is cut into words: --tokenizer FOLDER shows the tokens."
+TEXT_AS_WORDS = (
+    "The dump has text and no token ids: it is cut into words. --tokenizer FOLDER cuts it into a model's tokens."
+)
 ENCODED = (
     "The dump has text and no token ids: its tokens are the tokenizer's, and may differ from those that were sampled."
 )
+WORDS = "The text is cut into words: --tokenizer FOLDER shows the dump's tokens, and what it has of each."
+WEIGHTS = "The dump has several rewards and not their weights: each is shown, and no sum."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """A file to read. tokenizer: None where none was named."""
+    """A file to read. format: a key of READERS. run: whose stored step it is. tokenizer: None cuts text into words."""
 
     path: Path
+    format: str
+    run: tuple[RunFolder, Recipe] | None
     tokenizer: Tokenizer | None
     unverified: bool
 
@@ -121,23 +126,22 @@ def write_token_page(
     """
     path = Path(path)
     name = recognised(path) if format is None else format
-    run, recipe = _run_of(path, unverified) if name == "thresher" else (None, None)
-    found = load_tokenizer(tokenizer) if tokenizer is not None else None
-    if found is None and run is not None and recipe is not None:
-        found = tokenizer_of(run, recipe)
-    rows = READERS[name].read(Dump(path=path, tokenizer=found, unverified=unverified))
+    run = _run_of(path, unverified) if name == "thresher" else None
+    own = tokenizer_of(*run) if run is not None and tokenizer is None else None
+    dump = Dump(
+        path=path,
+        format=name,
+        run=run,
+        tokenizer=own if tokenizer is None else load_tokenizer(tokenizer),
+        unverified=unverified,
+    )
+    rows = READERS[name].read(dump)
     rollouts = list(islice(rows, most))
     if not rollouts:
         raise UserError(f"{path}: holds no rollout; name a file that has some")
-    more = next(rows, None) is not None
-    encoded = _encode(rollouts, found)
-    page = _page(
-        path, name, rollouts, found, run, recipe, _said(rollouts, found, encoded, name, most if more else None)
-    )
-    target = Path(out) if out is not None else path.with_name(f"{path.name.partition('.')[0]}.html")
-    if not target.parent.is_dir():
-        raise UserError(f"{target}: the folder {target.parent} does not exist; make it first")
-    atomic_write_text(target, page)
+    notes = [] if next(rows, None) is None else [f"The file has more trajectories than the first {most:,} (--most)."]
+    target = Path(out) if out is not None else path.with_name(path.name.removesuffix(".gz")).with_suffix(".html")
+    write_page(target, _page(dump, rollouts, notes))
     return target
 
 
@@ -158,10 +162,10 @@ def recognised(path: Path) -> str:
     raise UserError(f"{path}: holds no rollout; name a file that has some")
 
 
-def _run_of(path: Path, unverified: bool) -> tuple[RunFolder, Recipe] | tuple[None, None]:
-    """Return the run in whose folder trajectories/ the file lies."""
+def _run_of(path: Path, unverified: bool) -> tuple[RunFolder, Recipe] | None:
+    """Return the run in whose folder trajectories/ the file lies, and its recipe."""
     inside = path.parent.name == "trajectories" and (path.parent.parent / "recipe.toml").is_file()
-    return open_run(path.parent.parent, unverified) if inside else (None, None)
+    return open_run(path.parent.parent, unverified) if inside else None
 
 
 def _encode(rollouts: Sequence[Rollout], tokenizer: Tokenizer | None) -> bool:
@@ -179,56 +183,35 @@ def _encode(rollouts: Sequence[Rollout], tokenizer: Tokenizer | None) -> bool:
     return bool(segments)
 
 
-def _said(
-    rollouts: Sequence[Rollout], tokenizer: Tokenizer | None, encoded: bool, name: str, most: int | None
-) -> list[str]:
-    """Return what the page says of how the dump was read. most: the trajectories that were read, where it has more."""
-    said = []
-    if most is not None:
-        said.append(f"The file has more trajectories than the first {most:,}, which are shown (--most).")
-    if name in ("trl", "verl"):
-        said.append(NO_ROLES)
-    if tokenizer is None:
-        said.append(WORDS if encoded else UNALIGNED)
-    elif encoded:
-        said.append(ENCODED)
-    rewards = {len(rollout.record.get("rewards", ())) for rollout in rollouts}
-    if max(rewards) > 1:
-        said.append("The dump has several rewards and not their weights: each is shown, and no sum.")
-    return said
-
-
-def _page(
-    path: Path,
-    name: str,
-    rollouts: Sequence[Rollout],
-    tokenizer: Tokenizer | None,
-    run: RunFolder | None,
-    recipe: Recipe | None,
-    said: Sequence[str],
-) -> str:
+def _page(dump: Dump, rollouts: Sequence[Rollout], notes: Sequence[str]) -> str:
+    """Return the page. notes: what it says first, before what it says of the dump."""
+    encoded, tokenizer = _encode(rollouts, dump.tokenizer), dump.tokenizer
     records = _numbered(rollouts)
     values = tokenizer is not None and any(rollout.values for rollout in rollouts)
     stats = [TokenStats(key=(n, 0), values=r.values, branches=r.branches) for n, r in enumerate(rollouts)]
+    recipe = None if dump.run is None else dump.run[1]
     groups = groups_of(records, stats if values else None, tokenizer, tags_of(recipe) if recipe else ())
     has = {key for group in groups for sample in group["samples"] for key, value in sample.items() if value is not None}
     absent = [words for words, keys in SHOWN.items() if not has & set(keys)]
-    notes = list(said)
-    if run is not None and recipe is not None:
-        notes += notes_of(recipe, groups, values)
-    elif absent:
-        notes.append(f"The dump has no {', '.join(absent)}: they are not shown.")
-    steps = sorted({group["step"] for group in groups if group["step"] is not None})
-    facts = {
-        "updated": name == "thresher" and values,
-        "words": tokenizer is None,
-        "steps": len(steps) > 1,
-        "odd": odd_tokens(records, tokenizer) if tokenizer is not None else {},
-        "objective": objective_of(recipe.grpo if recipe else None),
-        "notes": notes,
+    text_only = READERS[dump.format].text_only
+    said = {
+        NO_ROLES: text_only,
+        TEXT_AS_WORDS: text_only and tokenizer is None,
+        WORDS: not text_only and tokenizer is None,
+        ENCODED: encoded and tokenizer is not None,
+        WEIGHTS: any(len(record.get("rewards", ())) > 1 for record in records),
+        f"The dump has no {', '.join(absent)}: they are not shown.": bool(absent)
+        and recipe is None
+        and (text_only or tokenizer is not None),  # else it may have them, of tokens
     }
-    title = path.name if not steps else f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
-    about = about_run(run, recipe) if run is not None and recipe is not None else f"{path} · rollouts of {name}"
+    notes = [*notes, *(sentence for sentence, holds in said.items() if holds)]
+    notes += notes_of(recipe, groups, values) if recipe else []
+    facts = facts_of(records, groups, dump.format == "thresher" and values, tokenizer, recipe, notes)
+    steps = sorted({group["step"] for group in groups if group["step"] is not None})
+    title = (
+        dump.path.name if not steps else f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
+    )
+    about = f"{dump.path} · rollouts of {dump.format}" if dump.run is None else about_run(*dump.run)
     return assemble(title, about, groups, facts, {})
 
 
@@ -289,7 +272,7 @@ def _verl(dump: Dump) -> Iterator[Rollout]:
 
 
 def _text_record(row: Mapping[str, Any], prompt: str, said: str, where: str) -> dict[str, Any]:
-    check_shape({"step": row.get("step", 0)}, {"step": WHOLE}, where)
+    check_shape(row, START, where)
     segments = [{"source": Source.PROMPT, "text": prompt}, {"source": Source.POLICY, "text": said}]
     return {"question": _title(prompt), "golden_answers": None, "step": row.get("step"), "segments": segments}
 
@@ -343,7 +326,7 @@ def _exported(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -
     """Return a sequence of a trainer's token export."""
     if tokenizer is None:
         raise UserError(f"{where}: holds token ids and no text; name the model's folder by --tokenizer FOLDER")
-    check_shape({"step": row.get("step")}, {"step": WHOLE}, where)
+    check_shape(row, START, where)
     ids = _column(row, "token_ids", where).astype(np.int64).tolist()
     mask = _column(row, "loss_mask", where, len(ids)) == 1
     columns = {name: _column(row, theirs, where, len(ids)) for name, theirs in EXPORTED.items() if row.get(theirs)}
@@ -356,12 +339,12 @@ def _exported(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -
     record = {
         "question": _title(prompt),
         "golden_answers": None,
-        "step": row["step"],
+        "step": row.get("step"),
         "segments": segments,
         "advantage": _same(values.get("advantage", ())),
         "parts": plain({name: row[name] for name in ("env_name", "rank") if row.get(name) is not None}),
     }
-    return Rollout(group=(row["step"], prompt), record=record, values=values)
+    return Rollout(group=(row.get("step"), prompt), record=record, values=values)
 
 
 def _paths(nodes: Sequence[Mapping[str, Any]], where: str) -> Iterator[list[Mapping[str, Any]]]:
@@ -523,10 +506,11 @@ def _thresher(dump: Dump) -> Iterator[Rollout]:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """columns: sets of keys, one of which every record of the format has."""
+    """columns: sets of keys, one of which every record of the format has. text_only: it has no token ids."""
 
     columns: tuple[frozenset[str], ...]
     read: Callable[[Dump], Iterator[Rollout]]
+    text_only: bool = False
 
 
 def _columns(*names: str) -> tuple[frozenset[str], ...]:
@@ -535,7 +519,7 @@ def _columns(*names: str) -> tuple[frozenset[str], ...]:
 
 READERS = {
     "thresher": Reader(_columns("segments"), _thresher),
-    "trl": Reader(_columns("prompt completion"), _trl),
-    "verl": Reader(_columns("input output"), _verl),
+    "trl": Reader(_columns("prompt completion"), _trl, text_only=True),
+    "verl": Reader(_columns("input output"), _verl, text_only=True),
     "prime-rl": Reader(_columns("traces", "nodes", "token_ids loss_mask"), _prime_rl),
 }

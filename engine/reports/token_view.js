@@ -55,7 +55,8 @@ function* ofTokens(f) { // f of every token of every sample
   for (const { sample } of all) for (let i = 0; i < sample.count; i++) yield f(sample, i);
 }
 
-// Colourings: what(sample, i) -> number; full: where the colour is full, or null: the step's 99th percentile.
+// Colourings: what(sample, i) -> number; full: where the colour is full, or null: the step's 99th percentile, with whole
+// its largest.
 const COLOURS = [
   { id: "gradient", name: "gradient on its logit", needs: "gradient", both: true, what: gradient, ends: ["less likely", "likelier"],
     help: `Minus the loss's derivative by the token's own logit, as the update computed it: the objective ${O.objective}, with what the recipe adds to it (KL, entropy, guard), times the token's weight in the mean. A token that the policy is sure of is hardly moved, whatever its advantage.` },
@@ -70,8 +71,8 @@ const COLOURS = [
   { id: "k2", name: "KL, k2", needs: "reference", what: (s, i) => estimators.k2(d(s, i)), help: "d² / 2, where d = log p − log p of the reference." },
   { id: "k3", name: "KL, k3", needs: "reference", what: (s, i) => estimators.k3(d(s, i)), help: "exp(−d) − 1 + d, where d = log p − log p of the reference." },
   { id: "entropy", name: "entropy", needs: "entropy", what: (s, i) => value(s, "entropy", i), help: "Of the policy's distribution where the token was drawn, in nats." },
-  { id: "advantage", name: "advantage", needs: "advantage", both: true, what: advantage, help: "Of the sample within its group, or of a branch with a reward of its own; the same for all its tokens, unless grpo.advantage is finer, and but for importance weights." },
-  { id: "staleness", name: "staleness", needs: "versions", what: stale, help: "Updates between the weights that drew the token and those that it trains: step − 1 − version." },
+  { id: "advantage", name: "advantage", needs: "advantage", both: true, whole: true, what: advantage, help: "Of the sample within its group, or of a branch with a reward of its own; the same for all its tokens, unless grpo.advantage is finer, and but for importance weights." },
+  { id: "staleness", name: "staleness", needs: "versions", whole: true, what: stale, help: "Updates between the weights that drew the token and those that it trains: step − 1 − version." },
   { id: "clipped", name: "clipped", needs: "clipped", what: (s, i) => (s.isClipped.has(i) ? 1 : 0), full: 1, tone: "--down", show: (v) => (v ? "clipped" : "–"),
     help: "The clip left the surrogate term of this token no gradient." },
 ];
@@ -82,7 +83,7 @@ const scales = {};
 function scale(colour) {
   if (scales[colour.id]) return scales[colour.id];
   const values = [...ofTokens(colour.what)].filter((v) => Math.abs(v) > 0);
-  return (scales[colour.id] = fullScale(values, colour.full, colour.id === "advantage" ? 1 : .99));
+  return (scales[colour.id] = fullScale(values, colour.full, colour.whole ? 1 : .99));
 }
 const tone = (colour, v) => colour.tone || (colour.both ? (v > 0 ? "--up" : "--down") : "--one");
 const strength = (colour, v) => opacity(v, scale(colour).full);

@@ -66,23 +66,24 @@ def write_token_view(run: str | Path, step: str, out: str | Path | None = None, 
     tokenizer, pages = tokenizer_of(folder, recipe), {number: f"{step_name(number)}.html" for number in stored}
     if step != "all":
         target = Path(out) if out is not None else folder.path / "tokens" / pages[int(step)]
-        _write(target, _page(folder, recipe, int(step), tokenizer, {}))
+        write_page(target, _page(folder, recipe, int(step), tokenizer, {}))
         return target
     target = Path(out) if out is not None else folder.path / "tokens"
     for before, number, after in zip([None, *stored], stored, [*stored[1:], None], strict=False):
         links = {"before": pages.get(before or -1), "after": pages.get(after or -1), "index": "index.html"}
         present = {name: page for name, page in links.items() if page is not None}
-        _write(target / pages[number], _page(folder, recipe, number, tokenizer, present))
+        write_page(target / pages[number], _page(folder, recipe, number, tokenizer, present))
     records = {record["step"]: record for record in folder.metrics() if "eval" not in record}
     rows = [(number, page, records.get(number, {})) for number, page in pages.items()]
     index = page_template("token_index.html").render(
         name=str(folder.path), css=page_part("token_view.css"), recipe=recipe, rows=rows
     )
-    _write(target / "index.html", index)
+    write_page(target / "index.html", index)
     return target / "index.html"
 
 
-def _write(path: Path, page: str) -> None:
+def write_page(path: Path, page: str) -> None:
+    """Write a page, whole or not at all; make its folder. Raise UserError where that cannot be made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,12 +106,8 @@ def _page(run: RunFolder, recipe: Recipe, step: int, tokenizer: Tokenizer, links
     records = list(run.stored_trajectories(path))
     stats = read_token_stats(path.with_suffix(".safetensors"), *policy_counts(records), unverified=run.unverified)
     groups = groups_of(records, stats, tokenizer, tags_of(recipe), step)
-    facts = {
-        "updated": stats is not None,
-        "odd": odd_tokens(records, tokenizer),
-        "objective": objective_of(recipe.grpo),
-        "notes": notes_of(recipe, groups, stats is not None),
-    }
+    notes = notes_of(recipe, groups, stats is not None)
+    facts = facts_of(records, groups, stats is not None, tokenizer, recipe, notes)
     return assemble(f"Step {step}", about_run(run, recipe), groups, facts, links)
 
 
@@ -130,9 +127,7 @@ def assemble(
 ) -> str:
     """Return the page of these groups, of at most `most_bytes`: as many groups as fit, those with a signal first.
 
-    about: the line below the title. facts: what the script reads beside the groups: `notes`, `objective`, `odd`,
-    `updated` (there are values of an update), `words` (the text is not cut into tokens) and `steps` (groups are of
-    several).
+    about: the line below the title. facts: those of `facts_of`.
     """
     template = page_template("token_view.html")
 
@@ -214,7 +209,11 @@ def groups_of(
     texts: dict[Any, dict[str, int]] = {}  # of each group, its strings with their places
     for place, record in enumerate(records):
         number = record.get("group", 0)
-        new = {"n": number, "step": record.get("step", step), "question": visible(record.get("question", ""))}
+        new: dict[str, Any] = {
+            "n": number,
+            "step": record.get("step", step),
+            "question": visible(record.get("question", "")),
+        }
         if (golds := record.get("golden_answers", [])) is not None:  # null: the dump has none
             new["golds"] = [visible(gold) for gold in golds]
         new["samples"] = []
@@ -402,6 +401,26 @@ def odd_tokens(records: Sequence[Record], tokenizer: Tokenizer) -> dict[int, str
         if "\ufffd" in spelled.decode("utf-8", errors="replace"):
             odd[token] = spelled.hex(" ")
     return odd
+
+
+def facts_of(
+    records: Sequence[Record],
+    groups: Sequence[Group],
+    updated: bool,
+    tokenizer: Tokenizer | None,
+    recipe: Recipe | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Return what the script reads beside the groups. updated: there are token statistics of an update. tokenizer: None
+    where the text is cut into words. recipe: None where the loss is not known. notes: shown above the groups."""
+    return {
+        "updated": updated,
+        "words": tokenizer is None,
+        "steps": len({group["step"] for group in groups}) > 1,
+        "odd": {} if tokenizer is None else odd_tokens(records, tokenizer),
+        "objective": objective_of(recipe.grpo if recipe else None),
+        "notes": notes,
+    }
 
 
 def objective_of(grpo: GrpoSection | None) -> dict[str, Any]:

@@ -340,27 +340,102 @@ def test_a_step_of_an_earlier_version_has_no_gradients(
     assert bare["colours"]["rollout"] == ["fallsrises· full at 1.2, largest 1", "", 0]  # roundings are not listed
 
 
+# Each formula of token_formulas.js is held to its Python on random float64 values. Where both sides compute the same sums
+# and products they agree to the bit; exp and expm1 are rounded within an ulp on either side, so that two of them differ
+# by at most 4 u of their value, with u = 2^-53.
+U = 2.0**-53
+NAMES = {
+    *("ratioOf", "estimators", "updated", "probability", "gradientOf", "staleness", "spread", "mean", "percent"),
+    *("longest", "fullScale", "opacity", "halves"),
+}
 # Both sides of the cap at 80, both signs, sizes at which exp(-d) - 1 loses its digits, and float16's largest.
 LOG_RATIOS = [0.0, 1e-7, -1e-7, 1e-3, -1e-3, 0.2, -0.2, 1.0, -1.0, 10.0, -10.0, 79.9, 80.0, 80.1, -79.9, -80.0, -80.1]
 LOG_RATIOS += [65504.0, -65504.0]
 
 
+def drawn_at_random(seed: int, count: int = 400) -> list[float]:
+    """Values of both signs, of sizes from 1e-8 to 100."""
+    generator = np.random.default_rng(seed)
+    sizes = 10.0 ** generator.uniform(-8, 2, count)
+    return (sizes * generator.choice([-1.0, 1.0], count)).tolist()
+
+
 def formulas(expression: str, *given: object) -> Any:
-    """The value of a JavaScript expression over FORMULAS and `given`."""
+    """The value of a JavaScript expression over FORMULAS and `given`; null, as which JSON has NaN, is None."""
     scenario = f"const given = {json.dumps(given)}; return ({expression})(...given);"
     return run_page("", scenario, scripts=[page_part("token_formulas.js")])
 
 
-def close(found: object, expected: torch.Tensor) -> None:
-    np.testing.assert_allclose(np.array(found, float), expected.numpy(), rtol=1e-13, atol=0)
+def within(found: object, expected: torch.Tensor, size: torch.Tensor) -> None:
+    """Each value within 4 u of `size` of what is expected."""
+    assert expected.dtype == torch.float64
+    distance = (torch.tensor(found, dtype=torch.float64) - expected).abs()
+    assert (distance <= 4 * U * size.abs()).all(), distance.max()
+
+
+def test_every_formula_is_held_to_its_python() -> None:
+    assert set(formulas("() => Object.keys(FORMULAS)")) == NAMES
+    assert formulas("() => Object.keys(FORMULAS.estimators)") == ["k1", "k2", "k3"]
+    computed = re.sub(r"//.*", "", page_part("token_view.js"))
+    outside = re.findall(r"Math\.(?:exp|expm1|log|sqrt|pow)\b", computed)
+    assert outside == ["Math.log"]  # of the clip, where a colour is full: all else is in token_formulas.js
 
 
 def test_ratios_and_kl_are_the_kernels() -> None:
-    every = torch.tensor(LOG_RATIOS, dtype=torch.float64)
-    close(formulas("(all) => all.map(FORMULAS.ratioOf)", LOG_RATIOS), capped_exp(every))
-    found = formulas("(all) => all.map((d) => Object.values(FORMULAS.estimators).map((f) => f(d)))", LOG_RATIOS)
-    values = kl_values(every, torch.ones_like(every))
-    close(found, torch.stack([values[name] for name in ("k1", "k2", "k3")], 1))
+    values = LOG_RATIOS + drawn_at_random(0)
+    every = torch.tensor(values, dtype=torch.float64)
+    ratio = capped_exp(every)
+    within(formulas("(all) => all.map(FORMULAS.ratioOf)", values), ratio, ratio)
+    expected = kl_values(every, torch.ones_like(every))
+    for name in ("k1", "k2"):
+        found = formulas("(all, name) => all.map(FORMULAS.estimators[name])", values, name)
+        assert found == expected[name].tolist()
+    # k3 is a difference: expm1 and its other term have errors of their own size.
+    found = formulas("(all) => all.map(FORMULAS.estimators.k3)", values)
+    within(found, expected["k3"], torch.expm1((-every).clamp(max=80)).abs() + every.abs())
+
+
+def test_values_of_a_token_are_those_of_its_stored_ones() -> None:
+    a, b = drawn_at_random(1), drawn_at_random(2)
+    pairs = "(f, a, b) => a.map((x, n) => FORMULAS[f](x, b[n]))"
+    assert formulas(pairs, "updated", a, b) == (np.array(a) + np.array(b)).tolist()
+    assert formulas(pairs, "gradientOf", a, b) == (np.array(a) * np.array(b)).tolist()
+    logprobs = [-abs(value) for value in a]
+    expected = torch.tensor(logprobs, dtype=torch.float64).exp()
+    within(formulas("(all) => all.map(FORMULAS.probability)", logprobs), expected, expected)
+
+
+def test_staleness_is_that_of_the_versions() -> None:
+    generator = np.random.default_rng(3)
+    steps, ages = generator.integers(1, 10**6, 100), generator.integers(0, 50, 100)
+    versions = steps - 1 - ages  # step s trains the weights of version s - 1
+    found = formulas("(s, v) => s.map((x, n) => FORMULAS.staleness(x, v[n]))", steps.tolist(), versions.tolist())
+    assert found == ages.tolist()
+    counts = generator.integers(0, 6, 100)
+    runs = [[int(v), int(c)] for v, c in zip(versions, counts, strict=True)]
+    assert formulas("(runs) => FORMULAS.spread(runs)", runs) == np.repeat(versions, counts).tolist()
+    assert formulas("(runs) => FORMULAS.spread(runs)", [[None, 2], [7, 1]]) == [None, None, 7]
+
+
+def test_measures_of_the_page() -> None:
+    values = drawn_at_random(4)
+    gaps: list[float | None] = [None if n % 7 == 0 else value for n, value in enumerate(values)]
+    present = [value for value in gaps if value is not None]
+    total = 0.0
+    for value in present:  # in the order in which the page adds
+        total += value
+    assert formulas("(all) => FORMULAS.mean(all)", gaps) == total / len(present)
+    assert formulas("(all) => FORMULAS.mean(all.map((v) => v ?? NaN))", gaps) == total / len(present)
+    assert formulas("() => FORMULAS.mean([null, NaN, undefined])") is None
+    wholes = np.random.default_rng(5).integers(1, 1000, 50)
+    parts = wholes // 3
+    expected = (100 * parts / wholes).tolist()
+    assert formulas("(a, b) => a.map((x, n) => FORMULAS.percent(x, b[n]))", parts.tolist(), wholes.tolist()) == expected
+    assert formulas("() => FORMULAS.percent(0, 0)") == 0
+    for count in (1, 9, 10, 11, 237):
+        lengths = np.random.default_rng(count).permutation(count * 3)[:count].tolist()
+        most = sorted(lengths, reverse=True)
+        assert formulas("(all) => FORMULAS.longest(all)", lengths) == most[math.ceil(count / 10) - 1]
 
 
 def test_halves_are_numpys() -> None:
