@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ from thresher.rewards.reward import Source
 
 Array = npt.NDArray[Any]
 MOST = 512  # trajectories of a page
-TITLE = 160  # characters of a group's title that is its prompt's end
+TITLE = 300  # characters of a group's title that is made of its prompt
 STEP = re.compile(r"step_(\d+)")
 
 # What a page may show beside the text, as the sentence names it that says what is absent: the keys of a sample.
@@ -186,6 +186,7 @@ def _encode(rollouts: Sequence[Rollout], tokenizer: Tokenizer | None) -> bool:
 def _page(dump: Dump, rollouts: Sequence[Rollout], notes: Sequence[str]) -> str:
     """Return the page. notes: what it says first, before what it says of the dump."""
     encoded, tokenizer = _encode(rollouts, dump.tokenizer), dump.tokenizer
+    _entitle(rollouts)
     records = _numbered(rollouts)
     values = tokenizer is not None and any(rollout.values for rollout in rollouts)
     stats = [TokenStats(key=(n, 0), values=r.values, branches=r.branches) for n, r in enumerate(rollouts)]
@@ -213,6 +214,26 @@ def _page(dump: Dump, rollouts: Sequence[Rollout], notes: Sequence[str]) -> str:
     )
     about = f"{dump.path} · rollouts of {dump.format}" if dump.run is None else about_run(*dump.run)
     return assemble(title, about, groups, facts, {})
+
+
+def _entitle(rollouts: Sequence[Rollout]) -> None:
+    """Give each record without a question the lines of its prompt in which the dump's prompts differ; of a long one its
+    end."""
+    prompts = []
+    for rollout in rollouts:
+        before = takewhile(lambda segment: segment.get("source") == Source.PROMPT, rollout.record["segments"])
+        prompts.append("".join(segment.get("text") or "" for segment in before))
+    lines = [prompt.split("\n") for prompt in prompts]
+    first, last = _shared(lines), _shared([each[::-1] for each in lines])
+    for rollout, prompt, each in zip(rollouts, prompts, lines, strict=True):
+        if rollout.record.get("question") is None:
+            found = "\n".join(each[first : len(each) - last]).strip() or prompt
+            rollout.record["question"] = found if len(found) <= TITLE else f"… {found[-TITLE:]}"
+
+
+def _shared(texts: Sequence[Sequence[str]]) -> int:
+    """Return how many first lines all texts share."""
+    return sum(1 for _ in takewhile(lambda row: len(set(row)) == 1, zip(*texts, strict=False)))
 
 
 def _numbered(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
@@ -274,13 +295,7 @@ def _verl(dump: Dump) -> Iterator[Rollout]:
 def _text_record(row: Mapping[str, Any], prompt: str, said: str, where: str) -> dict[str, Any]:
     check_shape(row, START, where)
     segments = [{"source": Source.PROMPT, "text": prompt}, {"source": Source.POLICY, "text": said}]
-    return {"question": _title(prompt), "golden_answers": None, "step": row.get("step"), "segments": segments}
-
-
-def _title(prompt: str) -> str:
-    """Return the end of a prompt, where the question mostly is."""
-    line = " ".join(prompt.split())
-    return line if len(line) <= TITLE else f"… {line[-TITLE:]}"
+    return {"golden_answers": None, "step": row.get("step"), "segments": segments}
 
 
 MESSAGE = {"*": ANYTHING, "role": TEXT, "tool_calls": [{"*": ANYTHING, "name": TEXT, "arguments": TEXT}]}
@@ -337,7 +352,6 @@ def _exported(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -
     segments = _segments(pieces, tokenizer, where)
     prompt = segments[0]["text"] if segments and segments[0]["source"] == Source.PROMPT else ""
     record = {
-        "question": _title(prompt),
         "golden_answers": None,
         "step": row.get("step"),
         "segments": segments,
@@ -398,7 +412,7 @@ def _path(
                 segment["versions"] = [[policy["start"], len(segment["ids"])]]
     advantage = (trace.get("info") or {}).get("advantage")
     record = {
-        "question": _title(asked if isinstance(asked, str) else prompt),
+        "question": asked if isinstance(asked, str) else None,
         "golden_answers": None,
         "step": int(step[1]) if step else None,
         "segments": segments,

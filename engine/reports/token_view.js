@@ -78,6 +78,7 @@ const COLOURS = [
 ];
 const known = (name) => all.some(({ sample }) => sample[name] !== undefined && sample[name] !== null);
 const has = (colour) => !colour.needs || known(colour.needs) || (colour.needs === "advantage" && known("weighted"));
+const hasAdvantage = has({ needs: "advantage" });
 const usable = COLOURS.filter(has);
 const scales = {};
 function scale(colour) {
@@ -115,7 +116,7 @@ function drawRail() {
     if (!matching) return "";
     const idle = isIdle(group);
     const dots = group.samples.map((sample) => el("b", { class: `${verdict(sample) || "unknown"} ${passes(sample) ? "" : "off"}`,
-      title: `sample ${sample.n}: ${verdict(sample) && `${verdict(sample)}, `}reward ${fmt(sample.reward)}` }));
+      title: `sample ${sample.n}: ${[verdict(sample), known("reward") ? `reward ${fmt(sample.reward)}` : ""].filter(Boolean).join(", ")}` }));
     return el("button", { type: "button", "data-g": g, class: idle ? "idle" : "", onclick: () => go(g, firstOf(g)) },
       el("span", {}, group.question || `group ${group.n}`), el("div", { class: "dots" }, ...dots, idle ? el("em", {}, "no signal") : null));
   }));
@@ -184,7 +185,7 @@ function drawSample(sample, s) {
       ...nodes.map((node) => (node.classList.contains("p") ? el("details", {}, el("summary", {}, "its prompt"), node) : node))));
   }
   const facts = [el("strong", {}, `sample ${sample.n}`), ...(verdict(sample) ? [" · ", el("span", { class: tint(sample) }, verdict(sample))] : []),
-    ` · reward ${fmt(sample.reward)} (${signed(sample.advantage)}) · ${plural(sample.count, UNIT)}`,
+    known("reward") ? ` · reward ${fmt(sample.reward)}` : "", hasAdvantage ? ` (${known("reward") ? "" : "advantage "}${signed(sample.advantage)})` : "", ` · ${plural(sample.count, UNIT)}`,
     sample.forked ? ` · ${plural(sample.forked[1], "turn")} written by sample ${sample.forked[0]}` : "",
     sample.ending ? ` · ${sample.ending}` : "", sample.isClipped.size ? ` · ${sample.isClipped.size} clipped` : ""];
   const strip = el("canvas", { title: `the sample's ${UNIT}s, first to last`, onclick: (event) => {
@@ -201,7 +202,8 @@ function drawSides(group) {
   const constant = parts.filter(isConstant).map(([name, cell]) => `${name} ${cell(shown[0][0])}`);
   const varied = parts.filter((row) => !isConstant(row)), open = state.parts === null ? innerWidth > 860 && varied.length <= 6 : state.parts;
   const answers = shown.some(([sample]) => sample.answer !== undefined) ? [["answer given", (x) => (x.answer === null ? "none" : x.answer || "")]] : [];
-  const rows = [...answers, ["reward", (x) => fmt(x.reward)], ["advantage", (x) => signed(x.advantage)], ...(open ? varied : [])];
+  const rows = [...answers, ...(known("reward") ? [["reward", (x) => fmt(x.reward)]] : []),
+    ...(hasAdvantage ? [["advantage", (x) => signed(x.advantage)]] : []), ...(open ? varied : [])];
   const toggle = el("button", { type: "button", onclick: () => { state.parts = !open; $("group").querySelector(".sides").replaceWith(drawSides(group)); go(state.g, state.s); } },
     open ? "fold the reward's parts" : `${varied.length} more: ${varied.map(([name]) => name).join(", ")}`);
   return el("div", { class: "card sides" }, el("div", { class: "scroll" }, el("table", {},
@@ -324,7 +326,7 @@ function valuesOf(sample, i, branch) {
   if (sample.forked && i < sample.forked[2]) return [["log-prob", fmt(value(sample, "logprob", i))], ["in the update", `as a token of sample ${sample.forked[0]}`]];
   const rows = [], x = d(sample, i), drawn = value(sample, "logprob", i), add = (name, ...found) => { if (sample[name] !== undefined) rows.push(...found); };
   add("logprob", ["log-prob when drawn", fmt(drawn)], ["p", fmt(probability(drawn))]);
-  if (has(COLOURS.find(({ id }) => id === "advantage"))) rows.push(["advantage", signed(advantage(sample, i))]);
+  if (hasAdvantage) rows.push(["advantage", signed(advantage(sample, i))]);
   add("versions", ["drawn by version", fmt(sample.versionOf[i])], ["staleness", fmt(stale(sample, i))]);
   add("gradient", ["gradient", signed(gradient(sample, i))]);
   add("rollout", ["log-prob in the update", fmt(now(sample, i))], ["ratio to the rollout", String(+ratioOf(value(sample, "rollout", i)).toPrecision(6))]);
@@ -524,7 +526,7 @@ function start() {
   figures();
   $("colour").value = state.colour.id;
   $("filter").value = state.filter[0];
-  for (const text of D.notes) $("app").prepend(el("p", { class: "note" }, text));
+  if (D.notes.length) $("app").prepend(el("p", { class: "note" }, D.notes.join(" ")));
   drawRail();
   const g = groups.findIndex(({ n }) => String(n) === asked.get("g"));
   const start = g >= 0 ? g : Math.max(0, groups.findIndex((group) => group.samples.some((sample) => sample.advantage)));

@@ -1,5 +1,6 @@
 // Keeps the page of `thresher watch` up to date: asks for the run's state, and where there is a newer page puts it in the
-// place of the old one. The section that is read stays where it is on the screen, and what was unfolded stays so.
+// place of the old one. The section that is read stays where it is on the screen, and what was unfolded stays so. Nothing
+// of the run is computed here: rates, the time left and the sentence of /state are watch.py's.
 "use strict";
 const EVERY = 3000; // ms
 let shown = null;

@@ -66,16 +66,17 @@ def test_tables_of_trl(tmp_path: Path, model: Path, tiny_tokenizer: Tokenizer) -
     assert page == tmp_path / "completions_00010.html"
     data = data_of(page)
     first, second = data["groups"]
-    assert first["question"] == "user Who? assistant" and first["step"] == 10 and "golds" not in first
+    assert (first["question"], second["question"], first["step"]) == ("Who?", "Where?", 10) and "golds" not in first
+    assert [part[0] for part in first["samples"][0]["segments"]] == ["t", "q", "t", "y"]
     assert [s["reward"] for s in first["samples"]] == [1.0, None] and second["samples"][1]["reward"] == 0.5
     assert [s["advantage"] for s in first["samples"]] == [0.7, -0.7] and first["samples"][0]["right"] is None
     assert first["samples"][0]["parts"] == {"accuracy_reward": 1.0, "solution": "Bel"}
     assert "answer" not in first["samples"][0]
-    assert second["samples"][0]["segments"][1] == ["y", "In  Bel", [2, 5], [], []]
+    assert second["samples"][0]["segments"][3] == ["y", "In  Bel", [2, 5], [], []]
     absent = f"The dump has no {EVERYTHING}, versions of the weights: they are not shown."
     assert data["words"] and data["notes"] == [NO_ROLES, TEXT_AS_WORDS, absent]
     tokens = data_of(write_token_page(path, tmp_path / "t.html", tokenizer=model))
-    part = tokens["groups"][0]["samples"][0]["segments"][1]
+    part = tokens["groups"][0]["samples"][0]["segments"][3]
     assert part[1] == "Bel is." and part[3] == tiny_tokenizer.encode("Bel is.") and sum(part[2]) == 7
     assert not tokens["words"] and tokens["notes"] == [NO_ROLES, ENCODED, absent]
     del columns["solution"]
@@ -339,7 +340,7 @@ def test_what_a_dump_lacks_is_not_drawn(tmp_path: Path) -> None:
         "mean reward": "0.5",
         "words written": "4",
     }
-    assert sorted(found["notes"]) == sorted(data_of(tmp_path / "3.html")["notes"]) and len(found["notes"]) == 3
+    assert found["notes"] == [" ".join(data_of(tmp_path / "3.html")["notes"])]
     for absent in ("wrong", "right", "expected", "answer given", "no signal", "undefined", "NaN"):
         assert absent not in found["text"] and absent not in found["dots"]
 
@@ -450,3 +451,15 @@ def test_the_command(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[
     assert "read with pyarrow, which is not installed; install thresher with its extra [data]" in refused(
         str(tmp_path / "F.parquet")
     )
+
+
+def test_a_group_is_named_by_the_lines_in_which_prompts_differ(tmp_path: Path) -> None:
+    def titles(*prompts: str) -> list[str]:
+        rows = [{"input": prompt, "output": "x", "score": 0.0, "step": 3} for prompt in prompts]
+        return [group["question"] for group in data_of(write_token_page(lines(tmp_path / "3.jsonl", *rows)))["groups"]]
+
+    assert titles("Help.\nuser\nWho?\nBe brief.", "Help.\nuser\nWhere?\nBe brief.") == ["Who?", "Where?"]
+    assert titles("Help.\nWho?", "Help.\nIs\nit?") == ["Who?", "Is\nit?"]
+    assert titles("Help.\nWho?") == ["Help.\nWho?"]  # nothing to differ from
+    assert titles("a\nb", "a\nx\nb") == ["a\nb", "x"]  # of the first no line is its own
+    assert titles("a" * 500)[0] == "… " + "a" * 300
