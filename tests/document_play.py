@@ -107,6 +107,7 @@ REDUCED = {
     "report": Row(writes=("report.html",)),
     "report --out": Row(),
     "report --tokens": Row(),
+    "tokens": Row(),
     "watch": Row(("--tty",)),
     "demo": Row(
         (

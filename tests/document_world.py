@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import torch
 from documents import ROOT
 from gguf_cases import make_model, write_gguf
@@ -166,6 +168,20 @@ def _data(folder: Path) -> None:
         {"id": f"musique-q{n}", **one, "answerable": True, "paragraphs": paragraphs[n]} for n, one in enumerate(both)
     ]
     write_lines(folder / "musique_train.jsonl", musique)
+    _dumps(folder)
+
+
+def _dumps(folder: Path) -> None:
+    """Rollouts as TRL, verl and prime-rl write them."""
+    table = {"step": [10], "prompt": ["Who?"], "completion": ["Anna Bell"], "reward": [1.0], "advantage": [0.0]}
+    for name in ("completions", "rollouts/step_42/train/effective"):
+        (folder / name).mkdir(parents=True)
+    for path in (folder / "completions" / "completions_00010.parquet", folder / "completions_00010.parquet"):
+        pyarrow.parquet.write_table(pyarrow.table(table), path)
+    write_lines(folder / "rollouts" / "10.jsonl", [{"input": "Who?", "output": "Anna", "score": 1.0, "step": 10}])
+    asked = {"message": {"role": "user", "content": "Who?"}}
+    said = {"message": {"role": "assistant", "content": "Anna Bell"}, "sampled": True, "parent": 0}
+    write_lines(folder / "rollouts/step_42/train/effective/traces.jsonl", [{"traces": [{"nodes": [asked, said]}]}])
 
 
 def _downloads(world: Path) -> None:
