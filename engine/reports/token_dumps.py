@@ -58,7 +58,6 @@ from thresher.retrieval.datasets.containers import iter_rows, plain
 from thresher.rewards.reward import Source
 
 Array = npt.NDArray[Any]
-MOST = 512  # trajectories of a page
 TITLE = 300  # characters of a group's title that is made of its prompt
 STEP = re.compile(r"step_(\d+)")
 
@@ -112,7 +111,7 @@ def write_token_page(
     *,
     format: str | None = None,
     tokenizer: str | Path | None = None,
-    most: int = MOST,
+    most: int = 512,
     unverified: bool = False,
 ) -> Path:
     """Write the token page of a file of rollouts; return the page's path.
@@ -249,7 +248,7 @@ def _numbered(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     return records
 
 
-# The readers
+# The readers: a dump's records as trajectories
 
 
 def _trl(dump: Dump) -> Iterator[Rollout]:
@@ -259,7 +258,7 @@ def _trl(dump: Dump) -> Iterator[Rollout]:
         parts = {name: plain(value) for name, value in row.items() if name not in ("prompt", "completion", "step")}
         check_shape(parts, {"*": ANYTHING, "advantage": NUMBER}, where)
         advantage = parts.pop("advantage", None)
-        rewards = [name for name, value in parts.items() if value is None or NUMBER[1](value)]
+        rewards = [name for name, value in parts.items() if value is None or isinstance(value, float)]
         record = _text_record(row, prompt, said, where) | {
             "reward": parts[rewards[0]] if len(rewards) == 1 else None,
             "advantage": advantage,
@@ -283,9 +282,8 @@ def _verl(dump: Dump) -> Iterator[Rollout]:
         if (gold := found.get("gts")) is not None:
             golds = gold if isinstance(gold, list) else [gold]
             record["golden_answers"] = [g if isinstance(g, str) else json.dumps(g, ensure_ascii=False) for g in golds]
-        if isinstance(
-            found.get("pred"), str
-        ):  # of the reward functions that say what they read, and whether it is right
+        # Some reward functions return the answer that they read, and whether it is right.
+        if isinstance(found.get("pred"), str):
             record["answer"] = found["pred"]
         if isinstance(found.get("acc"), bool | int | float):
             record["right"] = bool(found["acc"])
@@ -406,10 +404,11 @@ def _path(
     rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
     in_batch = dump.path.parts[-3:-1] == ("train", "effective")  # else the folder's step is not the one that it trains
     step = STEP.fullmatch(dump.path.parts[-4]) if in_batch and len(dump.path.parts) > 3 else None
-    if step and policy and policy["start"] == policy["end"]:  # else which tokens are of which version is not known
+    version = policy.get("start")
+    if step and version is not None and version == policy.get("end"):  # else that of a token is not known
         for segment in segments:
             if segment["source"] == Source.POLICY and "ids" in segment:
-                segment["versions"] = [[policy["start"], len(segment["ids"])]]
+                segment["versions"] = [[version, len(segment["ids"])]]
     advantage = (trace.get("info") or {}).get("advantage")
     record = {
         "question": asked if isinstance(asked, str) else None,
@@ -434,8 +433,8 @@ def _column(row: Mapping[str, Any], key: str, where: str, count: int | None = No
         array = np.array([] if row.get(key) is None else row[key], np.float64)
     except (TypeError, ValueError):
         array = np.empty((0, 0))
-    whole = count is not None or np.isfinite(array).all()
-    if array.ndim != 1 or not whole or (count is not None and len(array) != count):
+    are_ids = (array == np.floor(array)) & (np.abs(array) < 2**31)
+    if array.ndim != 1 or (len(array) != count if count is not None else not are_ids.all()):
         many = "whole numbers" if count is None else f"{count} numbers, one for each token"
         raise UserError(f'{where}: expected "{key}" to be a list of {many}; fix or remove this record')
     return array
@@ -454,7 +453,9 @@ def _of_nodes(path: Sequence[Mapping[str, Any]], key: str, counts: Sequence[int]
 
 def _known(values: Mapping[str, Array]) -> dict[str, Array]:
     """Return the values of which there are some, in float32."""
-    return {name: array.astype(np.float32) for name, array in values.items() if np.isfinite(array).any()}
+    most = np.finfo(np.float32).max
+    known = {name: array for name, array in values.items() if np.isfinite(array).any()}
+    return {name: np.clip(array, -most, most).astype(np.float32) for name, array in known.items()}
 
 
 def _same(values: Sequence[float] | Array) -> float | None:
@@ -470,15 +471,12 @@ def _segments(
     the prompt."""
     segments: list[dict[str, Any]] = []
     begun = False
-    by_source = groupby(pieces, key=lambda piece: piece[0])
-    for source, run in by_source:
+    for source, run in groupby(pieces, key=lambda piece: piece[0]):
         begun = begun or source == Source.POLICY
         contents = [content for _, content in run]
-        texts, ids = (
-            [c for c in contents if isinstance(c, str)],
-            [i for c in contents if isinstance(c, list) for i in c],
-        )
-        new = {"source": source if begun else Source.PROMPT, "text": "".join(texts)}
+        ids = [token for content in contents if isinstance(content, list) for token in content]
+        text = "".join(content for content in contents if isinstance(content, str))
+        new = {"source": source if begun else Source.PROMPT, "text": text}
         if tokenizer is not None and ids:
             try:
                 new |= {"ids": ids, "text": tokenizer.decode(ids)}
@@ -504,10 +502,11 @@ def _message_text(message: Mapping[str, Any]) -> str:
 def _thresher(dump: Dump) -> Iterator[Rollout]:
     records = []
     for number, record in read_records(dump.path, unverified=dump.unverified, foreign=True):
-        check_shape(record, TRAJECTORY, f"{dump.path}:{number}")
+        check_shape(record, TRAJECTORY | START, f"{dump.path}:{number}")
         if not isinstance(record.get("segments"), list):
             raise UserError(f'{dump.path}:{number}: no "segments" in this record; fix or remove it')
-        records.append({"step": step_of(dump.path.stem), **record})
+        branches = {name: part for name, part in (record.get("branches") or {}).items() if part is not None}
+        records.append({"step": step_of(dump.path.stem), **record, "branches": branches})
     values = dump.path.with_suffix(".safetensors")
     stats = read_token_stats(values, *policy_counts(records), unverified=dump.unverified)
     for n, record in enumerate(records):

@@ -259,7 +259,7 @@ def _sample(record: Record, tokenizer: Tokenizer | None, tags: Sequence[str], te
     }
     if "answer" in record:
         made["answer"] = None if record["answer"] is None else visible(record["answer"])
-    if forked := record.get("forked"):  # with the number of the tokens that the other sample wrote
+    if len(forked := record.get("forked") or []) == 2:  # with the number of the tokens that the other sample wrote
         written = [len(part[2]) for part in made["segments"] if part[0] == "y"]
         made["forked"] = [*forked, sum(written[: forked[1]])]
     if branches := record.get("branches"):
@@ -279,8 +279,8 @@ def _tokens(
     """Return the text, each token's share of it in UTF-16 units, the ids, and where the page may break lines. Without a
     tokenizer the shares are of words, each with the white space before it."""
     if tokenizer is None:
-        words, shown = WORD.findall(text), visible(text)
-        return shown, [units(visible(word)) for word in words], [], line_breaks(shown, tags)
+        words = [visible(word) for word in WORD.findall(text)]
+        return "".join(words), [units(word) for word in words], [], line_breaks("".join(words), tags)
     try:
         pieces = token_texts([tokenizer.token_bytes(token) for token in ids])
     except ValueError as error:
@@ -339,14 +339,15 @@ def values_of(stats: TokenStats) -> dict[str, Any]:
         made["logprob"] = half(values["sampled"])
     if len(stats.branches):
         made["branch_logprob"] = half(stats.branches)
-    if "recomputed" in values:
+    if "recomputed" in values and "sampled" in values:
         made["rollout"] = half(values["recomputed"] - values["sampled"])
     if "entropy" in values:
         made["entropy"] = half(values["entropy"])
     if "clipped" in values and "recomputed" in values:
         made["clipped"] = np.flatnonzero(values["clipped"]).tolist()
-    if "reference" in values:  # of a dump without the update's log-prob: to the one when drawn
-        made["reference"] = half(values.get("recomputed", values["sampled"]) - values["reference"])
+    policy = values.get("recomputed", values.get("sampled"))  # a dump may have the log-prob when drawn alone
+    if "reference" in values and policy is not None:
+        made["reference"] = half(policy - values["reference"])
     if "advantage" in values:
         made["weighted"] = half(values["advantage"])
     if "gradient" in values:  # divided by the sample's largest: most are below what float16 has

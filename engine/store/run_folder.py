@@ -76,6 +76,8 @@ TRAJECTORY = {
     "parts": NUMBERS,
     "segments": SEGMENTS,
     "branches": {"*": SEGMENTS},
+    "trained_branches": [TEXT],
+    "forked": [WHOLE],
     "passages": [{"*": ANYTHING, "text": TEXT}],
     "searches": [{"*": ANYTHING, "query": TEXT, "passages": [ANYTHING]}],
     "tools": [{"*": ANYTHING, "name": TEXT, "text": TEXT}],
