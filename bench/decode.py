@@ -218,7 +218,7 @@ def _fill_contexts(decoder: Decoder) -> None:
                 decoder._mark_ready(sequence)  # the rest of its group begins as it does
                 if number == 0:
                     ids = sequence.prompt.ids
-                    decoder._keep_states(sequence.slot, ids[: len(ids) // PAGE * PAGE])
+                    decoder._keep_states(sequence, ids[: len(ids) // PAGE * PAGE])
             decoder._prefilling = []
 
 

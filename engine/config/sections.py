@@ -149,6 +149,12 @@ class RolloutSection(Section):
                 f"(1 + max_staleness), got {self.groups_in_flight}",
             )
 
+        if self.kv_tokens is not None and self.in_flight > (blocks := self.kv_tokens // self.kv_block_size):
+            raise FieldError(
+                "groups_in_flight",
+                f"expected at most the {blocks} blocks of kv_tokens = {self.kv_tokens}, got {self.in_flight}",
+            )
+
     @property
     def in_flight(self) -> int:
         """Return how many groups are begun and not yet trained on, at most."""

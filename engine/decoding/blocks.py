@@ -8,6 +8,9 @@ behind which of its tokens there are snapshots, and `match_state` takes the plac
 owner keep their content until they are needed, the one that was given up first goes first. Block 0 belongs to nobody:
 rows that pad a batch are written there.
 
+Where a pool outlives an update (rollout.stale_cache), each version of the weights has a tree of its own: a sequence
+shares with those that began under the weights that it began under, and what is new shares nothing with what is stale.
+
 Invariant: free + idle + owned = num_blocks - 1.
 """
 
@@ -61,7 +64,7 @@ class BlockPool:
         self.page_size = page_size
         self.num_blocks = num_blocks
         self.ref_count_P = np.zeros(num_blocks, np.int64)
-        self.root = RadixNode(0, [], None)
+        self._roots: dict[int, RadixNode] = {}
         self._free = list(range(num_blocks - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, owned by nobody; the next to go first
         self._nodes: dict[int, RadixNode] = {}  # block -> its node
@@ -73,6 +76,14 @@ class BlockPool:
     def num_free(self) -> int:
         """Return the number of blocks that `allocate` could return."""
         return len(self._free) + len(self._idle)
+
+    def root_of(self, version: int) -> RadixNode:
+        """Return the root of the tree of sequences that began under this version of the weights."""
+        return self._roots.setdefault(version, RadixNode(0, [], None))
+
+    @property
+    def root(self) -> RadixNode:
+        return self.root_of(0)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -104,9 +115,9 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def match_prefix(self, ids: Sequence[int], most: int) -> Prefix:
+    def match_prefix(self, ids: Sequence[int], most: int, version: int = 0) -> Prefix:
         """Return the longest known beginning of `ids`, of at most `most` tokens. It adds no owners; `add_ref` does."""
-        found = Prefix([], self.root)
+        found = Prefix([], self.root_of(version))
         at = 0
         while at < most:
             want = list(ids[at : min(at + self.page_size, most)])
@@ -129,11 +140,12 @@ class BlockPool:
             at += agreed
         return found
 
-    def match_state(self, ids: Sequence[int], most: int) -> Prefix:
+    def match_state(self, ids: Sequence[int], most: int, version: int = 0) -> Prefix:
         """Return the longest beginning of `ids`, of at most `most` tokens, behind which there is a snapshot. Nobody
         waits for what another computes, but for the samples of one prompt, at whose end a snapshot will be."""
-        found, reach = Prefix([], self.root), 0
-        stack: list[tuple[RadixNode, int, list[int]]] = [(self.root, 0, [])]
+        root = self.root_of(version)
+        found, reach = Prefix([], root), 0
+        stack: list[tuple[RadixNode, int, list[int]]] = [(root, 0, [])]
         while stack:
             node, at, blocks = stack.pop()
             want = list(ids[at : min(at + self.page_size, most)])
@@ -152,10 +164,10 @@ class BlockPool:
             self._snapshots.move_to_end(found.snapshot)
         return found
 
-    def keep_state(self, ids: Sequence[int]) -> int | None:
+    def keep_state(self, ids: Sequence[int], version: int = 0) -> int | None:
         """Return the snapshot in which to keep the states behind `ids`, in place of the one that was not used for the
         longest time; None where the tree does not hold these tokens, or there are no snapshots."""
-        node, at = self.root, 0
+        node, at = self.root_of(version), 0
         while at < len(ids):
             want = list(ids[at : at + self.page_size])
             fits = (x for x in node.children.get(want[0], ()) if x.ready and x.tokens[: len(want)] == want)
@@ -164,7 +176,7 @@ class BlockPool:
                 return None
             node, at = child, at + len(want)
         offset = (len(ids) - 1) % self.page_size + 1
-        if node is self.root or not (self._free_snapshots or self._snapshots):
+        if node.parent is None or not (self._free_snapshots or self._snapshots):
             return None
         if offset in node.snapshots:
             self._snapshots.move_to_end(node.snapshots[offset])
@@ -206,7 +218,7 @@ class BlockPool:
                 self._forget(node)
 
     def contains(self, node: RadixNode) -> bool:
-        return node is self.root or self._nodes.get(node.block) is node
+        return node.parent is None or self._nodes.get(node.block) is node
 
     def _child(self, after: RadixNode, tokens: list[int], block: int) -> RadixNode | None:
         own = self._nodes.get(block)

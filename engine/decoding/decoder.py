@@ -37,6 +37,7 @@ from thresher.engine.decoding.batch_state import (
     to_device,
     with_drafts,
 )
+from thresher.engine.decoding.blocks import BlockPool
 from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, PagedKV, PagedStep
 from thresher.engine.decoding.scheduler import TokenSequence, start_scheduler
 from thresher.engine.decoding.speculative import MOST, ON_CPU, Costs, Drafter, Speculate
@@ -115,22 +116,24 @@ class Decoder:
         """Return the cache's tensors, as far as there are any now."""
         return [] if self.cache is None else self.cache.tensors
 
-    def end(self) -> None:
-        """Free memory for the update, once nothing runs. A CPU's cache is kept, since filling it takes time."""
-        self.cache = self.cache if self.policy.device.type == "cpu" else None
+    def end(self, keep: bool = False) -> None:
+        """Free memory for the update, once nothing runs. A CPU's memory is kept, since filling it takes time. keep: so
+        is all that `begin` needs to go on with the pool."""
+        self.cache = self.cache if keep or self.policy.device.type == "cpu" else None
         self.head_VH = None
 
-    def begin(self, longest: int, clock: DecodeClock) -> None:
-        """Start over with an empty cache, for sequences of at most `longest` tokens. UserError if one does not fit."""
+    def begin(self, longest: int, clock: DecodeClock, kept: BlockPool | None = None) -> None:
+        """Start over with an empty cache, for sequences of at most `longest` tokens. UserError if one does not fit.
+        kept: the decoder's own pool, since whose `end(keep=True)` nothing has run: what it holds is used."""
         self._open_cache()
-        self._start_over(longest, clock)
+        self._start_over(longest, clock, kept)
 
-    def _start_over(self, longest: int, clock: DecodeClock) -> None:
+    def _start_over(self, longest: int, clock: DecodeClock, kept: BlockPool | None = None) -> None:
         self.clock = clock
         self.head_VH = sampling.head_to_multiply(self.policy.head_VH[: self.vocab_size])
         snapshots = self.snapshots if self.has_states else None
         self.scheduler = start_scheduler(
-            self.num_blocks, self.page_size, longest, self.max_running, self.reuse, snapshots
+            self.num_blocks, self.page_size, longest, self.max_running, self.reuse, snapshots, kept
         )
         self.pool, blocks = self.scheduler.pool, -(-longest // self.page_size)
         self.batch = self._make_batch(longest, blocks)
@@ -228,14 +231,14 @@ class Decoder:
         if self.has_states and sequence.slot >= 0:
             ids = sequence.ids[: int(self.batch.cached_B[sequence.slot])]
             self.scheduler.keep(sequence, ids, self.batch.blocks_of(sequence))
-            self._keep_states(sequence.slot, ids)
+            self._keep_states(sequence, ids)
 
     def interrupt(self) -> list[TokenSequence]:
         """Take all sequences off, with what has been drawn of their turns; return those whose turn has ended since the
-        last step. None goes on here: `begin` follows."""
+        last step. The pool remembers them; `end` follows."""
         ended = self._received()
         for sequence in [*self.scheduler.running]:
-            self.release(sequence)
+            self.release(sequence, keep=True)
         self.scheduler.waiting.clear()
         return ended
 
@@ -284,8 +287,7 @@ class Decoder:
                 sequence.begun = True
                 sequence.prompt.waiting -= 1
                 self.clock.shared_tokens += cached
-                if sequence.carried:
-                    self.clock.tokens_recomputed += len(sequence.ids) - cached
+                self.clock.tokens_recomputed += max(sequence.carried - cached, 0)
             (self._from_prompt if cached == len(sequence.ids) else self._prefilling).append(sequence)
             if sequence.unscored:
                 self._scoring.append(sequence)
@@ -297,18 +299,19 @@ class Decoder:
         self.batch.close(sequence)
         self.scheduler.leave(sequence, cached, blocks, keep)
         if keep:
-            self._keep_states(slot, sequence.ids[:cached])
+            self._keep_states(sequence, sequence.ids[:cached], slot)
         del self._sequence_in[slot]
         self._slots_N = None
         for listed in (self._prefilling, self._from_prompt, self._scoring):
             if sequence in listed:
                 listed.remove(sequence)
 
-    def _keep_states(self, slot: int, ids: Sequence[int]) -> None:
-        """Keep the slot's states, which are those behind `ids`, for others that begin so."""
-        if self.has_states and self.reuse and (number := self.pool.keep_state(ids)) is not None:
+    def _keep_states(self, sequence: TokenSequence, ids: Sequence[int], slot: int | None = None) -> None:
+        """Keep the states of the sequence's slot, which are those behind `ids`, for others that begin so. slot: which
+        it had, once it has left."""
+        if self.has_states and self.reuse and (number := self.pool.keep_state(ids, sequence.version)) is not None:
             assert self.cache is not None and self.cache.states is not None
-            self.cache.states.save(slot, len(ids), number)
+            self.cache.states.save(sequence.slot if slot is None else slot, len(ids), number)
 
     def _make_room(self) -> QueryRuns:
         """Return the rows to feed for each running sequence in this step, and allocate blocks for them. The youngest
@@ -409,7 +412,7 @@ class Decoder:
                 assert hidden_TH is not None
                 # A copy: a row of hidden_TH itself would keep all of it alive.
                 prompt.hidden_H = hidden_TH[int(runs.row_N[run] + runs.count_N[run]) - 1].clone()
-                self._keep_states(sequence.slot, prompt.ids)
+                self._keep_states(sequence, prompt.ids)
                 complete = True
         still = self.batch.cached_B < self.batch.known_B
         self._prefilling = [sequence for sequence in self._prefilling if still[sequence.slot]]

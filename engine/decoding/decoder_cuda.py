@@ -44,6 +44,7 @@ from thresher.engine.decoding.batch_state import (
     pack_drawn,
     to_pinned,
 )
+from thresher.engine.decoding.blocks import BlockPool
 from thresher.engine.decoding.decoder import FORWARD_ROWS, CudaTimer, DecodeClock, Decoder, Scores, states_bytes
 from thresher.engine.decoding.kv_cache import DeltaStates, DeviceKV, DeviceStep, PagedKV, check_page_size, prefill_rows
 from thresher.engine.decoding.scheduler import TokenSequence
@@ -129,11 +130,11 @@ class DeviceDecoder(Decoder):
         check_page_size(self.page_size)
         self.wanted_blocks = self.num_blocks
 
-    def end(self) -> None:
+    def end(self, keep: bool = False) -> None:
         """Free the cache and the captured graphs, for `begin` to make anew. They stay where an update has shown that
-        there is room beside them."""
+        there is room beside them, and where told to keep them."""
         device = self.policy.device
-        if not self.keeps:
+        if not (self.keeps or keep):
             self._drop()
         if device.type == "cuda":
             self._trained = self._versions()
@@ -171,8 +172,8 @@ class DeviceDecoder(Decoder):
         """Return a count of each weight's changes: an update has been between two that differ."""
         return tuple(parameter._version for parameter in self.policy.parameters())
 
-    def _start_over(self, longest: int, clock: DecodeClock) -> None:
-        super()._start_over(longest, clock)
+    def _start_over(self, longest: int, clock: DecodeClock, kept: BlockPool | None = None) -> None:
+        super()._start_over(longest, clock, kept)
         self._pending: PendingStep | None = None
         self._scores: list[Scores] = []  # launched and not yet read
         self._steps_begun = 0
@@ -372,7 +373,7 @@ class DeviceDecoder(Decoder):
                 prompt.filling = False
                 if prompt.waiting and cached == len(prompt.ids):
                     # Others feed the last token themselves; the ring still has the state before it.
-                    self._keep_states(sequence.slot, prompt.ids[:-1])
+                    self._keep_states(sequence, prompt.ids[:-1])
             sequence.prefilled += 1
             self.clock.prefilled_tokens += 1
         self._prefilling = [one for one in self._prefilling if one.slot not in launched]

@@ -53,8 +53,8 @@ class TokenSequence:
     stop, room: the turn's stop strings, and its largest number of tokens. finish: why the last turn ended, "stop",
     "eos" or "length"; hit: the stop that ended it. prefilled: tokens computed for it without being drawn, recomputed
     ones included. earlier: what was written before for the same question, in which drafts are looked up. scored_from:
-    above 0, nothing is drawn, and `logprobs` are those of the ids from there on. carried: it was begun by an earlier
-    rollout, and is prefilled again.
+    above 0, nothing is drawn, and `logprobs` are those of the ids from there on. carried: how many of its ids
+    earlier rollouts have computed. version: of the weights that it began under, where the pool outlives them.
     """
 
     prompt: SharedPrompt
@@ -82,7 +82,8 @@ class TokenSequence:
     drafted: int = 0
     accepted: int = 0
     scored_from: int = 0
-    carried: bool = False
+    carried: int = 0
+    version: int = 0
 
     def __post_init__(self) -> None:
         self.ids = self.ids or list(self.prompt.ids)
@@ -120,10 +121,11 @@ def start_scheduler(
     max_running: int,
     reuse: bool = True,
     snapshots: int | None = None,
+    kept: BlockPool | None = None,
 ) -> "Scheduler":
-    """Return a scheduler of a new pool. snapshots: of states; None: the model has none. UserError where a sequence of
-    `longest` tokens does not fit into it."""
-    pool = BlockPool(num_blocks, kv_block_size, snapshots or 0)
+    """Return a scheduler of a new pool, or of one that was kept. snapshots: of states; None: the model has none.
+    UserError where a sequence of `longest` tokens does not fit into it."""
+    pool = kept or BlockPool(num_blocks, kv_block_size, snapshots or 0)
     if pool.blocks_for(longest) > pool.num_free:
         raise UserError(
             f"the KV cache of {pool.num_free * kv_block_size} tokens is too small for a sequence of {longest}; raise "
@@ -196,12 +198,13 @@ class Scheduler:
 
     def _prefix(self, sequence: TokenSequence) -> Prefix:
         if not self.reuse:
-            return Prefix([], self.pool.root)
+            return Prefix([], self.pool.root_of(sequence.version))
         # The whole of it is of use only where the last token's hidden state is known; a scored id needs that of the
         # token before it.
         whole = sequence.prompt.hidden_H is not None and len(sequence.ids) == len(sequence.prompt.ids)
         match = self.pool.match_state if self.has_states else self.pool.match_prefix
-        return match(sequence.ids, len(sequence.ids) - (sequence.unscored + 1 if sequence.scored_from else not whole))
+        most = len(sequence.ids) - (sequence.unscored + 1 if sequence.scored_from else not whole)
+        return match(sequence.ids, most, sequence.version)
 
     def mark_computed(self, sequence: TokenSequence, cached: int) -> None:
         """Mark the nodes of the sequence's first `cached` tokens as ready for others."""
@@ -228,7 +231,7 @@ class Scheduler:
         """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
         page_size = self.pool.page_size
         if sequence.node is None or not self.pool.contains(sequence.node):
-            sequence.node, sequence.node_end = self.pool.root, 0
+            sequence.node, sequence.node_end = self.pool.root_of(sequence.version), 0
         path = self.pool.insert(ids, blocks, sequence.node, sequence.node_end, ready)
         for number, node in enumerate(path):
             end = min(sequence.node_end + (number + 1) * page_size, len(ids))

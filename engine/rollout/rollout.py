@@ -30,6 +30,7 @@ import numpy as np
 from thresher.common.background import Background
 from thresher.common.console import Stage
 from thresher.common.errors import UserError, shown
+from thresher.engine.decoding.blocks import BlockPool
 from thresher.engine.decoding.decoder import DecodeClock, Decoder
 from thresher.engine.decoding.decoder_cuda import make_decoder
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
@@ -133,7 +134,8 @@ class Group:
 
     log: what came for them from outside, with the key of the sample: turns and scores, passages, records of tools.
     drawn: by key, what has been drawn of the turns that were under way when the last rollout was over. trajectories:
-    of the jobs, in their order, once all samples have ended. samples: by key, all that were begun. branches: owner,
+    of the jobs, in their order, once all samples have ended. begun: the version of the weights that its first keys and
+    values are of; 0 where none outlive an update. samples: by key, all that were begun. branches: owner,
     name and branch. playing: how many samples have not ended.
     """
 
@@ -141,6 +143,7 @@ class Group:
     log: "list[tuple[str, Answer]]" = field(default_factory=list)
     drawn: "dict[str, Written]" = field(default_factory=dict)
     trajectories: list[Trajectory] | None = None
+    begun: int = 0
     samples: "dict[str, Sample]" = field(default_factory=dict)
     branches: list[tuple[Trajectory, str, Trajectory]] = field(default_factory=list)
     playing: int = 0
@@ -388,6 +391,7 @@ class Rollout(EpisodeRunner):
             share_prefix=limits.share_prefix,
             speculate=limits.num_draft_tokens,
         )
+        self.kept: BlockPool | None = None  # by the last rollout for the next, for rollout.stale_cache
         # By question: the ids of its last trajectory.
         self._earlier_ids: OrderedDict[str, Int32s] = OrderedDict()
 
@@ -459,7 +463,8 @@ class DecoderWriter:
         return self.decoder.takes_text
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw)
+        begun = sample.group.begun
+        sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw, version=begun)
         sequence.earlier = self.earlier.get(sample.job.question.id)
 
     def append(self, sample: Sample, ids: list[int]) -> None:
@@ -471,7 +476,8 @@ class DecoderWriter:
         self.begun[sample] = BegunTurn(self.sequences[sample], stop, sample.room, lead)
 
     def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
-        sequence = TokenSequence(SharedPrompt(ids), 0, self.draw, most=len(ids), scored_from=scored_from)
+        begun, prompt = sample.group.begun, SharedPrompt(ids)
+        sequence = TokenSequence(prompt, 0, self.draw, most=len(ids), scored_from=scored_from, version=begun)
         self.begun[sample] = BegunTurn(sequence)
 
     def step(self) -> list[tuple[Sample, Written]]:

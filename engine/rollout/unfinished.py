@@ -22,17 +22,20 @@ def play_on(
     version: int,
     more: Callable[[list[Group]], Sequence[Group] | None],
     shape: TreeShape | None = None,
+    keep: bool = False,
 ) -> None:
     """Play unfinished groups on, and new ones, until `more` returns None; they keep what they have come to.
 
     version: of the weights, which every token drawn now tells (`Segment.versions`). more: is called at each step with
     the groups that are complete since its last call, and returns those to begin. shape: of the trees of each group.
+    keep: leave keys and values to the next call, which uses them if nothing was decoded in between and `rollout.kept`
+    still is the pool.
     """
-    clock = rollout.clock = RolloutClock()
-    started = time.perf_counter()
-    rollout.decoder.begin(rollout.limits.max_context, clock)
+    clock, decoder = RolloutClock(), rollout.decoder
+    rollout.clock, started = clock, time.perf_counter()
+    decoder.begin(rollout.limits.max_context, clock, rollout.kept if rollout.kept is decoder.pool else None)
     with ExitStack() as stack:
-        writer = LastingWriter(rollout.decoder, SamplingParams(temperature=temperature), {}, version)
+        writer = LastingWriter(decoder, SamplingParams(temperature=temperature), {}, version)
         play = LastingPlay(rollout, writer, stack, shape)
         for group in groups:
             play.go_on(group)
@@ -45,7 +48,8 @@ def play_on(
             play.step()
         play.interrupt()
     rollout.under_way = None
-    rollout.decoder.end()
+    rollout.kept = decoder.pool if keep else None
+    decoder.end(keep)
     clock.total = time.perf_counter() - started
 
 
@@ -54,12 +58,15 @@ class LastingWriter(DecoderWriter):
 
     def supply(self, sample: Sample, written: Written) -> None:
         """Take a turn that an earlier rollout wrote, or what it scored, in place of writing it."""
-        self.begun.pop(sample).sequence.ids.extend(written.ids)
+        sequence = self.begun.pop(sample).sequence
+        sequence.ids.extend(written.ids)
+        sequence.carried = len(sequence.ids) - 1  # the last was drawn, and not fed
 
     def supply_beginning(self, sample: Sample, drawn: Written) -> None:
         """Take what an earlier rollout drew of the turn that has been begun."""
-        self.begun[sample].sequence.carried = True
-        self.begun[sample] = self.begun[sample]._replace(drawn=drawn)
+        turn = self.begun[sample]
+        turn.sequence.carried = len(turn.sequence.ids) + len(drawn.ids) - 1
+        self.begun[sample] = turn._replace(drawn=drawn)
 
     def interrupt(self) -> list[tuple[Sample, Written]]:
         """Stop writing; return the turns that have ended since the last step. `unfinished` has the others."""
@@ -68,12 +75,13 @@ class LastingWriter(DecoderWriter):
     def unfinished(self) -> list[tuple[Sample, Written]]:
         """Return what has been drawn of each turn that was interrupted. What was scored of a text is dropped: it is
         scored by one version of the weights."""
-        written = [
+        found = [
             (sample, self._written(sequence, drawn))
             for sequence, (sample, drawn) in self.writing.items()
             if not sequence.scored_from
         ]
-        return written + [(sample, turn.drawn) for sample, turn in self.begun.items() if turn.drawn.ids]
+        found += [(sample, turn.drawn) for sample, turn in self.begun.items()]
+        return [(sample, drawn) for sample, drawn in found if drawn.ids]
 
 
 class LastingPlay(Play):

@@ -51,6 +51,7 @@ class Queue:
         return [
             {
                 "group": number,
+                "begun": group.begun,
                 "log": [[key, *_packed(answer)] for key, answer in group.log],
                 "drawn": {key: _packed(drawn)[1] for key, drawn in group.drawn.items()},
             }
@@ -157,6 +158,7 @@ def restore(group: Group, record: Mapping[str, Any]) -> Group:
     try:
         group.log = [(str(key), _unpacked(kind, value)) for key, kind, value in record["log"]]
         group.drawn = {str(key): _written(value) for key, value in record["drawn"].items()}
+        group.begun = int(record["begun"])
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{record['where']}: expected the log of a group; {LEARN_NOTHING}") from None
     return group

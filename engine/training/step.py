@@ -220,7 +220,7 @@ class GrpoStep:
                 return None
             if not (due := taking.due()):
                 return []
-            new, passages = self.groups_of(due, groups)
+            new, passages = self.groups_of(due, groups, step - 1 if recipe.rollout.stale_cache else 0)
             shown = passages.merged(shown)
             queue.groups |= new
             return list(new.values())
@@ -252,9 +252,11 @@ class GrpoStep:
             replaced=set_aside,
         )
 
-    def groups_of(self, numbers: Sequence[int], groups: Sequence[int]) -> tuple[dict[int, Group], PromptBatch]:
+    def groups_of(
+        self, numbers: Sequence[int], groups: Sequence[int], version: int = 0
+    ) -> tuple[dict[int, Group], PromptBatch]:
         """Return the groups with these numbers in the queue, to be begun, and their questions as prompts show them.
-        groups: the numbers that this process has of each step's."""
+        groups: the numbers that this process has of each step's. version: their `Group.begun`."""
         recipe = self.context.recipe
         places = [(number // len(groups) + 1, groups[number % len(groups)]) for number in numbers]
         per_step, seed = recipe.rollout.questions_per_step, recipe.run.seed
@@ -263,7 +265,7 @@ class GrpoStep:
         found = {}
         for number, question, (step, group) in zip(numbers, shown.questions, places, strict=True):
             jobs = [Job(question, group, n, seed_of(seed, step, group, n)) for n in range(recipe.rollout.group_size)]
-            found[number] = Group(jobs)
+            found[number] = Group(jobs, begun=version)
         return found, shown
 
     def restore(self, following: int, records: Mapping[int, Mapping[str, Any]]) -> None:
@@ -364,7 +366,7 @@ class GrpoStep:
     ) -> None:
         rollout = self.context.recipe.rollout
         shape = TreeShape(rollout.trees, rollout.tree_nodes) if rollout.trees else None
-        play_on(self.rollout, unfinished, rollout.temperature, version, more, shape)
+        play_on(self.rollout, unfinished, rollout.temperature, version, more, shape, rollout.stale_cache)
 
     def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
         asked = [job.question for job in jobs]

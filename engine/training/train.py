@@ -184,7 +184,8 @@ class Trainer:
             # (`Ranks.interruptible`); where one has failed, the others would not be there to save their shards.
             together = isinstance(error, Interrupted) or not self.ranks.is_distributed
             whole = self.updater.begun == begun and not isinstance(error, Diverged | Unwritable)
-            if learned > saved and together and whole:
+            # A saved run begins with an empty cache; one that was not interrupted would have kept what is stale.
+            if learned > saved and together and whole and not self.recipe.rollout.stale_cache:
                 self._save(learned, offset, interim=True)
             raise
 
@@ -215,6 +216,7 @@ class Trainer:
             queues = self.ranks.gather((queue.next, queue.records()))
         if savable is None:
             return
+        self.rollout.kept = None  # a run that is resumed here has none
         retriever = self.rollout.retriever
         state = {
             "seconds": time.perf_counter() + offset,

@@ -167,6 +167,8 @@ def test_groups_in_flight_stay_within_the_limit_of_staleness(write: Any) -> None
             "--set rollout.groups_in_flight: expected 5 to 12, more than questions_per_step and at most "
             f"questions_per_step x (1 + max_staleness), got {wrong}"
         )
+    few = refusal(path, "rollout.partial=true", "rollout.kv_tokens=256")
+    assert few.endswith("rollout.groups_in_flight: expected at most the 4 blocks of kv_tokens = 256, got 8")
     none = refusal(path, "rollout.partial=true", "rollout.max_staleness=0")
     assert "rollout.max_staleness: expected an integer >= 1 with partial = true, for at 0 no group" in none
     for key in ("groups_in_flight=8", "max_staleness=2", "stale_cache=true"):

@@ -271,6 +271,16 @@ def test_what_lies_behind_a_block_that_went_is_forgotten_but_stays_its_owners() 
     assert pool.allocate(1).tolist() == [second]
 
 
+def test_what_began_under_other_weights_is_shared_with_nobody_else() -> None:
+    pool = BlockPool(1 + 4, 2)
+    old, new = pool.allocate(2).tolist()
+    (stale,) = pool.insert([1, 2], [old], pool.root_of(3), 0, ready=True)
+    assert pool.match_prefix([1, 2, 3], 3, 4) == Prefix([], pool.root_of(4))
+    (fresh,) = pool.insert([1, 2], [new], pool.root_of(4), 0, ready=True)
+    assert stale is not fresh and pool.contains(stale) and pool.contains(fresh)
+    assert [pool.match_prefix([1, 2, 3], 3, version).blocks for version in (3, 4, 0)] == [[old], [new], []]
+
+
 def test_blocks_are_handed_out_once_and_as_an_array() -> None:
     pool = BlockPool(6, 2)
     mine = pool.allocate(3)

@@ -46,6 +46,13 @@ def turns(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [segment for segment in [*record["segments"], *branches] if segment["source"] == "policy"]
 
 
+def gaps_of(run: Path, step: int) -> list[np.ndarray]:
+    """Return how far the update's log-prob of each sampled token is from the recorded one, for each trajectory."""
+    stats = read_token_stats(run / f"trajectories/step_{step:06d}.safetensors", *policy_counts(sampled(run, step)))
+    assert stats is not None
+    return [np.abs(one.values["recomputed"] - one.values["sampled"]) for one in stats]
+
+
 def test_groups_enter_in_the_order_of_their_numbers_and_every_token_tells_its_weights(
     make_recipe: Make, partial_run: Path, tmp_path: Path
 ) -> None:
@@ -95,12 +102,8 @@ def test_the_update_computes_what_was_recorded_where_the_weights_are_the_same(pa
     and values of others."""
     apart = 0.0
     for step in range(1, STEPS + 1):
-        records = sampled(partial_run, step)
-        stats = read_token_stats(partial_run / f"trajectories/step_{step:06d}.safetensors", *policy_counts(records))
-        assert stats is not None
-        for record, one in zip(records, stats, strict=True):
+        for record, gap in zip(sampled(partial_run, step), gaps_of(partial_run, step), strict=True):
             fresh = [n == step - 1 for turn in turns(record) for n, count in turn["versions"] for _ in range(count)]
-            gap = np.abs(one.values["recomputed"] - one.values["sampled"])
             assert gap[np.array(fresh)].max(initial=0.0) < 1e-3
             apart = max(apart, gap[~np.array(fresh)].max(initial=0.0))
         assert steps_of(partial_run)[step - 1]["logprob_gap_max"] < 1e-3
@@ -136,6 +139,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "refilled": {"grpo": {"refill": True, "refill_rounds": 3}, "rollout": {"group_size": 2}},
     "preempted": {"rollout": {"kv_tokens": 512, "kv_block_size": 16}},
+    "stale": {"rollout": {"stale_cache": True, "kv_tokens": 8192}, "run": {"save_every": 2, "steps": 6}},
     "recomputed": {"grpo": {"old_logprobs": "recomputed", "tis_level": "token"}},
 }
 
@@ -145,12 +149,27 @@ def test_all_of_it_together_survives_a_kill(make_recipe: Make, tmp_path: Path, c
     recipe = make_recipe(**also(**CASES[case]))
     train(recipe, tmp_path / "whole")
     with pytest.raises(Killed):
-        train(recipe, tmp_path / "killed", watch=die_after(2))
+        train(recipe, tmp_path / "killed", watch=die_after(3))
     train(recipe, tmp_path / "killed", resume=True)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     assert any(record["staleness_mean"] > 0 for record in steps_of(tmp_path / "whole"))
+    if case == "stale":  # nothing is prefilled again, but behind a checkpoint or an evaluation
+        again = [record["tokens_recomputed"] for record in steps_of(tmp_path / "whole")]
+        assert again[1] == again[5] == 0 and again[2] > 0 and again[3] > 0
     if case == "preempted":
         assert sum(record["preemptions"] for record in steps_of(tmp_path / "whole")) > 0
+
+
+def test_a_stale_cache_is_used_by_what_began_under_it_alone(make_recipe: Make, tmp_path: Path) -> None:
+    train(make_recipe(**also(**CASES["stale"])), tmp_path / "run")
+    stale, fresh = [0.0], [0.0]
+    for step in (2, 5):  # behind neither a checkpoint nor an evaluation; earlier groups go on, others begin
+        records = sampled(tmp_path / "run", step)
+        for record, gaps in zip(records, gaps_of(tmp_path / "run", step), strict=True):
+            versions = [version for turn in turns(record) for version, count in turn["versions"] for _ in range(count)]
+            own = gaps[np.array(versions) == step - 1]
+            (fresh if versions[0] == step - 1 else stale).append(own.max(initial=0.0))
+    assert max(fresh) < 1e-3 < 1e-2 < max(stale)
 
 
 def test_episodes_that_fold_and_branch_survive_a_kill(make_recipe: Make, tmp_path: Path) -> None:
