@@ -147,9 +147,9 @@ def test_the_digest_covers_all_but_what_may_change(write: Any) -> None:
 
 def test_what_decides_when_a_token_is_drawn_stays_while_groups_outlive_their_step(write: Any) -> None:
     path = write('[model]\npath = "m"\n')
-    whole = [load_recipe(path, [f"rollout.{key}"]).digest() for key in ("kv_tokens=900", "num_draft_tokens=2")]
+    whole = [load_recipe(path, [f"rollout.{key}"]).digest() for key in ("kv_tokens=9000", "num_draft_tokens=2")]
     assert set(whole) == {load_recipe(path).digest()}
-    partial = [("rollout.partial=true", f"rollout.{key}") for key in ("kv_tokens=900", "num_draft_tokens=2")]
+    partial = [("rollout.partial=true", f"rollout.{key}") for key in ("kv_tokens=9000", "num_draft_tokens=2")]
     digests = {load_recipe(path, keys).digest() for keys in [("rollout.partial=true",), *partial]}
     assert len(digests) == 3 and not digests & set(whole)
 
@@ -168,7 +168,7 @@ def test_groups_in_flight_stay_within_the_limit_of_staleness(write: Any) -> None
             f"questions_per_step x (1 + max_staleness), got {wrong}"
         )
     few = refusal(path, "rollout.partial=true", "rollout.kv_tokens=256")
-    assert few.endswith("rollout.groups_in_flight: expected at most the 4 blocks of kv_tokens = 256, got 8")
+    assert few.endswith("] groups_in_flight: expected at most the 4 blocks of kv_tokens = 256, got 8")
     none = refusal(path, "rollout.partial=true", "rollout.max_staleness=0")
     assert "rollout.max_staleness: expected an integer >= 1 with partial = true, for at 0 no group" in none
     for key in ("groups_in_flight=8", "max_staleness=2", "stale_cache=true"):
