@@ -155,6 +155,9 @@ class Train(
     resume: Annotated[bool, "go on from the run folder's last checkpoint"] = False
     from_step: Annotated[Natural | None, "--resume-from", "STEP", _FROM] = None
     allow_key: flags.AllowKey = []
+    replay: Annotated[str | None, "RUN", "repeat a run of the recipe, whenever its servers and tools had answered"] = (
+        None
+    )
 
     def __call__(self) -> None:
         from thresher.engine.parallel.ranks import joined
@@ -169,7 +172,8 @@ class Train(
         recipe = self.read_recipe()
         with console.progress_line("train", recipe.run.steps) as line:
             watch = progress_to(line, recipe, self.out)
-            summary = train(recipe, self.out, self.resume, watch, ranks, self.from_step, self.allow_key)
+            keys = self.allow_key
+            summary = train(recipe, self.out, self.resume, watch, ranks, self.from_step, keys, self.replay)
         console.figures(f"train: run in {self.out}", summary)
 
 

@@ -59,6 +59,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory, present_ids
 from thresher.engine.rollout.contexts import branch_episode, branch_seed, context_ids, with_truncated_passages
 from thresher.engine.rollout.tools import Call, Toolbox
 from thresher.engine.rollout.trees import Growth, Node, Tree, TreeShape, copied, plant, replay
+from thresher.engine.store.run_folder import trajectories_of
 from thresher.kernels.attention.backends.choice import Backend
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer, UnencodableText
@@ -135,7 +136,8 @@ class Group:
     log: what came for them from outside, with the key of the sample: turns and scores, passages, records of tools.
     drawn: by key, what has been drawn of the turns that were under way when the last rollout was over. trajectories:
     of the jobs, in their order, once all samples have ended. begun: the version of the weights that its first keys and
-    values are of; 0 where none outlive an update. samples: by key, all that were begun. branches: owner,
+    values are of; 0 where none outlive an update. step: the training step that it is for, if it may outlive a rollout.
+    samples: by key, all that were begun. branches: owner,
     name and branch. playing: how many samples have not ended.
     """
 
@@ -144,6 +146,7 @@ class Group:
     drawn: "dict[str, Written]" = field(default_factory=dict)
     trajectories: list[Trajectory] | None = None
     begun: int = 0
+    step: int | None = None
     samples: "dict[str, Sample]" = field(default_factory=dict)
     branches: list[tuple[Trajectory, str, Trajectory]] = field(default_factory=list)
     playing: int = 0
@@ -834,6 +837,8 @@ class Play:
         """Begin a call of a tool; return its result where that is known at once, None where the sample waits."""
         if self.replaying:
             return None
+        if sample.group.step is not None:
+            self.runner.tools.place = trajectories_of(sample.group.step)
         call = self.runner.tools.call(sample, sample.trajectory, request, sample.job.question)
         return None if call.result is None else self._store_result(call, call.result)
 

@@ -7,12 +7,30 @@ way, from the logs of its checkpoint, and so with the same bits.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from thresher.engine.decoding.scheduler import SamplingParams
-from thresher.engine.rollout.rollout import DecoderWriter, Group, Play, Rollout, RolloutClock, Sample, Written
+from thresher.common.errors import UserError
+from thresher.common.records import read_records
+from thresher.engine.decoding.scheduler import SamplingParams, TokenSequence
+from thresher.engine.rollout.rollout import (
+    BegunTurn,
+    DecoderWriter,
+    Group,
+    Play,
+    Rollout,
+    RolloutClock,
+    Sample,
+    Written,
+)
 from thresher.engine.rollout.trees import TreeShape
+from thresher.engine.store.run_folder import TRAJECTORY, check_shape, step_of
+
+OF_THE_SAME = "name a run of the same recipe with rollout.partial and run.keep_trajectories = 1"
 
 
 def play_on(
@@ -23,26 +41,33 @@ def play_on(
     more: Callable[[list[Group]], Sequence[Group] | None],
     shape: TreeShape | None = None,
     keep: bool = False,
+    recorded: "RecordedDraws | None" = None,
 ) -> None:
     """Play unfinished groups on, and new ones, until `more` returns None; they keep what they have come to.
 
     version: of the weights, which every token drawn now tells (`Segment.versions`). more: is called at each step with
     the groups that are complete since its last call, and returns those to begin. shape: of the trees of each group.
     keep: leave keys and values to the next call, which uses them if nothing was decoded in between and `rollout.kept`
-    still is the pool.
+    still is the pool. recorded: by which each sample draws as many tokens as it did in another run, however long a
+    server or a tool takes; it is over once they have.
     """
     clock, decoder = RolloutClock(), rollout.decoder
     rollout.clock, started = clock, time.perf_counter()
     decoder.begin(rollout.limits.max_context, clock, rollout.kept if rollout.kept is decoder.pool else None)
     with ExitStack() as stack:
-        writer = LastingWriter(decoder, SamplingParams(temperature=temperature), {}, version)
+        draw = SamplingParams(temperature=temperature)
+        writer = LastingWriter(decoder, draw, {}, version)
+        if recorded is not None:
+            writer = ReplayingWriter(decoder, draw, {}, version, recorded=recorded)
         play = LastingPlay(rollout, writer, stack, shape)
         for group in groups:
             play.go_on(group)
         ended, begun = 0, sum(len(group.jobs) for group in groups)
-        while (new := more(play.take_complete())) is not None:
-            play.begin_groups(new)
-            begun += sum(len(group.jobs) for group in new)
+        while (new := more(play.take_complete())) is not None or (recorded is not None and play.active):
+            play.begin_groups(new or ())
+            if recorded is not None and not play.active:
+                raise UserError(f"--replay {recorded.run}: its trajectories are not those of this run; {OF_THE_SAME}")
+            begun += sum(len(group.jobs) for group in new or ())
             ended += len(play.take_ended())
             rollout.under_way = (ended, begun)
             play.step()
@@ -82,6 +107,80 @@ class LastingWriter(DecoderWriter):
         ]
         found += [(sample, turn.drawn) for sample, turn in self.begun.items()]
         return [(sample, drawn) for sample, drawn in found if drawn.ids]
+
+
+class ReplayingWriter(LastingWriter):
+    """A LastingWriter under which each sample draws as many tokens as it did in another run. held: turns of which all
+    of these have been drawn."""
+
+    def __init__(self, *setting: Any, recorded: "RecordedDraws") -> None:
+        super().__init__(*setting)
+        self.recorded = recorded
+        self.held: dict[Sample, BegunTurn] = {}
+        self.cut: dict[Sample, BegunTurn] = {}  # turns that have got less room, as they were
+        self.drawn: Counter[Sample] = Counter()
+
+    def unfinished(self) -> list[tuple[Sample, Written]]:
+        self.begun |= self.held
+        return super().unfinished()
+
+    def _hand_in(self) -> None:
+        assert self.version is not None
+        for sample, turn in list(self.begun.items()):
+            left = self.recorded.count(sample, self.version) - self.drawn[sample]
+            if turn.sequence.scored_from or turn.room - len(turn.drawn.ids) <= left:
+                continue
+            if left:
+                self.cut[sample], self.begun[sample] = turn, turn._replace(room=len(turn.drawn.ids) + left)
+            else:
+                self.held[sample] = self.begun.pop(sample)
+        super()._hand_in()
+
+    def _ended_turns(self, sequences: Sequence[TokenSequence]) -> list[tuple[Sample, Written]]:
+        before = {self.writing[sequence][0]: len(self.writing[sequence][1].ids) for sequence in sequences}
+        ended = super()._ended_turns(sequences)
+        for sample, written in ended:
+            self.drawn[sample] += len(written.ids) - before[sample]
+        for sample, written in ended:
+            if (turn := self.cut.pop(sample, None)) is not None and written.full:
+                self.held[sample] = turn._replace(drawn=replace(written, full=False))
+        return [(sample, written) for sample, written in ended if sample not in self.held]
+
+
+class RecordedDraws:
+    """How many tokens each sample of a stored run drew under each version of the weights.
+
+    run: its folder, with the trajectories of all `steps`. UserError where they do not tell versions.
+    """
+
+    def __init__(self, run: str | Path) -> None:
+        self.run = Path(run)
+        self._counts: Counter[tuple[int, int, str, int]] = Counter()  # by step, group, key and version
+        files = sorted((self.run / "trajectories").glob("step_*.jsonl"))
+        if not files:
+            raise UserError(f"--replay {run}: expected a run folder with trajectories; {OF_THE_SAME}")
+        by_step = {step: file for file in files if (step := step_of(file.stem)) is not None}
+        self.steps = max(by_step)
+        for step, file in by_step.items():
+            for number, record in read_records(file):
+                check_shape(record, TRAJECTORY, f"{file}:{number}")
+                self._add(step, record, f"{file}:{number}")
+
+    def count(self, sample: Sample, version: int) -> int:
+        """Return how many tokens a sample draws under these weights; 0 for one that the run does not have."""
+        return self._counts[sample.group.step or 0, sample.job.group, sample.key, version]
+
+    def _add(self, step: int, record: Mapping[str, Any], where: str) -> None:
+        key, inherited = str(record.get("sample", 0)), (record.get("forked") or (0, 0))[1]
+        turns = [segment for segment in record["segments"] if segment["source"] == "policy"][inherited:]
+        parts = {key: turns} | {f"{key}/{name}": part for name, part in (record.get("branches") or {}).items()}
+        for name, segments in parts.items():
+            for segment in (one for one in segments if one["source"] == "policy" and one.get("ids")):
+                try:
+                    for version, count in segment["versions"]:
+                        self._counts[step, record.get("group", 0), name, version] += count
+                except (KeyError, TypeError, ValueError):
+                    raise UserError(f"{where}: a turn tells no versions of the weights; {OF_THE_SAME}") from None
 
 
 class LastingPlay(Play):

@@ -85,6 +85,11 @@ TRAJECTORY = {
 }
 
 
+def trajectories_of(step: int) -> str:
+    """Return where the trajectories of a step lie in a run folder, without the ending."""
+    return f"trajectories/{step_name(step)}"
+
+
 def step_name(step: int) -> str:
     """Return the name that a step's file or folder has, sorted as its number is up to 999,999."""
     return f"step_{step:06d}"

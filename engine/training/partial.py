@@ -63,10 +63,11 @@ class Taking:
     """The groups that a step takes from the queue, as they become complete.
 
     count: how many it takes. in_flight: how many are under way. most: how many it looks at, those set aside included.
+    last: how many groups there are; None: without end.
     """
 
-    def __init__(self, queue: Queue, count: int, in_flight: int, most: int) -> None:
-        self.queue, self.count, self.in_flight, self.most = queue, count, in_flight, most
+    def __init__(self, queue: Queue, count: int, in_flight: int, most: int, last: int | None = None) -> None:
+        self.queue, self.count, self.in_flight, self.most, self.last = queue, count, in_flight, most, last
         self.begun = max(queue.groups, default=queue.next - 1) + 1  # the number of the next group to begin
         self.without_signal: set[int] = set()
 
@@ -89,7 +90,8 @@ class Taking:
 
     def due(self) -> range:
         """Return the numbers of the groups to begin now, and count them as begun."""
-        numbers = range(self.begun, max(self.queue.next + self.in_flight + len(self.without_signal), self.begun))
+        stop = self.queue.next + self.in_flight + len(self.without_signal)
+        numbers = range(self.begun, max(stop if self.last is None else min(stop, self.last), self.begun))
         self.begun = numbers.stop
         return numbers
 
@@ -180,7 +182,9 @@ def _unpacked(kind: str, value: Any) -> Answer:
         return _written(value)
     if kind == "found":
         return [Hit(row, Passage(*passage), score) for row, score, *passage in value]
-    return {"text": value["text"], "error": value["error"], **value}
+    if not isinstance(value["text"], str) or not isinstance(value["error"], bool):
+        raise TypeError
+    return dict(value)
 
 
 def _written(value: Mapping[str, Any]) -> Written:

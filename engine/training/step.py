@@ -50,7 +50,7 @@ from thresher.engine.protocol.prompts import PromptBatch
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Group, Job, Rollout, RolloutClock, seed_of
 from thresher.engine.rollout.trees import TreeShape
-from thresher.engine.rollout.unfinished import play_on
+from thresher.engine.rollout.unfinished import RecordedDraws, play_on
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.credit import token_advantages
@@ -113,7 +113,7 @@ class GrpoStep:
     """A step of a run in one process; `DistributedGrpoStep` is that of several ranks.
 
     collecting: True while `collect` runs; an interrupt then loses nothing. queue: of rollout.partial, behind the last
-    step that was collected.
+    step that was collected. recorded: of a run that is replayed.
     """
 
     context: RunContext
@@ -123,6 +123,7 @@ class GrpoStep:
     updater: Updater
     collecting: bool = field(default=False, init=False)
     queue: Queue = field(default_factory=Queue, init=False)
+    recorded: RecordedDraws | None = field(default=None, init=False)
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult:
         """Run step number `step`, counted from 1. recorder: keeps what the first pass over the trajectories
@@ -140,8 +141,9 @@ class GrpoStep:
         count, size = recipe.rollout.questions_per_step, recipe.rollout.group_size
         updates = grpo.updates_per_batch
         groups = self._groups(count, updates)
-        queue = self.queue.copied()
+        queue = self.queue
         if recipe.rollout.partial:
+            queue = queue.copied()  # an interrupted step leaves the queue as it was
             sampled = self._sample_next(step, groups, queue)
         else:
             questions = questions_of_step(self.questions, count, recipe.run.seed, step)
@@ -209,7 +211,8 @@ class GrpoStep:
         """Take the step's groups from the queue, which is played on until they are complete (partial.py)."""
         recipe, grpo = self.context.recipe, self.context.recipe.grpo
         count, in_flight = len(groups), recipe.rollout.in_flight * len(groups) // recipe.rollout.questions_per_step
-        taking = Taking(queue, count, in_flight, count * (grpo.refill_rounds if grpo.refill else 1))
+        last = None if self.recorded is None else self.recorded.steps * count
+        taking = Taking(queue, count, in_flight, count * (grpo.refill_rounds if grpo.refill else 1), last)
         shown = PromptBatch([], 0, 0, 0)
 
         def more(complete: list[Group]) -> list[Group] | None:
@@ -265,7 +268,7 @@ class GrpoStep:
         found = {}
         for number, question, (step, group) in zip(numbers, shown.questions, places, strict=True):
             jobs = [Job(question, group, n, seed_of(seed, step, group, n)) for n in range(recipe.rollout.group_size)]
-            found[number] = Group(jobs, begun=version)
+            found[number] = Group(jobs, begun=version, step=step)
         return found, shown
 
     def restore(self, following: int, records: Mapping[int, Mapping[str, Any]]) -> None:
@@ -366,7 +369,7 @@ class GrpoStep:
     ) -> None:
         rollout = self.context.recipe.rollout
         shape = TreeShape(rollout.trees, rollout.tree_nodes) if rollout.trees else None
-        play_on(self.rollout, unfinished, rollout.temperature, version, more, shape, rollout.stale_cache)
+        play_on(self.rollout, unfinished, rollout.temperature, version, more, shape, rollout.stale_cache, self.recorded)
 
     def _score(self, jobs: Sequence[Job], trajectories: Sequence[Trajectory]) -> list[Scored]:
         asked = [job.question for job in jobs]

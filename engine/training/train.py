@@ -10,7 +10,7 @@ finished first. In both cases the last learned step is saved, the same on all ra
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from thresher.engine.parallel.sync import check_config_sync, judges_of, open_run
 from thresher.engine.planning.memory import check_disk
 from thresher.engine.planning.plan import check_memory
 from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.rollout.unfinished import RecordedDraws
 from thresher.engine.scoring.score import check_all
 from thresher.engine.store.checkpoint import (
     Checkpoint,
@@ -41,7 +42,7 @@ from thresher.engine.store.checkpoint import (
     save_checkpoint,
     start_record,
 )
-from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev, step_name
+from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev, step_name, trajectories_of
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.trackers import check_trackers, tracking
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
@@ -72,13 +73,18 @@ def train(
     ranks: Ranks = SINGLE,
     from_step: int | None = None,
     allow_keys: Collection[str] = (),
+    replay: str | Path | None = None,
 ) -> dict[str, Any]:
     """Run a recipe into the folder `out`; returns what summary.json holds. `resume` goes on from its last checkpoint,
     or from that of `from_step`; 0 is the beginning. ranks: the processes that all call this, of which rank 0 alone
-    writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it."""
+    writes, watches and has a summary. allow_keys: where which key may go, as `load_endpoint` has it. replay: folder of
+    a run of this recipe, under whose weights each token is drawn that drew it there, and whose results of tools are
+    taken."""
     started = time.perf_counter()
     told = from_step is not None
     check_trackers(recipe.run.trackers)
+    if replay is not None:
+        recipe = replayed(recipe, replay)
     if ranks.is_main:
         RunFolder.check(out, resume)
     if resume:
@@ -116,6 +122,8 @@ def train(
         "updater": updater,
     }
     step = DistributedGrpoStep(**settings, ranks=ranks) if ranks.is_distributed else GrpoStep(**settings)
+    if replay is not None and recipe.rollout.partial:
+        step.recorded = RecordedDraws(replay)
     with open_run(out, recipe, resume, ranks, unverified=told) as run, context.threads():
         if ranks.is_main and not told:
             check_newest(run, checkpoint)
@@ -138,6 +146,20 @@ def train(
         summary = run_summary(run.metrics(), recipe, before + time.perf_counter() - started)
         run.write_summary(summary)
     return summary
+
+
+def replayed(recipe: Recipe, run: str | Path) -> Recipe:
+    """Return the recipe with results of tools from `run`. UserError where that is a run of another recipe, or has not
+    stored all that was sampled."""
+    if recipe.grpo.refill:
+        raise UserError("--replay: expected grpo.refill = false, for groups set aside are not stored")
+    stored = load_recipe(RunFolder(Path(run)).recipe_file)
+    if stored.run.keep_trajectories != 1:
+        raise UserError(f"--replay {run}: expected run.keep_trajectories = 1, got {stored.run.keep_trajectories}")
+    with_results = replace(stored.rollout, tools_replay=recipe.rollout.tools_replay)
+    if found := recipe.differences(replace(stored, rollout=with_results)):
+        raise UserError(f"--replay {run}: expected a run of the same recipe; here {'; '.join(found)}")
+    return replace(recipe, rollout=replace(recipe.rollout, tools_replay=str(run))) if recipe.tools else recipe
 
 
 class Trainer:
@@ -244,7 +266,7 @@ class Trainer:
         with explain_out_of_memory(self.updater, self.rollout):
             if not self.ranks.is_distributed:
                 check()  # a signal that came since the last step's rollout; several ranks leave theirs together
-            self.rollout.tools.place, self.rollout.tools.step = f"trajectories/{step_name(step)}", step
+            self.rollout.tools.place, self.rollout.tools.step = trajectories_of(step), step
             result = self.grpo_step(step, recorder)
         self._warn_of_cuts(result.sampled.shown.warning())
         if stored:
