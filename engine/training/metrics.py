@@ -133,8 +133,8 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
 
 
 def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
-    """Return the rounds of a step, its first included and the same on all ranks, and the groups set aside in them."""
-    return {"refill_rounds": ranks[0].rounds, "refilled_groups": sum(rank.replaced for rank in ranks)}
+    """Return the rounds of a step, its first included, on the rank with the most, and the groups set aside in them."""
+    return {"refill_rounds": max(rank.rounds for rank in ranks), "refilled_groups": sum(rank.replaced for rank in ranks)}
 
 
 def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:

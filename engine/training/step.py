@@ -275,7 +275,7 @@ class GrpoStep:
         """Take up the queue that a checkpoint has (`read_queue`)."""
         recipe = self.context.recipe
         mine = self._groups(recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch)
-        groups, _ = self.groups_of(list(records), mine)
+        groups = self.groups_of(list(records), mine)[0] if records else {}
         self.queue = Queue(following, {number: restore(groups[number], record) for number, record in records.items()})
 
     def _score_complete(self, step: int, complete: Sequence[Group], queue: Queue) -> set[int]:

@@ -111,6 +111,11 @@ def train(
     if checkpoint:
         _check_unchanged(checkpoint, retriever.identity if retriever else None, context)
     judges = load_judges(recipe, context.system, Path(out) / "replies.jsonl", allow_keys, rewarded_only=True)
+    if recipe.rollout.partial and recipe.grpo.refill and judges.verdict is not None and ranks.is_distributed:
+        raise UserError(
+            "grpo.refill: expected false with rollout.partial, several ranks and an LLM judge, which all ranks ask "
+            "together while each refills by itself"
+        )
     train_questions, dev_questions = load_questions(recipe, context.system)
     rollout = context.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
