@@ -134,7 +134,8 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
 
 def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
     """Return the rounds of a step, its first included, on the rank with the most, and the groups set aside in them."""
-    return {"refill_rounds": max(rank.rounds for rank in ranks), "refilled_groups": sum(rank.replaced for rank in ranks)}
+    rounds, set_aside = max(rank.rounds for rank in ranks), sum(rank.replaced for rank in ranks)
+    return {"refill_rounds": rounds, "refilled_groups": set_aside}
 
 
 def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:
