@@ -824,9 +824,10 @@ class Play:
 
     def note_found(self, sample: Sample, query: str, hits: list[Hit]) -> list[Hit]:
         """Put a search on the trajectory, and what it found into the log; return what the episode gets."""
-        sample.group.log.append((sample.key, list(hits)))
-        self._note(sample, query, hits)
-        return hits
+        sample.group.log.append((sample.key, hits))
+        shown_hits = list(hits)  # shuffled in place, and the episode's own
+        self._note(sample, query, shown_hits)
+        return shown_hits
 
     def _note(self, sample: Sample, query: str, hits: list[Hit]) -> None:
         if self.runner.shuffle:

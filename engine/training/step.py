@@ -94,7 +94,8 @@ class StepResult:
     """A step's scored trajectories with their advantages, and one entry of `updates` for each optimiser step.
 
     sequences_by_update: those of each optimiser step of one pass over the trajectories. recomputed: see importance.py.
-    sampled: the groups that are trained on, and what sampling took in all rounds.
+    sampled: the groups that are trained on, and what sampling took in all rounds. queue: of rollout.partial, behind
+    this step.
     """
 
     step: int
@@ -104,6 +105,7 @@ class StepResult:
     credit: list[list[float]] | None  # the advantage of each trained token, where it is not its trajectory's
     recomputed: RecomputedLogprobs | None
     sampled: Sampled
+    queue: Queue
     scoring_seconds: float
     updates: list[UpdateStats] = field(default_factory=list)
 
@@ -113,7 +115,7 @@ class GrpoStep:
     """A step of a run in one process; `DistributedGrpoStep` is that of several ranks.
 
     collecting: True while `collect` runs; an interrupt then loses nothing. queue: of rollout.partial, behind the last
-    step that was collected. recorded: of a run that is replayed.
+    step that was learned. recorded: of a run that is replayed.
     """
 
     context: RunContext
@@ -173,7 +175,6 @@ class GrpoStep:
         recomputed = None
         if grpo.old_logprobs == "recomputed":
             sequences_by_update, recomputed = self._recompute_logprobs(sequences_by_update)
-        self.queue = queue
         return StepResult(
             step=step,
             scored=scored,
@@ -182,6 +183,7 @@ class GrpoStep:
             sequences_by_update=sequences_by_update,
             recomputed=recomputed,
             sampled=sampled,
+            queue=queue,
             scoring_seconds=scoring_seconds,
         )
 
@@ -345,6 +347,7 @@ class GrpoStep:
             result.updates.append(stats)
             if not math.isfinite(stats.grad_norm):
                 raise diverged(step, "gradient")
+        self.queue = result.queue
         return result
 
     # --- What several ranks do together

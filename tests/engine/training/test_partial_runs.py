@@ -1,6 +1,6 @@
 """Runs with rollout.partial: what enters which step, by which weights each token was drawn, and that it repeats."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from folding_cases import OWN
+from partial_cases import GROUPS, PARTIAL, SAMPLES, STEPS, also, turns, versions_of
 from train_cases import Killed, Make, assert_same_run, die_after, sampled, steps_of
 
 from thresher.common.errors import UserError
@@ -16,22 +17,7 @@ from thresher.engine.reports.token_view import policy_counts
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
 
-Own = Callable[..., Any]
-GROUPS, SAMPLES, STEPS = 2, 4, 5
-PARTIAL: dict[str, Any] = {
-    "rollout": {
-        "partial": True,
-        "questions_per_step": GROUPS,
-        "max_staleness": 2,
-        "max_num_seqs": 6,  # fewer than a step's samples, so that its own wait while later groups go on
-    },
-    "run": {"steps": STEPS, "save_every": 1, "eval_every": 3, "keep_checkpoints": 9},
-}
 WHOLE = {**PARTIAL, "rollout": {"questions_per_step": GROUPS, "max_num_seqs": 6}}
-
-
-def also(**changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: {**PARTIAL.get(name, {}), **changes.get(name, {})} for name in {**PARTIAL, **changes}}
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +25,6 @@ def partial_run(make_recipe: Make, tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("partial") / "run"
     train(make_recipe(**PARTIAL), out)
     return out
-
-
-def turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-    branches = [segment for branch in record.get("branches", {}).values() for segment in branch]
-    return [segment for segment in [*record["segments"], *branches] if segment["source"] == "policy"]
 
 
 def gaps_of(run: Path, step: int) -> list[np.ndarray]:
@@ -128,8 +109,7 @@ def test_a_run_repeats_with_any_number_of_threads(make_recipe: Make, partial_run
     train(make_recipe(**also(run={"threads": 2})), tmp_path / "run")
     torch.set_num_threads(before)
     for step in range(1, STEPS + 1):
-        versions = [[turn["versions"] for turn in turns(one)] for one in sampled(tmp_path / "run", step)]
-        assert versions == [[turn["versions"] for turn in turns(one)] for one in sampled(partial_run, step)]
+        assert list(versions_of(tmp_path / "run", step)) == list(versions_of(partial_run, step))
 
 
 CASES: dict[str, dict[str, Any]] = {
