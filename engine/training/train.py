@@ -111,10 +111,10 @@ def train(
     if checkpoint:
         _check_unchanged(checkpoint, retriever.identity if retriever else None, context)
     judges = load_judges(recipe, context.system, Path(out) / "replies.jsonl", allow_keys, rewarded_only=True)
-    if recipe.rollout.partial and recipe.grpo.refill and judges.verdict is not None and ranks.is_distributed:
+    if judges.verdict is not None and ranks.is_distributed and recipe.rollout.partial and recipe.grpo.refill:
         raise UserError(
-            "grpo.refill: expected false with rollout.partial, several ranks and an LLM judge, which all ranks ask "
-            "together while each refills by itself"
+            "grpo.refill: with rollout.partial and a judge of answers, expected one process, for ranks ask the judge "
+            "together, and their groups are complete at different times; set grpo.refill = false"
         )
     train_questions, dev_questions = load_questions(recipe, context.system)
     rollout = context.rollout(retriever)

@@ -156,7 +156,3 @@ def test_what_decides_versions_may_not_change(make_recipe: Make, tmp_path: Path,
     with pytest.raises(UserError, match=f"rollout.{key}"):
         train(make_recipe(**also(run=short | {"steps": 2}, rollout=change)), tmp_path / "run", resume=True)
 
-
-def test_results_of_tools_are_not_replayed(make_recipe: Make) -> None:
-    with pytest.raises(UserError, match=r"tools_replay: expected none with rollout.partial = true"):
-        make_recipe(**also(rollout={"tools_replay": "run"}))
