@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from decoding_cases import (
+    GAP,
     Adversary,
     TurnPlan,
     agree,
@@ -206,6 +207,39 @@ def test_a_token_too_many_is_discarded_and_counted(tiny_policy: Policy, tiny_tok
         late = sum(record[0][2] != "length" for record in play(decoder, [[5] * 20], plans))
         assert bool(late) == bool(turn.stop) and decoder.clock.discarded_tokens == late
         object.__setattr__(tiny_policy.config, "eos_token_ids", ())
+
+
+@pytest.mark.parametrize("speculate", [0, 4])
+def test_an_interrupt_reads_what_is_pending_and_the_next_run_goes_on_behind_it(
+    speculate: int, endless: Policy, tiny_tokenizer: Tokenizer, guessing: Callable[..., None]
+) -> None:
+    """After 9 steps the first sequence's last token is pending, others are in the middle of a turn, one waits."""
+    rooms, left, pending = [9, 30, 40, 50], list(range(4)), 0
+    prompts = [[n + 1] * 30 for n in left]
+    plans = [SequencePlan(prompt=n, seed=n, turns=(TurnPlan(room=room),)) for n, room in enumerate(rooms)]
+    wanted = alone(deepcopy(endless).cpu(), tiny_tokenizer, prompts, plans)
+    guessing(Random(0), [whole(prompts, plan, record) for plan, record in zip(plans, wanted, strict=True)])
+    decoder = make_device_decoder(endless, tiny_tokenizer, speculate=speculate, max_running=3)
+    drawn: dict[int, tuple[list[int], list[float]]] = {n: ([], []) for n in left}
+    while left:
+        decoder.begin(90, clock := DecodeClock())
+        sequences = {n: TokenSequence(SharedPrompt(list(prompts[n])), n, PLAIN) for n in left}
+        for n, sequence in sequences.items():
+            decoder.begin_turn(sequence, (), rooms[n], drawn=drawn[n])
+        found = [sequence for _ in range(9) for sequence in decoder.step()]
+        pending += decoder._pending is not None
+        found += decoder.interrupt()
+        assert nobody_owns_a_block(decoder)
+        new = {n: (sequence.turn_ids, sequence.logprobs) for n, sequence in sequences.items()}
+        assert clock.sampled_tokens == sum(len(ids) - len(drawn[n][0]) for n, (ids, _) in new.items())
+        drawn |= new
+        assert {n for n in left if sequences[n] in found} == {n for n in left if len(drawn[n][0]) == rooms[n]}
+        left = [n for n in left if sequences[n] not in found]
+        for n, ((ids, logprobs, *_),) in enumerate(wanted):
+            count = len(drawn[n][0])
+            assert drawn[n][0] == ids[:count]
+            assert drawn[n][1] == pytest.approx([float.fromhex(x) for x in logprobs[:count]], abs=GAP)
+    assert pending > 1
 
 
 @pytest.mark.parametrize(("speculate", "waiting"), [(0, [1]), ("auto", [1, 2, 3, 4, 5, 16, 32]), (2, range(1, 99))])
