@@ -4,7 +4,8 @@
     torchrun rank_worker.py WHAT train ...     `thresher train ...`, in which rank 1 comes to WHAT in step 2
 
 SCENARIOS: JSON, a list of {"ranks", "port", "recipe", "out", "resume", "mine": {rank: overrides}, "from": a run to copy
-to `out` without its checkpoint of step 2, "interrupted": the rank that gets SIGTERM in its third rollout}.
+to `out` without its checkpoint of step 2, "copied": another scenario's run to copy to it, "interrupted": the rank that
+gets SIGTERM in its third rollout}.
 A process whose rank is not below "ranks" sits a scenario out. What one raises is written to OUT.RANK.error, and the
 paths in OUT that it has changed to OUT.RANK.changed.
 """
@@ -14,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from thresher.engine.parallel import ranks as ranks_module
 from thresher.engine.parallel.ranks import joined
 from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.store.run_folder import saved_so_far
+from thresher.engine.training import step as step_module
 from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
 
@@ -55,15 +58,17 @@ def play(scenario: dict[str, Any], rank: int) -> None:
     changed.clear()
     if rank == 0 and "from" in scenario:  # the others wait for rank 0 to join them
         copy_until_step_1(Path(scenario["from"]), out)
+    if rank == 0 and "copied" in scenario:
+        shutil.copytree(out.with_name(scenario["copied"]), out)
     recipe = load_recipe(scenario["recipe"], scenario.get("mine", {}).get(str(rank), []))
-    run = Rollout.run
+    run, play_on = Rollout.run, step_module.play_on
     if scenario.get("interrupted") == rank:
         interrupt_rollout(3)
     try:
         with handle_signals(), joined() as ranks:
             train_module.train(recipe, out, scenario.get("resume", False), ranks=ranks)
     except (Exception, SystemExit, Interrupted) as error:
-        Rollout.run = run  # type: ignore[method-assign]
+        Rollout.run, step_module.play_on = run, play_on  # type: ignore[method-assign]
         if isinstance(error, Interrupted):
             Path(f"{out}.kept").write_text(str(saved_so_far(out)))
         Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
@@ -80,15 +85,19 @@ def copy_until_step_1(source: Path, out: Path) -> None:
 
 def interrupt_rollout(number: int) -> None:
     """Let SIGTERM come when this process begins with its rollout of that number."""
-    run, calls = Rollout.run, [0]
+    calls = [0]
 
-    def interrupted(self: Rollout, *arguments: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return run(self, *arguments, **options)
+    def interrupting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return run(*arguments, **options)
 
-    Rollout.run = interrupted  # type: ignore[method-assign]
+        return interrupted
+
+    Rollout.run = interrupting(Rollout.run)  # type: ignore[method-assign]
+    step_module.play_on = interrupting(step_module.play_on)
 
 
 def play_all(file: str, rank: int) -> None:

@@ -120,10 +120,16 @@ class MainRankJudge:
         return by_rank[self.ranks.rank]
 
 
-def judges_of(judges: Judges, ranks: Ranks) -> Judges:
-    """Return the judges of a run on these ranks: a verdict judge is rank 0's, an entailment judge each rank's own."""
+def judges_of(judges: Judges, recipe: Recipe, ranks: Ranks) -> Judges:
+    """Return the judges of a run on these ranks: a verdict judge is rank 0's, an entailment judge each rank's own.
+    UserError where ranks would have to ask for a verdict in the middle of their rollouts."""
     if judges.verdict is None or not ranks.is_distributed:
         return judges
+    if recipe.rollout.partial and recipe.grpo.refill:
+        raise UserError(
+            f"grpo.refill: with rollout.partial and a judge of answers, expected one process, got {ranks.count}: they "
+            "ask the judge together, and their groups are complete at different times; set grpo.refill = false"
+        )
     return replace(judges, verdict=MainRankJudge(judges.verdict, ranks))
 
 

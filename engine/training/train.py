@@ -111,11 +111,6 @@ def train(
     if checkpoint:
         _check_unchanged(checkpoint, retriever.identity if retriever else None, context)
     judges = load_judges(recipe, context.system, Path(out) / "replies.jsonl", allow_keys, rewarded_only=True)
-    if judges.verdict is not None and ranks.is_distributed and recipe.rollout.partial and recipe.grpo.refill:
-        raise UserError(
-            "grpo.refill: with rollout.partial and a judge of answers, expected one process, for ranks ask the judge "
-            "together, and their groups are complete at different times; set grpo.refill = false"
-        )
     train_questions, dev_questions = load_questions(recipe, context.system)
     rollout = context.rollout(retriever)
     rollout.check_prompts(itertools.chain(train_questions, dev_questions))
@@ -123,7 +118,7 @@ def train(
         "context": context,
         "questions": train_questions,
         "rollout": rollout,
-        "judges": judges_of(judges, ranks),
+        "judges": judges_of(judges, recipe, ranks),
         "updater": updater,
     }
     step = DistributedGrpoStep(**settings, ranks=ranks) if ranks.is_distributed else GrpoStep(**settings)

@@ -11,7 +11,8 @@ import torch
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.ranks import Ranks
-from thresher.engine.parallel.sync import check_config_sync
+from thresher.engine.parallel.sync import check_config_sync, judges_of
+from thresher.engine.scoring.score import Judges
 from thresher.engine.training.train import train
 
 Facts = dict[str, Any]
@@ -119,6 +120,21 @@ def test_groups_that_cannot_be_shared_out_are_refused(recipe: Recipe, tmp_path: 
     )
     twice = replace(recipe, grpo=replace(recipe.grpo, updates_per_batch=4))
     assert "expected a multiple of 2 ranks x grpo.updates_per_batch = 4" in refusal(twice, 2)
+
+
+def test_a_verdict_in_the_middle_of_a_rollout_is_one_process_s(recipe: Recipe) -> None:
+    class Judge:
+        name = "judge"
+
+        def rate(self, cases: object) -> list[bool]:
+            raise AssertionError
+
+    judges = Judges(verdict=Judge())
+    both = replace(recipe, rollout=replace(recipe.rollout, partial=True), grpo=replace(recipe.grpo, refill=True))
+    with pytest.raises(UserError, match=r"grpo.refill: with rollout.partial and a judge .* one process, got 2: they"):
+        judges_of(judges, both, Ranks(count=2))
+    assert judges_of(judges, both, Ranks()) is judges
+    assert judges_of(judges, recipe, Ranks(count=2)).verdict is not judges.verdict
 
 
 def test_what_rank_0_has_found_is_said_on_all(recipe: Recipe, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from safetensors.torch import load_file
 from shipped_cases import RECIPES, make_world, shortened
 from train_cases import metrics, recipe_maker, sampled, single_threaded, steps_of, untimed
 
+from thresher.common.errors import UserError
+from thresher.common.records import read_records
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.optim.adamw import dequantise
 from thresher.engine.training.train import train
@@ -41,6 +43,7 @@ TOLERANCE = 1e-6
 LR = 1e-2
 # Which samples share a forward, and what they can share, follows from how many are on a rank.
 BY_RANK = {"prefilled_tokens", "shared_tokens", "preemptions"}
+PARTIAL = ["rollout.partial=true", "rollout.max_num_seqs=4", "rollout.max_staleness=1"]
 OF_PROCESS = {"threads", "wait_policy"}  # of the tests' own, or of a worker
 
 
@@ -130,6 +133,7 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
             return {"ranks": 2, "out": str(folder / name), "recipe": str(folder / f"{recipe}.toml"), **more}
 
         other = {"1": ["grpo.beta=0.5"]}
+        partial = {"mine": {str(rank): PARTIAL for rank in range(2)}}
         play(
             folder,
             [
@@ -137,6 +141,9 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
                 scenario("two-folding", "folding"),
                 scenario("interrupted", "rarely", interrupted=1),
                 scenario("other-recipe", mine=other),
+                scenario("partial", "rarely", **partial),
+                scenario("partial-interrupted", "rarely", interrupted=1, **partial),
+                scenario("partial-resumed", "rarely", resume=True, copied="partial-interrupted", **partial),
             ],
         )
 
@@ -181,6 +188,23 @@ def test_a_signal_to_one_of_two_ranks_ends_both_with_the_step_that_was_learned(p
     assert [record["step"] for record in metrics(out)] == [0, 1]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert apart(pair.weights("two", 1, file), pair.weights("interrupted", 1, file)) == 0
+
+
+def test_each_of_two_ranks_has_a_queue_that_outlives_a_signal(pair: Runs) -> None:
+    """Rank 1 leaves its rollout of step 2. The groups that it had begun go on to the bits of an unbroken run."""
+    interrupted, whole, resumed = (pair.folder / f"partial{end}" for end in ("-interrupted", "", "-resumed"))
+    lines = [line for _, line in read_records(interrupted / "checkpoints/step_000001/unfinished.jsonl")]
+    queues = {rank: [line.get("group", line.get("next")) for line in lines if line["rank"] == rank] for rank in (0, 1)}
+    assert queues == {0: [2, 2, 3], 1: [2, 2, 3]}  # the next number, and the groups with theirs
+    assert lines[1]["log"] != lines[4]["log"]
+    assert [sampled(whole, step) for step in (1, 2)] == [sampled(resumed, step) for step in (1, 2)]
+    assert steps_of(whole)[1]["staleness_tokens"] == steps_of(resumed)[1]["staleness_tokens"]
+    assert len(steps_of(whole)[1]["staleness_tokens"]) == 2
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert apart(pair.weights("partial", 2, file), pair.weights("partial-resumed", 2, file)) == 0
+    recipe = load_recipe(pair.folder / "rarely.toml", PARTIAL)
+    with pytest.raises(UserError, match=r"unfinished.jsonl: was saved by 2 ranks, and now there are 1; with rollout"):
+        train(recipe, interrupted, resume=True)
 
 
 def test_two_ranks_with_other_recipes_do_not_begin(pair: Runs) -> None:
