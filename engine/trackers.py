@@ -10,7 +10,8 @@ RUN/sinks/NAME.json holds the last position that was sent and the run's identity
 the same curves, and a tracker that is added later gets them from the beginning. Weights & Biases and trackio cannot
 delete points: steps that they have are not sent again.
 
-A record's numbers are named train/NAME, an evaluation's eval/NAME, those of an inner object train/OUTER/NAME.
+A record's numbers are named train/NAME, an evaluation's eval/NAME, those of an inner object train/OUTER/NAME and those
+of a list, such as tokens by staleness, train/NAME/0, train/NAME/1, ..
 """
 
 import json
@@ -250,6 +251,8 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _numbers(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
     for name, value in table.items():
+        if isinstance(value, list):
+            value = {str(number): one for number, one in enumerate(value)}
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and name != "step":

@@ -209,6 +209,12 @@ def inherited_tokens(trajectory: Trajectory) -> int:
     return sum(len(turn.ids) for turn in islice(turns(trajectory), count))
 
 
+def sampled_tokens(trajectory: Trajectory) -> int:
+    """Return how many tokens were sampled for a trajectory and its branches, without those that it took over."""
+    own = [trajectory, *(branch for branch in trajectory.branches.values() if branch.forked is None)]
+    return sum(one.count(Source.POLICY) for one in own) - inherited_tokens(trajectory)
+
+
 def inherited_trained_tokens(trajectory: Trajectory) -> int:
     """Return how many sampled tokens of it are trained in another sample: of turns, and of calls that were trained."""
     calls = (branch for branch in trajectory.branches.values() if branch.trained)

@@ -65,6 +65,12 @@ CAPTIONS = {
     "unanswered": "Share that ended otherwise than by answering, by what ended them.",
     "tokens_per_s": "Rollout: tokens sampled per second of rollout, searches included. Update: tokens of packed"
     " trajectories (prompts and passages too) per second of update.",
+    "slots": "Over the decode steps of a rollout: the share of rollout.max_num_seqs that drew a token. Low where a step"
+    " waits for its longest samples, or has fewer samples than slots.",
+    "staleness": "Of trained tokens, by the number of updates between the weights that drew a token and the update that"
+    " trains it; a step's updates count as one (docs/asynchrony.md).",
+    "extra_tokens": "Beside a step's trained tokens, as a share of them: prefilled again for samples that an earlier"
+    " rollout began, and sampled for groups that grpo.refill set aside.",
     "time": "Rollout is decode + prefill + search + host (everything in Python around them); then the rewards and the"
     " update (reference, forward, backward, optimiser).",
 }
@@ -160,6 +166,9 @@ def charts_of(
         count = reasons.get(reason, 0) if isinstance(reasons, Mapping) else 0
         return _ratio(float(count), _number(record, "questions"))
 
+    def again(record: Record) -> float:  # of partial rollouts alone; else it is 0
+        return share("tokens_recomputed", "loss_tokens")(record) if "staleness_tokens" in record else float("nan")
+
     endings = {
         label: (partial(ended, reason), color)
         for (reason, label), color in zip(ENDINGS.items(), (BLUE, ORANGE, PURPLE, RED, GREY), strict=True)
@@ -230,6 +239,14 @@ def charts_of(
                 _series(steps, share("train_tokens", "update_seconds"), "update", GREEN),
             ),
         ),
+        chart("slots", "Slots that draw", lines({"slots": "slots_busy"}), percent=True),
+        chart("staleness", "Staleness of trained tokens", _staleness_series(steps), percent=True, stacked=True),
+        chart(
+            "extra_tokens",
+            "Tokens prefilled again, or set aside",
+            lines({"prefilled again": again, "set aside": share("tokens_set_aside", "loss_tokens")}, (SKY, PURPLE)),
+            percent=True,
+        ),
         chart(
             "time",
             "Seconds per step",
@@ -272,6 +289,22 @@ def _reward_charts(
             CAPTIONS["parts"],
             lines({name: partial(term, name) for name in members}) if several else both(partial(term, members[0])),
         )
+
+
+def _staleness_series(steps: Sequence[Record]) -> tuple[Series, ...]:
+    """Return the share of the tokens with each staleness that occurs, from 0 on."""
+
+    def share(staleness: int, record: Record) -> float:
+        counts = record.get("staleness_tokens")
+        if not counts:
+            return float("nan")
+        return float(counts[staleness] / sum(counts)) if staleness < len(counts) else 0.0
+
+    most = max((len(record.get("staleness_tokens") or ()) for record in steps), default=0)
+    return tuple(
+        _series(steps, partial(share, staleness), f"{staleness}", color)
+        for staleness, color in zip(range(most), itertools.cycle(PALETTE), strict=False)
+    )
 
 
 def _series(records: Sequence[Record], value: Value, label: str, color: str, dots: bool = False) -> Series:

@@ -3,7 +3,8 @@
 A condition has a value for each step, of which larger is worse, and a limit. It holds while the mean over the last
 WINDOW steps is at least the limit, and began at the first step of the first such window whose own value is. Values and
 limits were held against the demo and 12 runs of SmolLM2-135M that searches (docs/results/smollm2.md): those that learn
-reach no limit at any step, of the 6 with shuffled rewards two do. Deliberately absent: a score, and what has passed.
+reach no limit at any step, of the 6 with shuffled rewards two do. Those of stale tokens were held against tiny runs
+with rollout.partial. Deliberately absent: a score, and what has passed.
 """
 
 import itertools
@@ -101,6 +102,17 @@ def _cut(record: Record) -> float | None:
     return float(sum(reasons.get(name, 0) for name in ("turn_tokens", "tokens", "context")) / questions)
 
 
+def _stale_clipped(record: Record) -> float | None:
+    """Return the share of clipped tokens, where the ratio is taken against log-probs of several versions."""
+    known = record.get("staleness_mean") and "importance_mean" not in record
+    return record.get("clipped") if known else None
+
+
+def _ineffective(record: Record) -> float | None:
+    effective = record.get("importance_effective")
+    return None if effective is None or not record.get("staleness_mean") else float(1 - effective)
+
+
 def _negative(key: str) -> Value:
     return lambda record: None if record.get(key) is None else -record[key]
 
@@ -192,6 +204,27 @@ def conditions(groups: int) -> tuple[Condition, ...]:
             cause="the update computes other log-probs than the rollout did, by kernels, dtype or older weights",
             advice='set grpo.old_logprobs = "recomputed" and grpo.tis_level = "token", model.dtype = "float32", or '
             "fewer grpo.updates_per_batch",
+            shows=lambda _, values: _mean(values, "recomputed", "sampled"),
+        ),
+        Condition(
+            name="stale tokens clipped",
+            value=_stale_clipped,
+            # Small runs with rollout.partial: up to .02, at five times the learning rate .08.
+            limit=lambda _: 0.05,
+            cause="the weights have moved away from those that drew the stale tokens, whose gradient the clip removes",
+            advice='set grpo.old_logprobs = "recomputed" and grpo.tis_level = "token", or lower optim.lr or '
+            "rollout.max_staleness",
+            shows=lambda _, values: _mean(values, "clipped"),
+        ),
+        Condition(
+            name="few stale samples count",
+            value=_ineffective,
+            # The effective share of the weights, (sum w)^2 / (n sum w^2). The same runs: from .95 on by token, from .7
+            # on by sequence, and at five times the learning rate .85 and .3.
+            limit=lambda _: 0.5,
+            cause="a few samples or tokens have nearly all of the importance weight, for the weights have moved away "
+            "from those that drew the others",
+            advice='lower optim.lr or rollout.max_staleness, or set grpo.tis_level = "token"',
             shows=lambda _, values: _mean(values, "recomputed", "sampled"),
         ),
     )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_bytes, atomic_write_text, read_json_object
 from thresher.engine.config.objectives import surrogate_name
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.config.sections import GrpoSection, RetrievalSection
+from thresher.engine.config.sections import GrpoSection, RetrievalSection, RolloutSection
 from thresher.engine.config.tables import shown as shown_value
 from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
 from thresher.engine.evaluation.metrics import NAMES
@@ -83,6 +84,7 @@ MEASURES = (  # key of an evaluation, its name, and whether it is a share
 )
 SPAN_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
 PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
+IDLE = 0.5  # share of busy slots below which the page names rollout.partial
 OVERVIEW = ("reward", "em")
 LETTERS = "ABCDEFG"
 
@@ -253,7 +255,17 @@ def _time_sentence(run: RunRecords) -> str:
     waited = ""
     if rollout := spent("rollout"):
         waited = f" Decoding waited for searches {spent('search') / rollout:.1%} of the rollouts' time."
-    return f"Of {duration(total)}: {listed}.{waited}"
+    return f"Of {duration(total)}: {listed}.{waited}{_slots_sentence(run)}"
+
+
+def _slots_sentence(run: RunRecords) -> str:
+    found, rollout = [busy for record in run.steps if (busy := record.get("slots_busy"))], run.recipe.rollout
+    if not found:
+        return ""
+    drew = f" In a decode step {fmean(found):.0%} of the {rollout.max_num_seqs} slots drew a token."
+    if rollout.partial or fmean(found) >= IDLE:
+        return drew
+    return f"{drew} With rollout.partial = true later groups fill slots that wait for a step's longest samples."
 
 
 def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
@@ -280,6 +292,7 @@ def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
             f"{f' in {rollout.trees} trees' if rollout.trees else ''} at temperature"
             f" {rollout.temperature:g}, at most {turns} and {rollout.max_context:,} tokens each",
         ),
+        *([("Partial rollouts", _partial(rollout))] if rollout.partial else []),
         (
             "Objective",
             f"{_objective(grpo)}, {kl}, mean per"
@@ -289,6 +302,11 @@ def _facts(run: RunFolder, recipe: Recipe) -> list[tuple[str, str]]:
         ("Seed", str(recipe.run.seed)),
     ]
     return facts
+
+
+def _partial(rollout: RolloutSection) -> str:
+    kept = ", whose keys and values outlive an update" if rollout.stale_cache else ""
+    return f"{rollout.in_flight} groups in flight{kept}; staleness at most {rollout.max_staleness}"
 
 
 def _objective(grpo: GrpoSection) -> str:

@@ -137,6 +137,10 @@ class RunState(RunRecords):
             "reward": last.get("reward"),
             "em": last.get("em"),
             "greedy_em": self.evals[-1][1].get("em") if self.evals else None,
+            "slots_busy": last.get("slots_busy"),
+            "staleness_mean": last.get("staleness_mean"),
+            "tokens_recomputed": last.get("tokens_recomputed"),
+            "tokens_set_aside": last.get("tokens_set_aside"),
             "health": None if (found := health_of(self)) is None else [asdict(finding) for finding in found],
         }
 
@@ -209,7 +213,8 @@ def watch_terminal(run: str | Path, every: float = 1.0, unverified: bool = False
 def _line(state: RunState) -> str:
     values = state.to_dict()
     names = {"reward": "reward", "em": "EM", "greedy_em": "greedy EM", "rollout_tokens_per_s": "tokens/s sampled"}
-    names |= {"train_tokens_per_s": "trained", "seconds_a_step": "s a step"}
+    names |= {"train_tokens_per_s": "trained", "seconds_a_step": "s a step", "slots_busy": "slots busy"}
+    names |= {"staleness_mean": "staleness", "tokens_set_aside": "tokens set aside"}
     known = [f"{name} {shown(values[key])}" for key, name in names.items() if values[key] is not None]
     memory = f"memory {_memory(values)}" if state.process else ""
     return "  ".join(filter(None, [state.says, *known, memory, short_verdict(health_of(state))]))
@@ -223,12 +228,15 @@ def _memory(values: Mapping[str, Any]) -> str:
 def _view(state: RunState) -> RenderableType:
     values = state.to_dict()
     table = Table.grid(padding=(0, 3))
-    rows = (
+    rows = [
         ("reward", values["reward"], "sampled tokens/s", values["rollout_tokens_per_s"]),
         ("EM, sampled", values["em"], "trained tokens/s", values["train_tokens_per_s"]),
         ("EM, greedy", values["greedy_em"], "seconds a step", values["seconds_a_step"]),
         ("process", str(state.process or "-"), "memory", _memory(values)),
-    )
+        ("slots busy", values["slots_busy"], "tokens set aside", values["tokens_set_aside"]),
+    ]
+    if state.recipe.rollout.partial:
+        rows.append(("staleness", values["staleness_mean"], "prefilled again", values["tokens_recomputed"]))
     for left, value, right, other in rows:
         table.add_row(Text(left, "dim"), shown(value), Text(right, "dim"), shown(other))
     rewards = [float(record["reward"]) for record in state.steps if record.get("reward") is not None]

@@ -24,10 +24,10 @@ _SLOTS = ("slots", "busy_slots")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
     """Measures of a step from one rank; `step_record` merges those of all ranks. right_logprobs: by place, the mean
-    log-prob that the tokens of a trajectory with a right answer had when they were sampled. rounds, replaced: of
-    `Sampled`. inherited: sampled tokens that trajectories took over from others. staleness: trained tokens by the
-    updates between the weights that drew them and those that are trained; empty where the rollout was no partial
-    one."""
+    log-prob that the tokens of a trajectory with a right answer had when they were sampled. rounds, replaced,
+    tokens_replaced: of `Sampled`. inherited: sampled tokens that trajectories took over from others. staleness: trained
+    tokens by the updates between the weights that drew them and those that are trained; empty where the rollout was no
+    partial one."""
 
     rows: list[Measured]
     cut_passages: int
@@ -37,6 +37,7 @@ class RankStep:
     clock: dict[str, Any]
     rounds: int = 1
     replaced: int = 0
+    tokens_replaced: int = 0
     inherited: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     recomputed: RecomputedLogprobs | None = None
@@ -62,6 +63,7 @@ def rank_step(result: StepResult, tags: tuple[str, ...]) -> RankStep:
         clock=asdict(sampled.clock) | {"rest": sampled.clock.rest},
         rounds=sampled.rounds,
         replaced=sampled.replaced,
+        tokens_replaced=sampled.tokens_replaced,
         inherited=sum(inherited_tokens(entry.trajectory) for entry in result.scored),
         staleness=staleness_of((entry.trajectory for entry in result.scored), result.step),
         right_logprobs={place: sum(logprobs) / len(logprobs) for place, logprobs in right.items()},
@@ -133,9 +135,12 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
 
 
 def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
-    """Return the rounds of a step, its first included, on the rank with the most, and the groups set aside in them."""
-    rounds, set_aside = max(rank.rounds for rank in ranks), sum(rank.replaced for rank in ranks)
-    return {"refill_rounds": rounds, "refilled_groups": set_aside}
+    """Return the rounds of a step, its first included, and the groups set aside in them, with their tokens."""
+    return {
+        "refill_rounds": max(rank.rounds for rank in ranks),
+        "refilled_groups": sum(rank.replaced for rank in ranks),
+        "tokens_set_aside": sum(rank.tokens_replaced for rank in ranks),
+    }
 
 
 def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:

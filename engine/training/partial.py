@@ -95,18 +95,16 @@ class Taking:
         self.begun = numbers.stop
         return numbers
 
-    def take(self) -> tuple[dict[int, Group], int]:
-        """Take the step's groups from the queue, in order; return them, and how many were set aside. Where too few have
-        a signal, some without one are taken, as many as are missing."""
+    def take(self) -> tuple[dict[int, Group], list[Group]]:
+        """Take the step's groups from the queue, in order; return them, and those that are set aside. Where too few
+        have a signal, some without one are taken, as many as are missing."""
         found = self.looked_at()
         chosen = [number for number in found if number not in self.without_signal]
         spare = [number for number in found if number in self.without_signal]
         chosen = sorted(chosen + spare[: self.count - len(chosen)])
-        taken = {number: self.queue.groups[number] for number in chosen}
-        for number in found:
-            del self.queue.groups[number]
+        looked_at = {number: self.queue.groups.pop(number) for number in found}
         self.queue.next = found[-1] + 1
-        return taken, len(found) - len(chosen)
+        return {number: looked_at.pop(number) for number in chosen}, list(looked_at.values())
 
 
 def _copied(group: Group) -> Group:

@@ -47,7 +47,7 @@ from thresher.engine.packing import LossNormalizer, TrainSequence, build_train_s
 from thresher.engine.parallel.ranks import Ranks
 from thresher.engine.parallel.sync import judging
 from thresher.engine.protocol.prompts import PromptBatch
-from thresher.engine.protocol.trajectory import Trajectory
+from thresher.engine.protocol.trajectory import Trajectory, sampled_tokens
 from thresher.engine.rollout.rollout import Group, Job, Rollout, RolloutClock, seed_of
 from thresher.engine.rollout.trees import TreeShape
 from thresher.engine.rollout.unfinished import RecordedDraws, play_on
@@ -66,7 +66,8 @@ from thresher.rewards.reward import Source
 class Sampled:
     """Scored trajectories of a step by group, and what all rounds that sampled them have taken.
 
-    shown, clock, scoring_seconds: of all rounds. replaced: the number of groups that a later round has replaced.
+    shown, clock, scoring_seconds: of all rounds. replaced: the number of groups that were set aside for others.
+    tokens_replaced: what was sampled for these.
     """
 
     scored: dict[int, list[Scored]]
@@ -75,9 +76,12 @@ class Sampled:
     scoring_seconds: float
     rounds: int = 1
     replaced: int = 0
+    tokens_replaced: int = 0
 
     def add_round(self, later: "Sampled") -> None:
         """Put the groups of a later round in the places of those with the same numbers."""
+        replaced = itertools.chain(*(self.scored[group] for group in later.scored))
+        self.tokens_replaced += sum(sampled_tokens(entry.trajectory) for entry in replaced)
         self.scored |= later.scored
         self.replaced += len(later.scored)
         self.rounds += 1
@@ -253,8 +257,9 @@ class GrpoStep:
             shown=shown,
             clock=self.rollout.clock,
             scoring_seconds=perf_counter() - started,
-            rounds=-(-(len(taken) + set_aside) // count),
-            replaced=set_aside,
+            rounds=-(-(len(taken) + len(set_aside)) // count),
+            replaced=len(set_aside),
+            tokens_replaced=sum(sampled_tokens(one) for group in set_aside for one in group.trajectories or ()),
         )
 
     def groups_of(

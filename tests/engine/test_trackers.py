@@ -172,6 +172,12 @@ def test_what_is_sent_of_a_record() -> None:
         "train/reward": 0.5,
         "train/reasons/ended": 2,
     }
+    assert values_of({"step": 3, "staleness_tokens": [7, 0], "by_epoch": [{"ratio": 1.0}, {"ratio": 0.9}]}) == {
+        "train/staleness_tokens/0": 7,
+        "train/staleness_tokens/1": 0,
+        "train/by_epoch/0/ratio": 1.0,
+        "train/by_epoch/1/ratio": 0.9,
+    }
 
 
 def test_one_that_is_not_installed_is_refused_before_anything_is_loaded(

@@ -73,7 +73,7 @@ def test_the_control_shuffles_alike_for_any_number_of_ranks() -> None:
 
 def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
     rows = [Measured((group, 0), {"reward": 0.1 * group}, {"answer": None}, "answered") for group in groups]
-    update = UpdateStats(tokens=10, rows=4, loss=loss, grad_norm=0.5, lr=1e-3, capped=1, seconds=seconds)
+    update = UpdateStats(tokens=10, rows=4, fresh=4, loss=loss, grad_norm=0.5, lr=1e-3, capped=1, seconds=seconds)
     update.sums, update.largest = {"logprob_gap": 0.25, "entropy": 8.0}, {"logprob_gap_max": seconds}
     clock = {
         "decode": 0.5,
@@ -85,6 +85,8 @@ def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
         "forwards": 5,
         "searches": 3,
         "forks": 0,
+        "slots": 8,
+        "busy_slots": 6,
     }
     return RankStep(
         rows=rows,
@@ -94,6 +96,10 @@ def part(groups: Sequence[int], seconds: float, loss: float) -> RankStep:
         scoring_seconds=1 / seconds,
         clock=clock,
         right_logprobs={(groups[0], 0): -seconds},
+        rounds=groups[0],
+        replaced=1,
+        tokens_replaced=30,
+        staleness={0: 3, 2: 1},
     )
 
 
@@ -108,8 +114,12 @@ def test_a_steps_record_is_that_of_all_ranks() -> None:
         "right_logprob": -3.0, "logprob_gap": 0.0625, "logprob_gap_max": 4.0, "capped": 2, "train_tokens": 20,
         "loss_tokens": 8, "update_seconds": 4.0, "reward_seconds": 0.5, "rollout_seconds": 4.0, "search_share": 0.05,
         "forwards": 10, "forward_host_seconds": 0.02, "host_seconds": 0.3, "decode_seconds": 0.5, "searches": 6,
+        "slots_busy": 0.75, "staleness_mean": 0.5, "staleness_tokens": [6, 0, 2],
     }  # fmt: skip
     assert {key: record[key] for key in wanted} == wanted
+    refilled = step_record(3, parts, refill=True)  # with rollout.partial ranks have rounds of their own
+    counts = {"refill_rounds": 2, "refilled_groups": 2, "tokens_set_aside": 60}
+    assert {key: value for key, value in refilled.items() if key not in record} == counts
     # A rank whose groups were all dropped has no sums, and its counts are 0.
     idle = replace(parts[0], updates=[UpdateStats(grad_norm=0.5, lr=1e-3)])
     assert step_record(3, [idle, parts[1]])["entropy"] == 2.0

@@ -59,6 +59,23 @@ def test_a_condition_is_found_from_the_step_on_which_it_began(name: str, change:
     assert shorts(records(40, (11, change), (21, step_record(0, **HEALTHY)))) == []  # it has passed
 
 
+STALE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("stale tokens clipped", {"clipped": 0.01}, {"clipped": 0.08}),
+    ("few stale samples count", {"importance_mean": 0.9, "importance_effective": 0.8}, {"importance_effective": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("name", "healthy", "change"), STALE)
+def test_stale_tokens_are_named_where_they_cost_the_signal(
+    name: str, healthy: dict[str, Any], change: dict[str, Any]
+) -> None:
+    assert shorts(records(30, (1, {"staleness_mean": 0.8, **healthy}), (11, change))) == [f"{name} since step 11"]
+    assert shorts(records(30, (1, {"staleness_mean": 0.8, **healthy}))) == []
+    assert shorts(records(30, (1, healthy), (11, change))) == []  # tokens of the newest weights
+    recomputed = {"staleness_mean": 0.8, "importance_mean": 1.0, "clipped": 0.08}  # the clip is not around stale ones
+    assert shorts(records(30, (1, recomputed))) == []
+
+
 @pytest.mark.parametrize(("name", "change"), SICK)
 def test_every_other_step_is_not_enough(name: str, change: dict[str, Any]) -> None:
     sick = records(30, (11, change))

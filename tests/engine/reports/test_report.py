@@ -161,6 +161,32 @@ def test_facts_of_a_run_are_read_from_the_files_around(tmp_path: Path, tiny_poli
     assert "Decoding waited for searches 7.5% of the rollouts' time." in text
 
 
+def test_slots_and_staleness(tmp_path: Path, drawn: list[Chart]) -> None:
+    """Of a run with rollout.partial and of one without, which is told of it where most slots are idle."""
+    whole, partial = (
+        make_run(tmp_path / name, rollout={"questions_per_step": 4, "max_num_seqs": 16, **more})
+        for name, more in (("whole", {}), ("partial", {"partial": True, "max_staleness": 2, "groups_in_flight": 9}))
+    )
+    for step, counts in ((1, [50]), (2, [30, 10]), (3, [20, 15, 5])):
+        record = step_record(step, slots_busy=0.4, tokens_recomputed=0, loss_tokens=sum(counts))
+        whole.append_metrics(record)
+        stale = {"staleness_tokens": counts, "tokens_recomputed": 10 * step - 10, "tokens_set_aside": 8}
+        partial.append_metrics(record | stale)
+    charts = {chart.name: chart for chart in charts_of(partial.metrics(), **CHARTS)}
+    assert [series.values.tolist() for series in charts["staleness"].series] == [
+        [1, 0.75, 0.5], [0, 0.25, 0.375], [0, 0, 0.125],
+    ]  # fmt: skip
+    assert [series.values.tolist() for series in charts["extra_tokens"].series] == [[0, 0.25, 0.5], [0.16, 0.2, 0.2]]
+    names = [chart.name for chart in charts_of(whole.metrics(), **CHARTS)]
+    assert "slots" in names and not {"staleness", "extra_tokens"} & set(names)
+    drew = "In a decode step 40% of the 16 slots drew a token."
+    text = report_of(partial)
+    assert "Partial rollouts 9 groups in flight; staleness at most 2" in text
+    assert drew in text and "rollout.partial = true" not in text
+    text = report_of(whole)
+    assert f"{drew} With rollout.partial = true later groups fill slots" in text and "in flight" not in text
+
+
 def test_an_index_without_vectors_is_not_of_0_dimensions(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"id": "1", "title": "", "text": "rain falls"}\n')
     build(tmp_path / "corpus.jsonl", tmp_path / "words", "bm25")

@@ -102,6 +102,20 @@ def test_the_view_of_a_terminal(run: RunFolder, monkeypatch: pytest.MonkeyPatch)
     assert "→ ␛[31m[bold]red" in shown
 
 
+def test_partial_rollouts_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", run=EVERY, rollout={"questions_per_step": 4, "partial": True})
+    partial = {"slots_busy": 0.75, "staleness_mean": 0.5, "tokens_recomputed": 1234, "tokens_set_aside": 56}
+    run.append_metrics(step_record(1, staleness_tokens=[7, 7], **partial))
+    state = read_state(run.path)
+    assert {name: state.to_dict()[name] for name in partial} == partial
+    console = Console(force_terminal=True, width=120, color_system=None, highlight=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(watch_module._line(state), watch_module._view(state))
+    shown = " ".join(capture.get().split())
+    assert "slots busy 0.75 staleness 0.5 tokens set aside 56" in shown
+    assert "slots busy 0.75 tokens set aside 56 staleness 0.5 prefilled again 1,234" in shown
+
+
 def test_sparkline() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([2.0, 2.0]) == "▁▁" and sparkline(range(128), 8) == "▁▂▃▄▅▆▇█"

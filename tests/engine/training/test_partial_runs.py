@@ -176,7 +176,15 @@ def test_a_group_without_a_signal_gives_its_place_to_the_next(make_recipe: Make,
         assert record["zero_advantage_groups"] == GROUPS - len(signals)
         if record["refill_rounds"] < 3:
             assert len(signals) == GROUPS
-    assert sum(record["refilled_groups"] for record in steps_of(tmp_path / "run")) > 0
+    steps, last = steps_of(tmp_path / "run"), tmp_path / f"run/checkpoints/step_{STEPS:06d}/unfinished.jsonl"
+    assert sum(record["refilled_groups"] for record in steps) > 0
+    # Each sampled token is trained on or left without a signal, set aside, or still in the queue.
+    groups = [record for _, record in read_records(last) if "group" in record]
+    kept = [turn for step in steps for one in sampled(tmp_path / "run", step["step"]) for turn in turns(one)]
+    kept += [value for group in groups for _, kind, value in group["log"] if kind == "written"]
+    kept += [value for group in groups for value in group["drawn"].values()]
+    counted = sum(step["sampled_tokens"] - step["tokens_set_aside"] for step in steps)
+    assert counted == sum(len(one["ids"]) for one in kept)
     train(make_recipe(**also(rollout={"group_size": 2}, run={"steps": 3 * STEPS})), tmp_path / "plain")
     order = [one["id"] for step in range(1, 3 * STEPS + 1) for one in sampled(tmp_path / "plain", step)[::2]]
     places = iter(order)

@@ -118,6 +118,7 @@ def test_a_step_samples_until_its_groups_have_a_signal(rounds_of: tuple[Path, Ro
         assert record["zero_advantage_groups"] == COUNT - len(signals) == 0
         assert record["sampled_tokens"] == sum(len(one.policy_positions()) for one in trajectories)
         assert record["loss_tokens"] == sum(len(one.policy_positions()) for one in last.values())
+        assert record["tokens_set_aside"] == record["sampled_tokens"] - record["loss_tokens"]
         assert record["search_queries"] >= sum(len(entry["searches"]) for entry in entries)
         phases = sum(record[f"{name}_seconds"] for name in ("decode", "prefill", "search", "host"))
         assert phases == pytest.approx(record["rollout_seconds"])
@@ -146,7 +147,8 @@ def test_the_first_round_is_the_step_without_refill(
     assert plain.jobs == rounds.jobs[:1] and plain.trajectories == rounds.trajectories[:1]
     (record,) = steps_of(tmp_path / "run")
     refilled = steps_of(out)[0]
-    assert refilled.keys() - record.keys() == {"refill_rounds", "refilled_groups"} and refilled["refilled_groups"] > 0
+    assert refilled.keys() - record.keys() == {"refill_rounds", "refilled_groups", "tokens_set_aside"}
+    assert refilled["refilled_groups"] > 0
     assert record["zero_advantage_groups"] > 0 == refilled["zero_advantage_groups"]
 
 
