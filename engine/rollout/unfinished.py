@@ -18,6 +18,7 @@ from thresher.common.errors import UserError
 from thresher.common.records import read_records
 from thresher.engine.decoding.scheduler import SamplingParams, TokenSequence
 from thresher.engine.rollout.rollout import (
+    Answer,
     BegunTurn,
     DecoderWriter,
     Group,
@@ -189,13 +190,13 @@ class LastingPlay(Play):
     writer: LastingWriter
 
     def go_on(self, group: Group) -> None:
-        """Play an unfinished group to where it was, by its log."""
+        """Play an unfinished group to where it was, by its log. UserError where the episode asks for something else."""
         log, drawn = group.log, group.drawn
         group.log, group.drawn, group.samples, group.branches, group.playing = [], {}, {}, [], 0
         self.replaying, self.clock = True, RolloutClock()  # what is played again does not count again
         self.begin_groups([group])
         for key, answer in log:
-            sample = group.samples[key]
+            sample = self._waiting(group, key, answer)
             if isinstance(answer, Written):
                 self.writer.supply(sample, answer)
                 self.serve_written([(sample, answer)])
@@ -205,7 +206,22 @@ class LastingPlay(Play):
                 self.serve([(sample, self.note_tool(sample, answer))])
         self.replaying, self.clock = False, self.runner.clock
         for key, beginning in drawn.items():
-            self.writer.supply_beginning(group.samples[key], beginning)
+            self.writer.supply_beginning(self._waiting(group, key, beginning), beginning)
+
+    def _waiting(self, group: Group, key: str, answer: Answer) -> Sample:
+        """Return the sample that waits for an answer of this kind. UserError where it does not."""
+        sample, kind = group.samples.get(key), type(answer)
+        if sample is not None and not sample.trajectory.reason:
+            turn = self.writer.begun.get(sample)
+            asked = Written if turn is not None else list if key in self.queries else dict
+            scores = turn is not None and turn.sequence.scored_from > 0
+            if kind is asked and (kind is not Written or scores is not bool(answer.ids)):
+                return sample
+        raise UserError(
+            f"{self.runner.system.name}: question {group.question.id}: the episode asked for something else when it "
+            "was sent the same again, so what an earlier rollout began cannot go on; make it a function of what it is "
+            "sent, or set rollout.partial = false (a changed unfinished.jsonl of a checkpoint ends so, too)"
+        )
 
     def interrupt(self) -> None:
         """Stop writing, and leave each group with its log. Searches and calls of tools are waited for."""

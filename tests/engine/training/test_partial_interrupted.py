@@ -148,6 +148,15 @@ def test_an_update_without_memory_leaves_the_groups_of_its_step(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def test_an_episode_that_is_no_function_of_what_it_is_sent_is_refused(make_recipe: Make, tmp_path: Path) -> None:
+    system, call = tmp_path / "moody.py", "        result = yield"
+    system.write_text(LOOKING.replace(call, f"        if next(COUNT) > 6:\n            continue\n{call}"))
+    tools = {"look": {"function": f"{system}:look"}}
+    recipe = make_recipe(tools=tools, **also(system={"name": str(system), "template": None}, run={"eval_every": None}))
+    with pytest.raises(UserError, match=r"looking: question q\d+: the episode asked for something else when it was"):
+        train(recipe, tmp_path / "run")
+
+
 @pytest.mark.parametrize("change", [{"kv_tokens": 900}, {"num_draft_tokens": 2}, {"max_num_seqs": 7}])
 def test_what_decides_versions_may_not_change(make_recipe: Make, tmp_path: Path, change: dict[str, Any]) -> None:
     short = {"steps": 1, "eval_every": None, "eval_questions": 1}
