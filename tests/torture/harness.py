@@ -47,7 +47,15 @@ TRACEBACK = "Traceback (most recent call last)"
 # which begins without a history in a resumed run.
 TIMED = frozenset(
     {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
-    | {"accepted_tokens", "search_calls", "queries_per_second", "seconds_per_question", "latency", "sha256"}
+    | {
+        "accepted_tokens",
+        "slots_busy",
+        "search_calls",
+        "queries_per_second",
+        "seconds_per_question",
+        "latency",
+        "sha256",
+    }
     | {"checksum", "digest"}
 )
 # Files that differ: hashes.json is of states with times, and a resumed run has started twice.

@@ -18,7 +18,19 @@ from random import Random
 
 from torture import world
 from torture.harness import Campaign, Ended, Limits, Outcome, Verdict, content, different, judge, refused, remove
-from torture.world import EVAL, EXTRACT, ROLLOUT, SFT, TRAIN, build_words, score_words, search_words, with_settings
+from torture.world import (
+    EVAL,
+    EXTRACT,
+    MODES,
+    ROLLOUT,
+    SFT,
+    TRAIN,
+    build_words,
+    score_words,
+    search_words,
+    train_words,
+    with_settings,
+)
 
 LIMITS = Limits(seconds=90)
 
@@ -28,8 +40,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signa
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 BIG = "big.jsonl"  # a corpus whose index takes a while
 KILLED = {
-    "train": TRAIN,
-    "train, two updates a step": with_settings(TRAIN, "rollout.questions_per_step=4", "grpo.updates_per_batch=2"),
+    **{f"train, {mode}".removesuffix(", "): train_words(mode) for mode in MODES},
     "sft": with_settings(SFT, "sft.steps=30", "sft.save_every=4"),
     "sft, adapters and restarts": with_settings(
         *(SFT, "sft.steps=12", "sft.save_every=4", "lora.rank=2", "sft.held_out=0.2"),
@@ -190,6 +201,11 @@ TARGETS = {
     "checkpoint: moments": Target(RESUME, (f"{LAST}optimizer.safetensors",), "run"),
     "checkpoint: state, hashes": Target(RESUME, (f"{LAST}state.json", f"{LAST}hashes.json"), "run"),
     "checkpoint: tokenizer, config": Target(RESUME, (f"{LAST}tokenizer.json", f"{LAST}*config.json"), "run"),
+    "checkpoint: groups of partial rollouts": Target(
+        train_words("partial rollouts", RESUME.replace("/run", "/partial")),
+        (f"{LAST.replace('run', 'partial')}unfinished.jsonl",),
+        "partial",
+    ),
     "run: recipe.toml": Target(RESUME, ("run/recipe.toml",), "run"),
     "run: metrics.jsonl": Target(RESUME, ("run/metrics.jsonl",), "run"),
     "model: weights": Target(WARM, ("warm/model.safetensors",)),
@@ -357,6 +373,7 @@ SIZES = (0, 40, 3000)  # bytes that every command meets at full scale, beside a 
 WRITERS = {
     "init": "init --config {at}/config.json --tokenizer {at}/model --out {out}",
     "train": with_settings(TRAIN, "run.steps=2"),
+    "train, partial rollouts": with_settings(train_words("partial rollouts"), "run.steps=2"),
     "sft": with_settings(SFT, "sft.save_every=3"),
     "sft of adapters": with_settings(SFT, "sft.save_every=3", "lora.rank=2"),
     "eval": EVAL,

@@ -3,7 +3,7 @@
 model/ model2/                      random weights; the second another's, of the same shape
 corpus.jsonl questions.jsonl ..     data, and its second version
 flat/ hnsw/ ivf/ bm25/ hybrid/      indexes; flat2/ .. of the other corpus
-run/ run2/ evaluation/ evidence.jsonl     killed before their end
+run/ run2/ partial/ evaluation/ evidence.jsonl     killed before their end
 """
 
 import json
@@ -27,6 +27,12 @@ INDEXES = {
 
 # Commands, as Campaign.words reads them.
 TRAIN = "train {at}/recipe.toml --out {out}"
+# Ways of `train` to take a step, as settings.
+MODES = {
+    "": (),
+    "two updates a step": ("rollout.questions_per_step=4", "grpo.updates_per_batch=2"),
+    "partial rollouts": ("rollout.partial=true", "rollout.max_num_seqs=4"),
+}
 SFT = "sft {at}/recipe.toml --out {out}"
 EVAL = "eval {at}/recipe.toml --questions {at}/questions.jsonl --out {out}"
 ROLLOUT = "rollout --recipe {at}/recipe.toml --questions {at}/questions.jsonl --out {out}.jsonl"
@@ -35,6 +41,10 @@ EXTRACT = (
     "--batch 2 --set rollout.max_turn_tokens=6 --set rollout.max_passage_tokens=20 --out {out}.jsonl"
 )
 GENERATE = "generate --model {at}/model --max-new-tokens 8"
+
+
+def train_words(mode: str, words: str = TRAIN) -> str:
+    return with_settings(words, *MODES[mode])
 
 
 def build_words(kind: str, corpus: str = "corpus.jsonl") -> str:
@@ -79,6 +89,8 @@ def make_world(campaign: Campaign) -> None:
     _kill_when(campaign, TRAIN, "run", lambda: (at / "run/checkpoints/step_000002").is_dir())
     other = with_settings(TRAIN, "run.seed=1")
     _kill_when(campaign, other, "run2", lambda: (at / "run2/checkpoints/step_000002").is_dir())
+    partial = train_words("partial rollouts")
+    _kill_when(campaign, partial, "partial", lambda: (at / "partial/checkpoints/step_000002").is_dir())
     _kill_when(campaign, EXTRACT, "evidence", lambda: _lines_of(at / "evidence.jsonl") >= 4)
     # So small an evaluation is written in one part, and killed between that and its end.
     _kill_when(campaign, EVAL, "evaluation", lambda: _lines_of(at / "evaluation" / "generated.jsonl") >= 4, pause=0.0)
