@@ -67,8 +67,10 @@ CAPTIONS = {
     " trajectories (prompts and passages too) per second of update.",
     "slots": "Over the decode steps of a rollout: the share of rollout.max_num_seqs that drew a token. Low where a step"
     " waits for its longest samples, or has fewer samples than slots.",
-    "staleness": "Of trained tokens, by the number of updates between the weights that drew a token and the update that"
-    " trains it; a step's updates count as one (docs/asynchrony.md).",
+    "staleness": "Updates between the weights that drew a token and the update that trains it; a step's updates count"
+    " as one (docs/asynchrony.md).",
+    "staleness_tokens": "How many tokens of a step were drawn by the weights before its update (0), by those of the"
+    " step before (1), and so on.",
     "extra_tokens": "Beside a step's trained tokens, as a share of them: prefilled again for samples that an earlier"
     " rollout began, and sampled for groups that grpo.refill set aside.",
     "time": "Rollout is decode + prefill + search + host (everything in Python around them); then the rewards and the"
@@ -240,7 +242,8 @@ def charts_of(
             ),
         ),
         chart("slots", "Slots that draw", lines({"slots": "slots_busy"}), percent=True),
-        chart("staleness", "Staleness of trained tokens", _staleness_series(steps), percent=True, stacked=True),
+        chart("staleness", "Staleness (updates), mean over trained tokens", lines({"mean": "staleness_mean"})),
+        chart("staleness_tokens", "Trained tokens by staleness", _staleness_series(steps), stacked=True),
         chart(
             "extra_tokens",
             "Tokens prefilled again, or set aside",
@@ -292,17 +295,17 @@ def _reward_charts(
 
 
 def _staleness_series(steps: Sequence[Record]) -> tuple[Series, ...]:
-    """Return the share of the tokens with each staleness that occurs, from 0 on."""
+    """Return the tokens with each staleness that occurs, from 0 on."""
 
-    def share(staleness: int, record: Record) -> float:
+    def count(staleness: int, record: Record) -> float:
         counts = record.get("staleness_tokens")
         if not counts:
             return float("nan")
-        return float(counts[staleness] / sum(counts)) if staleness < len(counts) else 0.0
+        return float(counts[staleness]) if staleness < len(counts) else 0.0
 
     most = max((len(record.get("staleness_tokens") or ()) for record in steps), default=0)
     return tuple(
-        _series(steps, partial(share, staleness), f"{staleness}", color)
+        _series(steps, partial(count, staleness), f"{staleness}", color)
         for staleness, color in zip(range(most), itertools.cycle(PALETTE), strict=False)
     )
 

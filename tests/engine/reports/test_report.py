@@ -173,12 +173,12 @@ def test_slots_and_staleness(tmp_path: Path, drawn: list[Chart]) -> None:
         stale = {"staleness_tokens": counts, "tokens_recomputed": 10 * step - 10, "tokens_set_aside": 8}
         partial.append_metrics(record | stale)
     charts = {chart.name: chart for chart in charts_of(partial.metrics(), **CHARTS)}
-    assert [series.values.tolist() for series in charts["staleness"].series] == [
-        [1, 0.75, 0.5], [0, 0.25, 0.375], [0, 0, 0.125],
+    assert [series.values.tolist() for series in charts["staleness_tokens"].series] == [
+        [50, 30, 20], [0, 10, 15], [0, 0, 5],
     ]  # fmt: skip
     assert [series.values.tolist() for series in charts["extra_tokens"].series] == [[0, 0.25, 0.5], [0.16, 0.2, 0.2]]
     names = [chart.name for chart in charts_of(whole.metrics(), **CHARTS)]
-    assert "slots" in names and not {"staleness", "extra_tokens"} & set(names)
+    assert "slots" in names and not {"staleness_tokens", "extra_tokens"} & set(names)
     drew = "In a decode step 40% of the 16 slots drew a token."
     text = report_of(partial)
     assert "Partial rollouts 9 groups in flight; staleness at most 2" in text

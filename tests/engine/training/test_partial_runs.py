@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from browser import run_page
 from folding_cases import OWN
 from partial_cases import GROUPS, PARTIAL, SAMPLES, STEPS, also, turns, versions_of
 from train_cases import Killed, Make, assert_same_run, die_after, sampled, steps_of
 
 from thresher.common.errors import UserError
 from thresher.common.records import read_records
-from thresher.engine.reports.token_view import policy_counts
+from thresher.engine.reports.report import write_report
+from thresher.engine.reports.token_view import policy_counts, write_token_view
 from thresher.engine.store.token_stats import read_token_stats
 from thresher.engine.training.train import train
 
@@ -89,6 +91,16 @@ def test_the_update_computes_what_was_recorded_where_the_weights_are_the_same(pa
             apart = max(apart, gap[~np.array(fresh)].max(initial=0.0))
         assert steps_of(partial_run)[step - 1]["logprob_gap_max"] < 1e-3
     assert apart > 1e-2
+
+
+def test_the_pages_of_the_run(partial_run: Path, tmp_path: Path) -> None:
+    text = write_report(partial_run, tmp_path / "report").read_text()
+    assert "6 groups in flight; staleness at most 2" in text and "slots drew a token" in text
+    pictures = {path.stem for path in (tmp_path / "report/plots").iterdir()}
+    assert {"slots", "staleness", "staleness_tokens", "extra_tokens"} <= pictures
+    page = write_token_view(partial_run, str(STEPS), tmp_path / "tokens.html").read_text()
+    fresh = run_page(page, "return document.querySelectorAll('.fresh').length")
+    assert 0 < fresh <= sum(len(versions) - 1 for versions in versions_of(partial_run, STEPS))
 
 
 @pytest.mark.parametrize("after", [2, 3, 5])
