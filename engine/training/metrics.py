@@ -212,14 +212,14 @@ def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 def _rollout_metrics(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the seconds of the rank whose rollout took longest, and the counts of all."""
-    slowest = max(clocks, key=lambda each: each["total"])
+    slowest, slots = max(clocks, key=lambda each: each["total"]), sum(each["slots"] for each in clocks)
     return {
         "rollout_seconds": slowest["total"],
         "search_share": slowest["search"] / slowest["total"],  # of the rollout's time, in which decoding waited
         "forward_host_seconds": slowest["host"] / max(slowest["forwards"], 1),  # of the decoder's Python, a forward
         "host_seconds": slowest["rest"],
         **{f"{name}_seconds": slowest[name] for name in ("decode", "prefill", "search")},
-        # The share of the slots that drew, over the steps in which any did.
-        "slots_busy": sum(each["busy_slots"] for each in clocks) / max(sum(each["slots"] for each in clocks), 1),
+        # The share of the slots that drew, over the steps in which any did; null where the queue had all groups whole.
+        "slots_busy": sum(each["busy_slots"] for each in clocks) / slots if slots else None,
         **{name: sum(each[name] for each in clocks) for name in slowest if name not in _TIMES + _SLOTS},
     }

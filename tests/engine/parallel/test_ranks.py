@@ -117,6 +117,8 @@ def test_a_steps_record_is_that_of_all_ranks() -> None:
         "slots_busy": 0.75, "staleness_mean": 0.5, "staleness_tokens": [6, 0, 2],
     }  # fmt: skip
     assert {key: record[key] for key in wanted} == wanted
+    waiting = [replace(each, clock=each.clock | {"slots": 0, "busy_slots": 0}) for each in parts]
+    assert step_record(3, waiting)["slots_busy"] is None
     refilled = step_record(3, parts, refill=True)  # with rollout.partial ranks have rounds of their own
     counts = {"refill_rounds": 2, "refilled_groups": 2, "tokens_set_aside": 60}
     assert {key: value for key, value in refilled.items() if key not in record} == counts
