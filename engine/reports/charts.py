@@ -169,7 +169,8 @@ def charts_of(
         return _ratio(float(count), _number(record, "questions"))
 
     def again(record: Record) -> float:  # of partial rollouts alone; else it is 0
-        return share("tokens_recomputed", "loss_tokens")(record) if "staleness_tokens" in record else float("nan")
+        known = _number(record, "tokens_recomputed") if "staleness_tokens" in record else float("nan")
+        return _ratio(known, _number(record, "loss_tokens"))
 
     endings = {
         label: (partial(ended, reason), color)

@@ -210,12 +210,14 @@ class LastingPlay(Play):
 
     def _waiting(self, group: Group, key: str, answer: Answer) -> Sample:
         """Return the sample that waits for an answer of this kind. UserError where it does not."""
-        sample, kind = group.samples.get(key), type(answer)
+        sample = group.samples.get(key)
         if sample is not None and not sample.trajectory.reason:
-            turn = self.writer.begun.get(sample)
-            asked = Written if turn is not None else list if key in self.queries else dict
-            scores = turn is not None and turn.sequence.scored_from > 0
-            if kind is asked and (kind is not Written or scores is not bool(answer.ids)):
+            turn, searches = self.writer.begun.get(sample), key in self.queries
+            if isinstance(answer, Written):
+                fits = turn is not None and bool(turn.sequence.scored_from) is not bool(answer.ids)
+            else:
+                fits = turn is None and searches is isinstance(answer, list)
+            if fits:
                 return sample
         raise UserError(
             f"{self.runner.system.name}: question {group.question.id}: the episode asked for something else when it "
