@@ -61,7 +61,7 @@ ANYTHING: Kind = ("anything", lambda value: True)
 
 NUMBERS = {"*": NUMBER}
 MEASURES = {"*": NUMBER, "parts": NUMBERS, "reasons": NUMBERS, "wait_policy": TEXT, "by_epoch": [NUMBERS]}
-SEGMENTS = [{"*": ANYTHING, "source": TEXT, "text": TEXT, "ids": [WHOLE]}]
+SEGMENTS = [{"*": ANYTHING, "source": TEXT, "text": TEXT, "ids": [WHOLE], "versions": [[WHOLE]]}]
 
 METRICS = {**MEASURES, "step": WHOLE, "eval": MEASURES, "staleness_tokens": [WHOLE]}
 START = {"*": ANYTHING, "step": WHOLE}

@@ -164,4 +164,3 @@ def test_what_decides_versions_may_not_change(make_recipe: Make, tmp_path: Path,
     (key,) = change
     with pytest.raises(UserError, match=f"rollout.{key}"):
         train(make_recipe(**also(run=short | {"steps": 2}, rollout=change)), tmp_path / "run", resume=True)
-
