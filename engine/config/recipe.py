@@ -210,6 +210,8 @@ class Recipe(Section):
             fixed["lora.targets"] = [target for target in targets if not target.startswith("linear_")]
         if any(tool.noise is not None and len(set(tool.noise)) > 1 for tool in (self.tools or {}).values()):
             fixed["run.steps"] = self.run.steps  # over which the noise rises
+        if self.rollout.stale_cache:  # a checkpoint drops the cache
+            fixed |= {f"run.{key}": getattr(self.run, key) for key in ("steps", "save_every", "best_metric")}
         if self.rollout.partial:  # what decides which step of decoding a token is drawn in
             fixed |= {f"rollout.{key}": getattr(self.rollout, key) for key in ("kv_tokens", "num_draft_tokens")}
         return fixed

@@ -40,6 +40,8 @@ def check_config_sync(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint:
 
 def _indivisible(recipe: Recipe, count: int) -> str | None:
     groups, updates = recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch
+    if recipe.rollout.in_flight % count:
+        return f"rollout.groups_in_flight is {recipe.rollout.in_flight}; expected a multiple of {count} ranks"
     if groups % (count * updates) == 0:
         return None
     steps = "" if updates == 1 else f" x grpo.updates_per_batch = {updates}"

@@ -528,7 +528,6 @@ class Play:
     def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack, shape: TreeShape | None) -> None:
         self.runner, self.writer, self.clock, self.stack, self.shape = runner, writer, runner.clock, stack, shape
         stack.callback(self._drop_tools)
-        self.complete: list[Group] = []  # groups whose samples have all ended, since they were last taken
         self.replaying = False  # answers come from logs
         self.queries: dict[str, str] = {}  # of a group that is replayed: by key, what it waits to have found
         self.asked: list[tuple[Sample, str]] = []  # queries of the next search
@@ -601,11 +600,6 @@ class Play:
         ended, self.ended = self.ended, []
         return ended
 
-    def take_complete(self) -> list[Group]:
-        """Return the groups whose samples have all ended since the last call."""
-        complete, self.complete = self.complete, []
-        return complete
-
     def _leave_group(self, sample: Sample) -> None:
         """Count a sample as ended; the last one completes its group."""
         group = sample.group
@@ -616,13 +610,19 @@ class Play:
             owner.branches[name] = branch
         group.trajectories = [group.samples[str(job.sample)].trajectory for job in group.jobs]
         group.samples, group.branches = {}, []
-        self.complete.append(group)
+        self.end_group(group)
+
+    def keep_answer(self, sample: Sample, answer: Answer) -> None:
+        """Keep what has come for a sample; a play of one rollout has no need of it."""
+
+    def end_group(self, group: Group) -> None:
+        """Note that all samples of a group have ended."""
 
     # --- What samples ask for
 
     def _store_written(self, sample: Sample, written: Written) -> Turn | list[float] | None:
         """Put on the trajectory what was written for it; return what its episode gets, None if that has ended."""
-        sample.group.log.append((sample.key, written))
+        self.keep_answer(sample, written)
         if sample.score is None:
             return self._store_turn(sample, written)
         record, sample.score = sample.score, None
@@ -824,7 +824,7 @@ class Play:
 
     def note_found(self, sample: Sample, query: str, hits: list[Hit]) -> list[Hit]:
         """Put a search on the trajectory, and what it found into the log; return what the episode gets."""
-        sample.group.log.append((sample.key, hits))
+        self.keep_answer(sample, hits)
         shown_hits = list(hits)  # shuffled in place, and the episode's own
         self._note(sample, query, shown_hits)
         return shown_hits
@@ -862,7 +862,7 @@ class Play:
 
     def note_tool(self, sample: Sample, record: dict[str, Any]) -> Result:
         """Put the record of a tool's call on the trajectory and into the log; return its result."""
-        sample.group.log.append((sample.key, record))
+        self.keep_answer(sample, record)
         sample.trajectory.tools.append(record)
         self.clock.tool_calls += 1
         self.clock.tool_errors += record["error"]

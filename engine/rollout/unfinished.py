@@ -172,6 +172,8 @@ class RecordedDraws:
         return self._counts[sample.group.step or 0, sample.job.group, sample.key, version]
 
     def _add(self, step: int, record: Mapping[str, Any], where: str) -> None:
+        if record.get("scores"):
+            raise UserError(f"{where}: --replay: a text was scored, and by which weights is not stored")
         key, inherited = str(record.get("sample", 0)), (record.get("forked") or (0, 0))[1]
         turns = [segment for segment in record["segments"] if segment["source"] == "policy"][inherited:]
         parts = {key: turns} | {f"{key}/{name}": part for name, part in (record.get("branches") or {}).items()}
@@ -188,6 +190,21 @@ class LastingPlay(Play):
     """A Play of groups that may have begun in an earlier rollout, and may end in a later one."""
 
     writer: LastingWriter
+
+    def __init__(self, *setting: Any) -> None:
+        super().__init__(*setting)
+        self.complete: list[Group] = []  # since they were last taken
+
+    def keep_answer(self, sample: Sample, answer: Answer) -> None:
+        sample.group.log.append((sample.key, answer))
+
+    def end_group(self, group: Group) -> None:
+        self.complete.append(group)
+
+    def take_complete(self) -> list[Group]:
+        """Return the groups whose samples have all ended since the last call."""
+        complete, self.complete = self.complete, []
+        return complete
 
     def go_on(self, group: Group) -> None:
         """Play an unfinished group to where it was, by its log. UserError where the episode asks for something else."""

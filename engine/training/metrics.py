@@ -146,7 +146,7 @@ def _refill_metrics(ranks: Sequence[RankStep]) -> dict[str, int]:
 def _tree_metrics(ranks: Sequence[RankStep]) -> dict[str, float]:
     """Return the tokens that were sampled a trajectory, and the share of its tokens that it took over from another; {}
     where no trajectory went on from another's."""
-    if not any(rank.clock["forks"] for rank in ranks):
+    if not any(rank.clock["forks"] or rank.inherited for rank in ranks):
         return {}
     inherited, rows = sum(rank.inherited for rank in ranks), [row for rank in ranks for row in rank.rows]
     tokens = sum(row.measures["response_tokens"] or 0.0 for row in rows)

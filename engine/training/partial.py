@@ -51,6 +51,7 @@ class Queue:
         return [
             {
                 "group": number,
+                "question": group.question.id,
                 "begun": group.begun,
                 "log": [[key, *_packed(answer)] for key, answer in group.log],
                 "drawn": {key: _packed(drawn)[1] for key, drawn in group.drawn.items()},
@@ -90,7 +91,9 @@ class Taking:
 
     def due(self) -> range:
         """Return the numbers of the groups to begin now, and count them as begun."""
-        stop = self.queue.next + self.in_flight + len(self.without_signal)
+        # A step looks at `most` groups, so those behind would be older than others when a step takes them.
+        ahead = max(self.in_flight, min(self.in_flight + len(self.without_signal), self.most))
+        stop = self.queue.next + ahead
         numbers = range(self.begun, max(stop if self.last is None else min(stop, self.last), self.begun))
         self.begun = numbers.stop
         return numbers
@@ -154,7 +157,12 @@ def read_queue(path: Path, rank: int, ranks: int) -> tuple[int, dict[int, Mappin
 
 
 def restore(group: Group, record: Mapping[str, Any]) -> Group:
-    """Put what a checkpoint has of a group into it."""
+    """Put what a checkpoint has of a group into it; it is played to where it was, a complete one to its end."""
+    if record.get("question") != group.question.id:
+        raise UserError(
+            f"{record['where']}: expected a group of question {group.question.id}, found {record.get('question')}; "
+            "go on with the data.train that the run began with"
+        )
     try:
         group.log = [(str(key), _unpacked(kind, value)) for key, kind, value in record["log"]]
         group.drawn = {str(key): _written(value) for key, value in record["drawn"].items()}

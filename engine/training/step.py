@@ -25,7 +25,7 @@ How it departs from plain GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.033
   a control.
 
 Nothing random is carried from step to step: questions, seeds and learning rate are functions of the step's number, and
-those of a refill of (seed, step, round, group).
+those of a refill of (seed, step, round, group). With rollout.partial groups outlive a step (partial.py).
 `collect` may be interrupted, and is then run again; `learn` is finished once it has begun.
 """
 

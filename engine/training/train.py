@@ -153,6 +153,9 @@ def replayed(recipe: Recipe, run: str | Path) -> Recipe:
     stored all that was sampled."""
     if recipe.grpo.refill:
         raise UserError("--replay: expected grpo.refill = false, for groups set aside are not stored")
+    if recipe.rollout.stale_cache or any(tool.noise for tool in (recipe.tools or {}).values()):
+        key = "rollout.stale_cache = false" if recipe.rollout.stale_cache else "tools without noise"
+        raise UserError(f"--replay: expected {key}, for what it decides is not stored")
     stored = load_recipe(RunFolder(Path(run)).recipe_file)
     if stored.run.keep_trajectories != 1:
         raise UserError(f"--replay {run}: expected run.keep_trajectories = 1, got {stored.run.keep_trajectories}")
@@ -236,9 +239,9 @@ class Trainer:
         queues = None
         if self.recipe.rollout.partial:
             queues = self.ranks.gather((queue.next, queue.records()))
+        self.rollout.kept = None  # a run that is resumed here has none
         if savable is None:
             return
-        self.rollout.kept = None  # a run that is resumed here has none
         retriever = self.rollout.retriever
         state = {
             "seconds": time.perf_counter() + offset,
