@@ -156,7 +156,11 @@ function pieces(sample, segments, offset, branch, trained = true, skipped = 0) {
       const shown = text.slice(from, from + size), inside = breaks.find((b) => b >= from && b < from + size);
       const lines = inside === undefined ? [shown] : [text.slice(from, inside), el("br"), text.slice(inside, from + size)];
       if (inside === from) box.append(...lines.splice(0, 2));
-      box.append(el("span", { "data-at": at + k - waiting + 1, "data-n": waiting, "data-b": trained ? null : 1, class: /^\s*\n\s*$/.test(shown) ? "nl" : null }, ...lines));
+      const last = at + k, first = last - waiting + 1, marks = { title: null, class: /^\s*\n\s*$/.test(shown) ? "nl" : "" };
+      for (let i = Math.max(first, at + 1); i <= last && trained; i++) { // within the turn, newer weights went on
+        if (sample.versionOf[i] !== sample.versionOf[i - 1]) Object.assign(marks, { title: `version ${sample.versionOf[i]} of the weights from here on`, class: `${marks.class} fresh`.trim() });
+      }
+      box.append(el("span", { "data-at": first, "data-n": waiting, "data-b": trained ? null : 1, title: marks.title, class: marks.class || null }, ...lines));
       from += size;
       waiting = 0;
     });

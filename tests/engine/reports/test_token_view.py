@@ -296,6 +296,27 @@ return { colours, filters, went, matches, notes: texts("p.note"), branches: text
 """
 
 
+def test_a_turn_that_several_versions_drew(run: RunFolder, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    one = record(tiny_tokenizer, 0, 0)
+    turn, branch = one["segments"][1], one["branches"][HOSTILE][0]
+    count = len(turn["ids"])
+    turn["versions"], one["trained_branches"], branch["versions"] = [[1, 3], [3, count - 3]], [HOSTILE], [[2, 3]]
+    run.write_trajectories(4, [one, record(tiny_tokenizer, 0, 1)])
+    page = write_token_view(run.path, "4", tmp_path / "F.html").read_text(encoding="utf-8")
+    told = """
+        return [0, 1].map((s) => spans(s).map((span) => {
+          click(span);
+          return [span.getAttribute("title"), detail()["drawn by version"], detail().staleness];
+        }));
+    """
+    drawn, unknown = run_page(page, OPEN + told)
+    mark = "version 3 of the weights from here on"
+    assert (
+        drawn == [[None, "1", "2"]] * 3 + [[mark, "3", "0"]] + [[None, "3", "0"]] * (count - 4) + [[None, "2", "1"]] * 3
+    )
+    assert unknown == [[None, None, None]] * count
+
+
 def test_every_colour_filter_and_key_of_the_page(run: RunFolder, tmp_path: Path) -> None:
     page = write_token_view(run.path, "2", tmp_path / "F.html").read_text(encoding="utf-8")
     found = run_page(page, OPEN + TOUR, address="#g=1&s=1&c=k2&f=all")
