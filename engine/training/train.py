@@ -85,6 +85,11 @@ def train(
     check_trackers(recipe.run.trackers)
     if replay is not None:
         recipe = replayed(recipe, replay)
+    elif recipe.rollout.partial and recipe.rollout.tools_replay is not None:
+        raise UserError(
+            "rollout.tools_replay: expected none with rollout.partial = true, where the time that a call takes decides "
+            "which weights draw the tokens behind it; repeat the whole run by --replay RUN"
+        )
     if ranks.is_main:
         RunFolder.check(out, resume)
     if resume:

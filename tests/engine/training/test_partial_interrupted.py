@@ -164,3 +164,10 @@ def test_what_decides_versions_may_not_change(make_recipe: Make, tmp_path: Path,
     (key,) = change
     with pytest.raises(UserError, match=f"rollout.{key}"):
         train(make_recipe(**also(run=short | {"steps": 2}, rollout=change)), tmp_path / "run", resume=True)
+
+
+def test_results_of_tools_are_not_replayed_alone(make_recipe: Make, tmp_path: Path) -> None:
+    recipe = make_recipe(**also(rollout={"tools_replay": "run"}))
+    with pytest.raises(UserError, match=r"tools_replay: expected none with rollout.partial = true, .* by --replay RUN"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
