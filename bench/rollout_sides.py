@@ -151,11 +151,11 @@ class GeneratorSide:
 
 
 class RolloutSide:
-    """The engine's rollout around an episode whose turns have the lengths of the shape."""
+    """The engine's rollout around an episode whose turns have the lengths of the shape. reuse: as of Limits."""
 
     name = "rollout"
 
-    def __init__(self, setting: RolloutSetting) -> None:
+    def __init__(self, setting: RolloutSetting, reuse: bool = True) -> None:
         self.setting, self.rounds = setting, 0
         shape = setting.shape
         system = System("bench", (STOP,), self._episode, _no_reward, TEMPLATE)
@@ -183,6 +183,7 @@ class RolloutSide:
                 max_policy_tokens=sum(shape.turns) + 1,
                 max_context=shape.longest + 1,
                 max_num_seqs=shape.samples,
+                reuse=reuse,
                 attention=resolve_attention(
                     "auto", setting.policy.device, setting.policy.dtype, setting.policy.config.head_dim, "rollout"
                 ),

@@ -134,6 +134,28 @@ class Systems(
         console.answer(read_json_object(out / "systems.json"))
 
 
+class Partial(
+    Command,
+    group=STUDY,
+    help="train with and without partial rollouts, in an invented world",
+    place=40,
+    example="thresher study partial --seeds 0",
+):
+    out: Annotated[str, "folder; what is finished is not done again"] = "runs/study-partial"
+    seeds: Annotated[list[Seed], "SEED", "of the training runs"] = [0, 1, 2]
+    base: Annotated[Seed, "of the base that all runs start from"] = 0
+    set: Overrides = []
+
+    def __call__(self) -> None:
+        from thresher.bench.studies.partial import run_study
+        from thresher.common.files import read_json_object
+
+        out = Path(self.out)
+        with signals.on_interrupt(lambda: f"{self.out} keeps what is finished"):
+            run_study(out, self.seeds, self.base, self.set, self.run_command)
+        console.answer(read_json_object(out / "partial.json"))
+
+
 class Demo(
     Command,
     help="train a small model to search, in minutes, or a pretrained one to read",
