@@ -6,8 +6,9 @@
     runs/       whole-rollout-seed0/ .. stale3-recomputed-seed2/ ..      ordinary run folders
     table.md, partial.json
 
-Six settings of each seed: rollouts that end with all their groups, and rollout.partial with a staleness of 1 and of 3 at
-most, each with old log-probs as recorded and recomputed with token weights. Runs of a seed have the same questions in
+Six settings of each seed. Rollouts are whole, or partial (rollout.partial) with a staleness of 1 and of 3 at most; the
+last with so many slots that no sample waits, which makes most tokens as stale as may be. Each has old log-probs as
+recorded, and recomputed with token weights. Runs of a seed have the same questions in
 the same steps, and samples of the same seeds; they differ in the weights that draw a token and in its loss. Where
 nothing is stale the two objectives are equal up to rounding, so that their difference shows what rounding alone makes
 of a seed.
@@ -30,7 +31,12 @@ from thresher.rewards.statistics import compare_seeds, least_p, seed_interval
 
 SYSTEM = "search_r1"
 LENGTH = ("run.steps=24", "run.eval_every=8")
-ROLLOUTS = {"whole": (), **{f"stale{n}": ("rollout.partial=true", f"rollout.max_staleness={n}") for n in (1, 3)}}
+# stale3 has a slot for each sample that may have begun, the others one for each sample of a step.
+ROLLOUTS: dict[str, tuple[str, ...]] = {
+    "whole": (),
+    "stale1": ("rollout.partial=true", "rollout.max_staleness=1"),
+    "stale3": ("rollout.partial=true", "rollout.max_staleness=3", "rollout.max_num_seqs=512"),
+}
 OBJECTIVES = {
     "rollout": ("grpo.old_logprobs=rollout",),
     "recomputed": ("grpo.old_logprobs=recomputed", "grpo.tis_level=token", "grpo.tis_rule=truncate"),
@@ -69,7 +75,7 @@ def run_study(
     atomic_write_text(out / "table.md", text)
     found = {"recipe": cases[0].recipe.to_dict(), "runs": rows, "seconds": time.perf_counter() - started}
     write_json(out / "partial.json", found)
-    console.console.print(text, markup=False)
+    console.console.print(text, markup=False, soft_wrap=True)
 
 
 def cases_of(out: Path, seeds: Sequence[int], base: int, overrides: Sequence[str]) -> list[PartialRun]:
