@@ -2,7 +2,8 @@
 
 For every shape: make the model and the texts; hold the log-probs that our side recorded to a forward of our own over
 the finished sequences and to one of the peer's model; measure the machine's bare rates; then let the sides take turns.
-A row is one peer beside ours; a peer that cannot run gets its reason in place of figures.
+A row is one peer beside ours; a peer that cannot run gets its reason in place of figures. The shape `tail` is
+measured without peers (rollout_tail.py).
 
     ours_tokens_per_s    sampled tokens by wall seconds, and so the peer's
     ratio, cpu_ratio     the peer's seconds by ours, of neighbouring rounds: wall, CPU of all threads
@@ -45,6 +46,7 @@ from thresher.bench.harness import (
     spread_text,
 )
 from thresher.bench.rollout_sides import HuggingFace, HuggingFaceSide, Work, Written, make_ours
+from thresher.bench.rollout_tail import measure_tail, show_tail
 from thresher.bench.settings import ROLLOUT_SHAPES, RolloutSetting, RolloutShape, Sizes, make_rollout_setting
 from thresher.common.console import console, table
 from thresher.common.errors import UserError
@@ -56,6 +58,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "generate_batch": ("generate_batch",),
     "none": (),
 }
+TAIL = "tail"  # the shape of unequal lengths, which has no peer
 LARGEST_GAP = 1e-4  # nats, in float32
 LogitsOf = Callable[[list[int]], torch.Tensor]  # ids of a sequence -> logits [T, V]
 PROVED = 8  # sequences of a shape's first round that are held to both models
@@ -144,23 +147,29 @@ def run_rollout_bench(
 ) -> list[dict[str, Any]]:
     """Prove, measure, append the rows to `out` as they are made, print a table, draw `plot`. Returns the rows."""
     resolve_device(bench.device)
-    if PEERS[bench.peer] and find_spec("transformers") is None:
+    if PEERS[bench.peer] and set(bench.shapes) != {TAIL} and find_spec("transformers") is None:
         raise UserError(
             f'--peer {bench.peer}: transformers is not installed; pip install "thresher[bench]" brings it, '
             "and --peer none measures ours alone"
         )
+    if plot is not None and set(bench.shapes) == {TAIL}:
+        raise UserError(f"--plot {plot}: a picture shows sides beside each other, and {TAIL} has none; leave it out")
     check_files(out, plot)
     rows: list[dict[str, Any]] = []
     with use_threads(bench.threads or torch.get_num_threads()):
         for shape in [shape for name in bench.shapes for shape in ROLLOUT_SHAPES[name]]:
-            made = measure(bench, shape)
+            made = measure(bench, shape) if shape.name != TAIL else _measure_tail(bench, shape)
             append_rows(out, *made)
             rows += made
-    _show(rows)
+    beside, unequal = ([row for row in rows if (row["shape"] == TAIL) == of] for of in (False, True))
+    if beside:
+        _show(beside)
+    if unequal:
+        show_tail(unequal)
     if plot is not None:
         from thresher.bench.plots import draw_rollout
 
-        draw_rollout(rows, Path(plot))
+        draw_rollout(beside, Path(plot))
     print_files(out, plot)
     return rows
 
@@ -205,6 +214,12 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
         | {"peer": name, "peer_failure": found.failures.get(name), "peer_samples_a_call": calls.get(name)}
         for name in PEERS[bench.peer]
     ]
+
+
+def _measure_tail(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + bench.budget / len(ROLLOUT_SHAPES[shape.name])
+    setting = make_rollout_setting(shape, torch.device(bench.device))
+    return measure_tail(setting, bench.rounds, deadline, lambda written: prove(setting, written))
 
 
 def _peers(setting: RolloutSetting, names: Sequence[str], found: Rounds) -> tuple[list[Any], Any]:

@@ -135,7 +135,8 @@ _DEMO = Sizes(num_hidden_layers=2, hidden_size=96, intermediate_size=192, vocab_
 _RAG = Sizes()
 
 # demo: the demo's model, short prompts. rag: a prompt full of passages, for a short answer and for a reasoned one.
-# search: a passage is appended behind the first and the second turn.
+# search: a passage is appended behind the first and the second turn. tail: its turn is the longest of samples that are
+# not equally long (rollout_tail.py), an eighth of 256 slots, 1,000 tokens at most and 300 in the mean.
 ROLLOUT_SHAPES: dict[str, tuple[RolloutShape, ...]] = {
     "demo": (RolloutShape(name="demo", sizes=_DEMO, questions=16, group=8, question=40, turns=(64,)),),
     "rag": tuple(
@@ -156,6 +157,10 @@ ROLLOUT_SHAPES: dict[str, tuple[RolloutShape, ...]] = {
             turns=(200, 60, 16),
             branches=True,
         ),
+    ),
+    "tail": tuple(
+        RolloutShape(name="tail", sizes=sizes, questions=4, group=8, question=24, turns=(125,))
+        for sizes in (_DEMO, _RAG)
     ),
 }
 

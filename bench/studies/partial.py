@@ -135,8 +135,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table: a line for each setting, with the seeds' own EM, and what EM is less that of whole rollouts with
     the same objective and seed."""
     lines = [
-        "| rollouts | old log-probs | EM of each seed | mean | less whole, p | reward | tokens a sample | staleness 0, 1, .. "
-        "| slots busy | prefilled again | forwards |",
+        "| rollouts | old log-probs | EM of each seed | mean | less whole, p | reward | tokens a sample "
+        "| staleness 0, 1, .. | slots busy | prefilled again | forwards |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for objective in OBJECTIVES:

@@ -16,7 +16,7 @@ from thresher.common import console
 BENCH = Group("bench", "measure, beside peers", 120, "thresher bench step", "WHAT")
 
 StepShape = Literal["demo", "rag", "search", "smollm2", "0.5B", "1.5B", "7B-lora"]
-RolloutShape = Literal["demo", "rag", "search", "branches"]
+RolloutShape = Literal["demo", "rag", "search", "branches", "tail"]
 Model = Literal["0.5B", "1.5B", "3B", "7B"]
 Size = Literal[Model, "Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B"]
 Chip = Literal["A100-40", "A100-80", "A800", "H100", "H200"]
