@@ -151,11 +151,11 @@ class GeneratorSide:
 
 
 class RolloutSide:
-    """The engine's rollout around an episode whose turns have the lengths of the shape. reuse: as of Limits."""
+    """The engine's rollout around an episode whose turns have the lengths of the shape. limits: more of them."""
 
     name = "rollout"
 
-    def __init__(self, setting: RolloutSetting, reuse: bool = True) -> None:
+    def __init__(self, setting: RolloutSetting, **limits: Any) -> None:
         self.setting, self.rounds = setting, 0
         shape = setting.shape
         system = System("bench", (STOP,), self._episode, _no_reward, TEMPLATE)
@@ -183,10 +183,10 @@ class RolloutSide:
                 max_policy_tokens=sum(shape.turns) + 1,
                 max_context=shape.longest + 1,
                 max_num_seqs=shape.samples,
-                reuse=reuse,
                 attention=resolve_attention(
                     "auto", setting.policy.device, setting.policy.dtype, setting.policy.config.head_dim, "rollout"
                 ),
+                **limits,
             ),
         )
 

@@ -43,6 +43,7 @@ from thresher.retrieval.questions import Question
 FACTORS = (2, 3, 5)  # F by Q
 SIDES = (1, *FACTORS)  # 1: without rollout.partial
 STEPS = 12  # rollouts of a run that figures are taken of
+SPARE = 128  # tokens of the cache for each slot beyond a sample's: room never decides when a sample begins
 AROUND = max(FACTORS)  # rollouts before them, and as many behind
 
 Floats = npt.NDArray[np.float64]
@@ -71,8 +72,8 @@ class TailSide(RolloutSide):
     shape is the longest."""
 
     def __init__(self, setting: RolloutSetting, reuse: bool = True) -> None:
-        super().__init__(setting, reuse)
         shape = setting.shape
+        super().__init__(setting, reuse=reuse, kv_tokens=shape.samples * (shape.longest + SPARE))
         (longest,) = shape.turns
         self.steps = STEPS + 2 * AROUND
         samples = self.steps * shape.samples

@@ -139,6 +139,7 @@ REDUCED = {
         ("table.md", "curves.png", "systems.json"),
         once=True,
     ),
+    "study partial": Row(("--seeds", "0", *STUDIED), ("table.md", "partial.json"), once=True),
     "bench step": Row(("--steps", "1", "--shape", "demo", "--peer", "none", "--out", "step.jsonl"), once=True),
     "bench train": Row(("--peer", "none"), once=True),
     "bench delta": Row(

@@ -91,6 +91,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
     models = [Path(words[-1]).name for words in world_stages(Path(), base="numbered") if words[0] in ("init", "sft")]
     _invented(folder / "runs" / "study-systems" / "world", model, 4, *models)
+    _invented(folder / "runs" / "study-partial" / "world", model, 4, "init0", "recite0", "base0")
 
 
 def _model(folder: Path, tokenizer: Tokenizer) -> None:
@@ -215,7 +216,7 @@ def _downloads(world: Path) -> None:
 
 
 def _invented(folder: Path, model: Path, forms: int, *stages: str) -> None:
-    """What `thresher demo` and `thresher study systems` make before they train: a world, an index of it, models."""
+    """What `thresher demo`, `study systems` and `study partial` make before they train: a world, an index, models."""
     data = folder / "data"
     folder.mkdir(parents=True)
     invent_files(data, 0, SMALL_WORLD, " {text}", forms)

@@ -75,6 +75,7 @@ LONG: dict[str, tuple[str, str, Any, str]] = {
     "study credit": ("thresher.bench.studies.credit", "run_study", None, "found out"),
     "study mask": ("thresher.bench.studies.mask", "run_study", None, "found out"),
     "study systems": ("thresher.bench.studies.systems", "run_study", None, "found out"),
+    "study partial": ("thresher.bench.studies.partial", "run_study", None, "found out"),
     "demo": ("thresher.engine.world.stages", "demo", None, "em_after out"),
 }
 
@@ -120,7 +121,7 @@ def test_a_command_prints_one_object(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", LONG)
 def test_long_work_is_answered_for(command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, returned, keys = LONG[command]
-    for name in ("kl", "credit", "mask", "systems"):
+    for name in ("kl", "credit", "mask", "systems", "partial"):
         write(tmp_path / f"{name}.json", {"found": 1})
     write(
         tmp_path / "summary.json",
