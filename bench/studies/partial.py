@@ -99,8 +99,9 @@ def cases_of(out: Path, seeds: Sequence[int], base: int, overrides: Sequence[str
 def summary_of(case: PartialRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a run in one record. EM is greedy, on the held-out questions; the rest is of the training samples.
 
-    "reward": mean of the last `LAST` steps; "response_tokens", "slots_busy": means over steps; "staleness": shares of
-    the trained tokens that have 0, 1, .. updates; "recomputed_share": tokens prefilled again, by sampled ones.
+    "reward": mean of the last `LAST` steps; "response_tokens": mean over steps; "slots_busy": over those in which a
+    token was drawn; "staleness": shares of the trained tokens that have 0, 1, .. updates; "recomputed_share": tokens
+    prefilled again, by sampled ones.
     """
     steps = [record for record in records if "eval" not in record]
     evals = [record["eval"] for record in records if "eval" in record]
@@ -122,7 +123,7 @@ def summary_of(case: PartialRun, records: Sequence[Mapping[str, Any]]) -> dict[s
         "reward": fmean(step["reward"] for step in steps[-LAST:]),
         "response_tokens": fmean(step["response_tokens"] for step in steps),
         "staleness": [count / max(sum(counts), 1) for count in counts],
-        "slots_busy": fmean(step["slots_busy"] for step in steps),
+        "slots_busy": fmean(step["slots_busy"] for step in steps if step["slots_busy"]),
         "recomputed_share": sum(step["tokens_recomputed"] for step in steps) / sampled,
         "sampled_tokens": sampled,
         "forwards": sum(step["forwards"] for step in steps),

@@ -57,6 +57,7 @@ def records_of(case: PartialRun, em: float) -> list[dict[str, Any]]:
         for step in (1, 2, 3)
     ]
     if case.rollout != "whole":  # the first step's tokens are all fresh
+        steps[1]["slots_busy"] = None  # a step whose groups were complete before it began
         for step, counts in zip(steps, ([100], [50, 50], [30, 60, 10]), strict=True):
             step["staleness_tokens"] = counts
     return [{"step": 0, "eval": {"em": 0.4}}, *steps, {"step": 3, "eval": {"em": em}}]
