@@ -174,7 +174,7 @@ def check_counts(played: Played, expected: Sequence[tail.RolloutCounts]) -> None
 def fit_seconds(rows: Sequence[Floats]) -> Floats:
     """Return the seconds of a decode step, of a token drawn and of a token prefilled: least squares over `rows`."""
     table_R4 = np.stack(rows)
-    found: Floats = np.linalg.lstsq(table_R4[:, 1:], table_R4[:, 0], rcond=None)[0]
+    found: Floats = np.linalg.lstsq(table_R4[:, 1:], table_R4[:, 0], rcond=None)[0].astype(np.float64)
     return found
 
 
