@@ -37,6 +37,7 @@ ROOMS = (
     ("bench/attention.py", "bench/decode.py", "bench/delta.py", "bench/retrieval.py"),
     ("bench/settings.py",),
     ("bench/rollout_sides.py", "bench/step_trl.py"),
+    ("bench/rollout_tail.py",),
     ("bench/rollout.py",),
     ("bench/step.py",),
     ("bench/train_trl.py",),
