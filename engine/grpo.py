@@ -16,7 +16,7 @@ from thresher.common import console
 from thresher.common.errors import UserError, as_number, shown
 from thresher.common.jsonl import write_jsonl
 from thresher.engine.config.recipe import Recipe, make_recipe
-from thresher.engine.config.tables import hints, section_in
+from thresher.engine.config.tables import hints, keys, section_in
 from thresher.engine.progress import progress_to
 from thresher.engine.systems import load_system
 from thresher.engine.systems._plain import IN_PROCESS, given
@@ -163,7 +163,7 @@ def _set(tables: dict[str, Any], key: str, value: Any) -> None:
     if dot:
         tables.setdefault(section, {})[name] = value
         return
-    found = [one for one in BARE if (kind := sections[one]) is not None and key in hints(kind)]
+    found = [one for one in BARE if (kind := sections[one]) is not None and key in keys(kind)]
     if len(found) != 1:
         what = f"is a key of {' and '.join(found)}" if found else "is no key of a recipe"
         hint = f"write {found[0]}={{{key!r}: ..}}" if found else "docs/recipe.md has them all"

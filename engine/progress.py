@@ -37,7 +37,9 @@ def progress_to(line: Line, recipe: Recipe, out: str | Path) -> Callable[[Progre
         text = f"reward {record['reward']:.3f}"
         text += f"  {name} {sampled:.3f}" if sampled is not None and metric != "reward" else ""
         text += f"  greedy {greedy:.3f}" if greedy is not None else ""
-        gap = f"log-prob gap {record['logprob_gap_max']:.0e}" if "logprob_gap_max" in record else "no update"
+        gap = "" if record["loss_tokens"] else "no update"
+        if "logprob_gap_max" in record:
+            gap = f"log-prob gap {record['logprob_gap_max']:.0e}"
         gap += f"  staleness {record['staleness_mean']:.1f}" if "staleness_mean" in record else ""
         records.append(record)
         # Of thousands of steps not each: the more there are, the longer it takes.

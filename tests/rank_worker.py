@@ -5,7 +5,8 @@
 
 SCENARIOS: JSON, a list of {"ranks", "port", "recipe", "out", "resume", "mine": {rank: overrides}, "from": a run to copy
 to `out` without its checkpoint of step 2, "copied": another scenario's run to copy to it, "interrupted": the rank that
-gets SIGTERM in its third rollout}.
+gets SIGTERM in its third rollout, "struck": [rank, a key of PLACES, n, "SIGKILL", "SIGTERM" or "error"]: what comes to
+the rank at its n-th call there}.
 A process whose rank is not below "ranks" sits a scenario out. What one raises is written to OUT.RANK.error, and the
 paths in OUT that it has changed to OUT.RANK.changed.
 """
@@ -35,6 +36,12 @@ from thresher.engine.training import train as train_module
 from thresher.engine.training.step import GrpoStep, StepResult
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
+PLACES: dict[str, tuple[Any, str]] = {
+    "sample": (GrpoStep, "sample"),
+    "learn": (GrpoStep, "learn"),
+    "evaluate": (train_module, "evaluate"),
+    "save": (train_module, "save_checkpoint"),
+}
 changed: list[str] = []
 
 
@@ -64,6 +71,9 @@ def play(scenario: dict[str, Any], rank: int) -> None:
     run, play_on = Rollout.run, step_module.play_on
     if scenario.get("interrupted") == rank:
         interrupt_rollout(3)
+    before = {place: getattr(*named) for place, named in PLACES.items()}
+    if "struck" in scenario and scenario["struck"][0] == rank:
+        strike(*scenario["struck"][1:])
     try:
         with handle_signals(), joined() as ranks:
             train_module.train(recipe, out, scenario.get("resume", False), ranks=ranks)
@@ -73,6 +83,8 @@ def play(scenario: dict[str, Any], rank: int) -> None:
             Path(f"{out}.kept").write_text(str(saved_so_far(out)))
         Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
         torch.distributed.destroy_process_group()
+    for place, named in PLACES.items():
+        setattr(*named, before[place])
     here = sorted({path for path in changed if path == str(out) or path.startswith(f"{out}/")})
     Path(f"{out}.{rank}.changed").write_text("\n".join(here))
 
@@ -98,6 +110,21 @@ def interrupt_rollout(number: int) -> None:
 
     Rollout.run = interrupting(Rollout.run)  # type: ignore[method-assign]
     step_module.play_on = interrupting(step_module.play_on)
+
+
+def strike(place: str, number: int, what: str) -> None:
+    """Let a signal or an error come where `place` is called for this time."""
+    wanted, calls = getattr(*PLACES[place]), [0]
+
+    def struck(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number and what == "error":
+            raise UserError("questions.jsonl: line 7 is on fire; put it out")
+        if calls[0] == number:
+            os.kill(os.getpid(), getattr(signal, what))
+        return wanted(*arguments, **options)
+
+    setattr(*PLACES[place], struck)
 
 
 def play_all(file: str, rank: int) -> None:

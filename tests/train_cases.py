@@ -21,6 +21,7 @@ from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.config.tables import from_dict
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.training import sft as sft_module
+from thresher.engine.training.partial import FILE
 from thresher.engine.training.sft import encode_transcript
 from thresher.engine.training.train import Progress, train
 from thresher.policy.model import Policy, init_policy
@@ -143,11 +144,16 @@ def what_happened(run: Path) -> dict[str, Any]:
         "summary": untimed(json.loads((run / "summary.json").read_text())),
         "recipe": (run / "recipe.toml").read_bytes(),
         **{
-            str(path.relative_to(run)): path.read_bytes()
+            str(path.relative_to(run)): groups_in(path) if path.name == FILE else path.read_bytes()
             for path in files
             if path.name not in ("state.json", "hashes.json")
         },
     }
+
+
+def groups_in(path: Path) -> list[dict[str, Any]]:
+    """Return what a checkpoint keeps of groups, without what was counted of their rollout, which has its seconds."""
+    return [{key: value for key, value in record.items() if key != "counted"} for record in stored(path)]
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -112,6 +112,11 @@ class Recipe(Section):
             raise FieldError(
                 "rollout.tools_replay", "expected none with grpo.refill = true, for groups set aside are not stored"
             )
+        if self.run.async_ and self.rollout.tools_replay is not None:
+            raise FieldError(
+                "rollout.tools_replay",
+                "expected none with run.async = true, for the groups behind the last step are not stored",
+            )
         if (self.rollout.trees > 0) != (self.grpo.advantage == "tree"):
             expected = '"tree" with rollout.trees > 0' if self.rollout.trees else "another with rollout.trees = 0"
             raise FieldError("grpo.advantage", f"expected {expected}, got {shown(self.grpo.advantage)}")

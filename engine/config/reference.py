@@ -15,7 +15,7 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.config.tables import expected, hints, named_section_in, section_in, toml_value
+from thresher.engine.config.tables import expected, hints, key_of, named_section_in, section_in, toml_value
 
 Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]  # system -> section -> key -> value
 NAMED = {section for section, hint in hints(Recipe).items() if named_section_in(hint)}  # [section.NAME], of any name
@@ -44,13 +44,14 @@ def keys_of(presets: Presets) -> list[Key]:
         cls = _class_of(section)
         meanings, kinds = meanings_of(cls), hints(cls)
         for one in fields(cls):
+            key = key_of(one.name)
             preset = {
-                system: toml_value(values[section][one.name])
+                system: toml_value(values[section][key])
                 for system, values in presets.items()
-                if one.name in values.get(section, {})
+                if key in values.get(section, {})
             }
             takes = expected(kinds[one.name]).replace(" that is not empty", "")
-            found.append(Key(section, one.name, meanings[one.name], _default(one), takes, preset))
+            found.append(Key(section, key, meanings[one.name], _default(one), takes, preset))
     return found
 
 

@@ -323,6 +323,7 @@ class RunSection(Section):
     token_stats_mib: Natural = 256  # MiB for the log-probs beside stored trajectories, the oldest deleted; 0: none
     verify: bool = True  # hold checkpoints and indexes against their hashes as they are read
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that get the metrics as well
+    async_: bool = False  # with torchrun: half of the ranks sample the next batch while the others train on this one
 
     def check(self) -> None:
         if len(set(self.trackers)) < len(self.trackers):

@@ -1,6 +1,7 @@
 """Frozen dataclasses from nested TOML tables and back, strictly.
 
-A field's name, type and default are its whole definition. A bound on a number is part of its type (`Count`,
+A field's name, type and default are its whole definition; its key is its name, without the underscore that ends a name
+which Python reserves (`async_`). A bound on a number is part of its type (`Count`,
 `Annotated[float, Within(..)]`); rules between fields are in `check`. Types: int, float, bool, str, Literal of strings,
 tuple, dict[str, Any] (a free table), another Section, dict[str, Section] (sections by name), each also `| None`. The
 default of an optional field is None, for a file cannot say "nothing".
@@ -92,16 +93,16 @@ def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str]
     """
     if not isinstance(table, Mapping):
         raise UserError(f"{_place(where, path, flags)}: expected a section, got {shown(table)}")
-    known = hints(cls)
+    known = keys(cls)
     for key in table:
         if key not in known:
             raise UserError(f"{_place(where, (*path, key), flags)}: unknown key; {_suggestion(key, known)}")
     values: dict[str, Any] = {}
-    for name, hint in known.items():
-        here = (*path, name)
-        if name in table:
+    for name, hint in hints(cls).items():
+        here = (*path, key_of(name))
+        if key_of(name) in table:
             nested = section_in(hint)
-            value = table[name]
+            value = table[key_of(name)]
             if nested:
                 value = from_dict(nested, value, where, flags=flags, path=here)
             elif (named := named_section_in(hint)) and isinstance(value, Mapping):
@@ -109,11 +110,11 @@ def from_dict(cls: type[T], table: object, where: str, *, flags: Collection[str]
                     key: from_dict(named, part, where, flags=flags, path=(*here, key)) for key, part in value.items()
                 }
             values[name] = value
-        elif name in required(cls):
+        elif key_of(name) in required(cls):
             raise UserError(f"{_place(where, here, flags)}: expected {expected(hint)}, got nothing; add it")
     try:
         # A Section checks its values itself; any other dataclass has them checked here.
-        return cls(**{name: _field_value(cls, name, known[name], value) for name, value in values.items()})
+        return cls(**{name: _field_value(cls, name, known[key_of(name)], value) for name, value in values.items()})
     except FieldError as error:
         raise UserError(f"{_place(where, (*path, *error.key.split('.')), flags)}: {error.problem}") from None
 
@@ -128,7 +129,7 @@ def check_key(cls: type, dotted: str) -> None:
         if get_origin(here) is dict:
             return
         nested = section_in(here)
-        known = {} if nested is None else hints(nested)
+        known = {} if nested is None else keys(nested)
         if key not in known:
             hint = _suggestion(key, known) if known else "there is no section of that name"
             raise UserError(f"--set {dotted}: unknown key; {hint}")
@@ -141,9 +142,19 @@ def hints(cls: type) -> dict[str, Any]:
     return {f.name: types[f.name] for f in fields(cls)}
 
 
+def key_of(name: str) -> str:
+    """Return the key of the field with this name."""
+    return name.removesuffix("_")
+
+
+def keys(cls: type) -> dict[str, Any]:
+    """Return key -> type hint, in the order of the fields."""
+    return {key_of(name): hint for name, hint in hints(cls).items()}
+
+
 def required(cls: type) -> list[str]:
-    """Return the names of the fields without a default."""
-    return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    """Return the keys of the fields without a default."""
+    return [key_of(f.name) for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
 
 
 def section_in(hint: Any) -> type[Any] | None:
@@ -171,9 +182,10 @@ def _field_value(cls: type, name: str, hint: Any, value: Any) -> Any:
     try:
         return _converted(hint, value)
     except Unfit:
-        if issubclass(cls, Section) and isinstance(value, str) and (name, value) in cls.FORMER:
-            raise FieldError(name, f"{shown(value)} is no choice any more; {cls.FORMER[name, value]}") from None
-        raise FieldError(name, f"expected {expected(hint)}, got {shown(value)}") from None
+        key = key_of(name)
+        if issubclass(cls, Section) and isinstance(value, str) and (key, value) in cls.FORMER:
+            raise FieldError(key, f"{shown(value)} is no choice any more; {cls.FORMER[key, value]}") from None
+        raise FieldError(key, f"expected {expected(hint)}, got {shown(value)}") from None
 
 
 def _converted(hint: Any, value: Any) -> Any:
@@ -225,8 +237,8 @@ def _require(fits: bool, value: T) -> T:
 def plain(value: Any) -> Any:
     """Return a deep copy in strings, numbers, booleans, lists and dicts, or raise Unfit. A dataclass drops its None."""
     if is_dataclass(value):
-        present = {f.name: getattr(value, f.name) for f in fields(value)}
-        return {name: plain(part) for name, part in present.items() if part is not None}
+        present = {key_of(f.name): getattr(value, f.name) for f in fields(value)}
+        return {key: plain(part) for key, part in present.items() if part is not None}
     if isinstance(value, dict):
         _require(all(isinstance(key, str) and is_unicode(key) for key in value), value)
         return {key: plain(part) for key, part in value.items()}

@@ -5,6 +5,7 @@
         ranks.gather(record)               # a list of all ranks' records on rank 0, None elsewhere
         ranks.broadcast(lambda: decide())  # called on rank 0; returned on every rank
         with ranks.interruptible(): ..     # a signal to any rank ends this block on all ranks
+        ranks.part(2)                      # the first two, or the others: those that this one is among
 
 These values are small and lie on the CPU: counts, records, decisions. sharded_weights.py has the weights.
 
@@ -19,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -40,12 +41,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """One process of `count`. local: its number on this machine, which is also its GPU's; on_machine: the number of
-    processes there."""
+    processes there. group: those of the processes that are meant; None: all."""
 
     rank: int = 0
     count: int = 1
     local: int = 0
     on_machine: int = 1
+    group: dist.ProcessGroup | None = field(default=None, kw_only=True)
 
     @property
     def is_main(self) -> bool:
@@ -59,12 +61,20 @@ class Ranks:
         """Return this rank's part of range(total), which is divided as evenly as possible."""
         return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
 
+    def part(self, first: int) -> "Ranks":
+        """Return the part of the ranks that this one is in, counted from 0: the first so many, or the others. All ranks
+        call it together."""
+        groups = [dist.new_group(list(part), PATIENCE) for part in (range(first), range(first, self.count))]
+        if self.rank < first:
+            return replace(self, count=first, group=groups[0])
+        return replace(self, rank=self.rank - first, count=self.count - first, group=groups[1])
+
     def gather(self, value: T) -> list[T] | None:
         """Return all ranks' values, in their order, on rank 0; None elsewhere. The value must pickle."""
         if not self.is_distributed:
             return [value]
         values: list[T] | None = [value] * self.count if self.is_main else None
-        dist.gather_object(value, values)
+        dist.gather_object(value, values, group=self.group, group_dst=0)
         return values
 
     def broadcast(self, decide: Callable[[], T]) -> T:
@@ -72,7 +82,7 @@ class Ranks:
         if not self.is_distributed:
             return decide()
         values = [decide() if self.is_main else None]
-        dist.broadcast_object_list(values)
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
         value: T = values[0]  # type: ignore[assignment]
         return value
 
@@ -87,7 +97,10 @@ class Ranks:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let a signal end work that keeps nothing and has no collectives. When all ranks have left it, `Interrupted`
-        is raised on every one, so that none goes on alone."""
+        is raised on every one, so that none goes on alone. A part of the ranks leaves signals to all of them."""
+        if self.group is not None:
+            yield
+            return
         try:
             with allow_signals():
                 yield
@@ -99,12 +112,17 @@ class Ranks:
 
     def _reduced(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(values, operation)
+        dist.all_reduce(values, operation, group=self.group)
         result: list[int] = values.tolist()
         return result
 
 
 SINGLE = Ranks()
+
+
+def trainers_of(count: int) -> int:
+    """Return how many of so many ranks train where the others sample (run.async): the first half, one at least."""
+    return max(count // 2, 1)
 
 
 @contextmanager

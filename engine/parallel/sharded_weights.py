@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -107,7 +107,7 @@ class ShardedWeights(TrainedWeights):
     def clip(self, largest: float) -> float:
         grads = [rows.grad for rows in self.rows.parameters() if rows.grad is not None]
         squares = torch.stack([grad.double().square().sum() for grad in grads]).sum()
-        torch.distributed.all_reduce(squares)
+        torch.distributed.all_reduce(squares, group=self.ranks.group)
         norm = squares.sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.rows.parameters(), largest, norm.float())
         return float(norm)
@@ -182,7 +182,10 @@ def _empty(like: Policy, dtype: torch.dtype, lora: LoraSettings | None) -> Polic
 
 def _shard(policy: Policy, compute: torch.dtype, device: torch.device, ranks: Ranks, in_cpu_memory: bool) -> None:
     """Shard every layer, and then the parameters outside of layers: embedding, last norm, head."""
-    mesh = init_device_mesh(device.type, (ranks.count,))
+    if ranks.group is None:
+        mesh = init_device_mesh(device.type, (ranks.count,))
+    else:
+        mesh = DeviceMesh.from_group(ranks.group, device.type)
     # Sums of gradients are float32; what a layer is given (rotations among it) stays in the dtype that it has.
     precision = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.promote_types(compute, torch.float32), cast_forward_inputs=False

@@ -16,7 +16,7 @@ import torch
 from thresher.common.errors import UserError
 from thresher.common.files import read_bytes
 from thresher.engine.config.recipe import Recipe
-from thresher.engine.parallel.ranks import Ranks
+from thresher.engine.parallel.ranks import Ranks, trainers_of
 from thresher.engine.scoring.score import Judges, VerdictJudge
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import own_digest
@@ -28,7 +28,11 @@ def check_config_sync(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint:
     if not ranks.is_distributed:
         return
     of_ranks = ranks.gather(dict(_what_counts(recipe, out, checkpoint)))
-    problem = ranks.broadcast(lambda: _indivisible(recipe, ranks.count) or _difference(of_ranks or ()))
+    parts = [("ranks", ranks.count)]
+    if recipe.run.async_:
+        trainers = trainers_of(ranks.count)
+        parts = [("ranks that train", trainers), ("ranks that sample", ranks.count - trainers)]
+    problem = ranks.broadcast(lambda: _indivisible(recipe, parts) or _difference(of_ranks or ()))
     if problem is not None:
         raise UserError(problem)
     if recipe.model.device == "cuda" and ranks.local >= torch.cuda.device_count() > 0:
@@ -38,16 +42,18 @@ def check_config_sync(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint:
         )
 
 
-def _indivisible(recipe: Recipe, count: int) -> str | None:
+def _indivisible(recipe: Recipe, parts: Sequence[tuple[str, int]]) -> str | None:
     groups, updates = recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch
-    if recipe.rollout.in_flight % count:
-        return f"rollout.groups_in_flight is {recipe.rollout.in_flight}; expected a multiple of {count} ranks"
-    if groups % (count * updates) == 0:
-        return None
     steps = "" if updates == 1 else f" x grpo.updates_per_batch = {updates}"
-    return (
-        f"rollout.questions_per_step is {groups}; expected a multiple of {count} ranks{steps}, for a group is not split"
-    )
+    for name, count in parts:
+        if groups % (count * updates):
+            return (
+                f"rollout.questions_per_step is {groups}; expected a multiple of {count} {name}{steps}, for a group is "
+                "not split"
+            )
+        if recipe.rollout.in_flight % count:
+            return f"rollout.groups_in_flight is {recipe.rollout.in_flight}; expected a multiple of {count} {name}"
+    return None
 
 
 def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> Iterator[tuple[str, Any]]:
@@ -127,10 +133,11 @@ def judges_of(judges: Judges, recipe: Recipe, ranks: Ranks) -> Judges:
     UserError where ranks would have to ask for a verdict in the middle of their rollouts."""
     if judges.verdict is None or not ranks.is_distributed:
         return judges
-    if recipe.rollout.partial and recipe.grpo.refill:
+    if recipe.grpo.refill and (recipe.rollout.partial or recipe.run.async_):
+        mode = "rollout.partial" if recipe.rollout.partial else "run.async"
         raise UserError(
-            f"grpo.refill: with rollout.partial and a judge of answers, expected one process, got {ranks.count}: they "
-            "ask the judge together, and their groups are complete at different times; set grpo.refill = false"
+            f"grpo.refill: with {mode} and a judge of answers, expected one process that samples, got {ranks.count}: "
+            "they ask the judge together, and their groups are complete at different times; set grpo.refill = false"
         )
     return replace(judges, verdict=MainRankJudge(judges.verdict, ranks))
 

@@ -3,7 +3,7 @@
 Judges answer in one call for all inputs, before any reward is taken; the reward itself is a pure function.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -94,6 +94,11 @@ def score(
     return list(map(Scored, questions, trajectories, results, attempts, rated))
 
 
+def count_tokens(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """Return the function that measures a text in tokens."""
+    return lambda text: len(tokenizer.encode(text))
+
+
 def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tokenizer) -> RewardInput:
     """Return a trajectory as its reward sees it; lengths are in tokens."""
     pieces = trajectory.pieces(tokenizer)
@@ -104,7 +109,7 @@ def make_reward_input(question: Question, trajectory: Trajectory, tokenizer: Tok
         passages=[(passage.title, passage.text) for passage in question.passages],
         gold_indices=question.gold_indices,
         branches={name: branch.pieces(tokenizer) for name, branch in trajectory.branches.items()},
-        length=lambda text: len(tokenizer.encode(text)),
+        length=count_tokens(tokenizer),
         chance=hash_uniform(question.id, pieces),
         metadata=question.metadata,
         scores=trajectory.scores,

@@ -4,8 +4,8 @@
         config.json, model.safetensors, ..  the policy as `Policy.save` writes it, an ordinary model folder
         adapter/                            of a policy with adapters: what it goes on from, with the recipe's model
         tokenizer.json, ..                  if a tokenizer was given
-        unfinished.jsonl                    of a run with rollout.partial: groups that are under way
-                                            (training/partial.py)
+        unfinished.jsonl                    of a run with rollout.partial or run.async: groups that have begun, and are
+                                            not trained (training/partial.py)
         optimizer.safetensors               moments and step counts, by "<parameter>.<what>": "norm.exp_avg"; moments in
                                             8 bits as their codes and scales (engine/optim/adamw.py)
         state.json                          {"step": .., "state": whatever JSON the trainer keeps, "interim": whether it

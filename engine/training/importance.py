@@ -59,11 +59,10 @@ def recomputed_logprobs_record(ranks: Sequence[RecomputedLogprobs]) -> dict[str,
     weights = [found.weights for found in ranks]
     count, squares = sum(w.count for w in weights), math.fsum(w.squares for w in weights)
     total = math.fsum(w.total for w in weights)
-    record = {
-        "logprob_gap": math.fsum(found.gap for found in ranks) / max(sum(found.tokens for found in ranks), 1),
-        "logprob_gap_max": max(found.gap_largest for found in ranks),
-        "recompute_seconds": max(found.seconds for found in ranks),
-    }
+    record = {"recompute_seconds": max(found.seconds for found in ranks)}
+    if tokens := sum(found.tokens for found in ranks):
+        record["logprob_gap"] = math.fsum(found.gap for found in ranks) / tokens
+        record["logprob_gap_max"] = max(found.gap_largest for found in ranks)
     if not count:
         return record
     return record | {

@@ -175,9 +175,15 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         "lr": updates[-1].lr,
         **{name: value / total.rows for name, value in total.sums.items()},
         **total.largest,
-        # Of the first update: later ones start from other weights.
-        "logprob_gap": first.sums["logprob_gap"] / max(first.fresh, 1),
-        "logprob_gap_max": first.largest["logprob_gap_max"],
+        # Of the first update: later ones start from other weights. Tokens that others drew have none.
+        **(
+            {
+                "logprob_gap": first.sums["logprob_gap"] / first.fresh,
+                "logprob_gap_max": first.largest["logprob_gap_max"],
+            }
+            if first.fresh
+            else {}
+        ),
         "capped": total.capped,
         "train_tokens": total.tokens,
         "computed_tokens": total.computed_tokens,
@@ -196,8 +202,10 @@ def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         own = [stats for stats in updates if stats.epoch == epoch]
         rows = sum(stats.rows for stats in own)
         means = {name: sum(stats.sums[name] for stats in own) / rows for name in ("ratio", "clipped")}
-        means["logprob_gap"] = sum(stats.sums["logprob_gap"] for stats in own) / max(sum(s.fresh for s in own), 1)
-        by_epoch.append({**means, "logprob_gap_max": max(stats.largest["logprob_gap_max"] for stats in own)})
+        if fresh := sum(stats.fresh for stats in own):
+            means["logprob_gap"] = sum(stats.sums["logprob_gap"] for stats in own) / fresh
+            means["logprob_gap_max"] = max(stats.largest["logprob_gap_max"] for stats in own)
+        by_epoch.append(means)
     return {"by_epoch": by_epoch}
 
 

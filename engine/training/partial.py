@@ -12,18 +12,21 @@ So a group enters the step in which it would have been sampled, however long it 
 token is at most in_flight / questions_per_step - 1 updates old, rounded up, which is at most `max_staleness`. Which
 weights drew a token follows from counts of decode steps; where a server or a tool answers, also from when it does.
 
+With run.async (asynchronous.py) a step's groups are complete one step before they are trained, and a checkpoint has
+them. Without rollout.partial no others are under way: in_flight is questions_per_step.
+
 With grpo.refill a group is scored once it is complete. One without a signal is set aside, the next number takes its
 place in the step, and another group begins at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.records import read_records, write_records
-from thresher.engine.rollout.rollout import Answer, Group, Written
+from thresher.engine.rollout.rollout import Answer, Group, RolloutClock, Written
 from thresher.engine.scoring.score import Scored
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.retriever import Hit
@@ -35,11 +38,13 @@ LEARN_NOTHING = "go on from another checkpoint by --resume --resume-from STEP"
 @dataclass(slots=True)
 class Queue:
     """Groups that have begun and that no step has taken, by number; `next`: the number of the first that none has
-    taken. scored: those of them that have been scored."""
+    taken. scored: those of them that have been scored. counted: of the groups that the next step takes, where these are
+    complete (run.async)."""
 
     next: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
     scored: dict[int, list[Scored]] = field(default_factory=dict)
+    counted: "Counted | None" = None
 
     def copied(self) -> "Queue":
         """Return a queue that can be played on without changing this one."""
@@ -47,8 +52,11 @@ class Queue:
         return Queue(self.next, groups, dict(self.scored))
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the groups as JSON records, in order."""
-        return [
+        """Return the queue as JSON records: `next` and the counts, and the groups in order."""
+        head: dict[str, Any] = {"next": self.next}
+        if self.counted is not None:
+            head["counted"] = asdict(self.counted)
+        return [head] + [
             {
                 "group": number,
                 "question": group.question.id,
@@ -58,6 +66,19 @@ class Queue:
             }
             for number, group in sorted(self.groups.items())
         ]
+
+
+@dataclass(slots=True)
+class Counted:
+    """What the record of a step needs of the rollout that completed its groups, and what playing their logs again does
+    not tell. gap, gap_largest: sum and largest of |log-prob when drawn - by the update's forward| over `gap_tokens`
+    tokens, by the weights that drew them."""
+
+    clock: RolloutClock
+    cut_passages: int
+    gap_tokens: int = 0
+    gap: float = 0.0
+    gap_largest: float = 0.0
 
 
 class Taking:
@@ -119,41 +140,45 @@ def _copied(group: Group) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class SavedQueues:
-    """The queues of all ranks, for a checkpoint: by rank, the next number, and the records of `Queue.records`."""
+    """The queues of all ranks, for a checkpoint: by rank, what `Queue.records` returns."""
 
-    ranks: Sequence[tuple[int, list[dict[str, Any]]]]
+    ranks: Sequence[list[dict[str, Any]]]
 
     def save(self, path: Path) -> None:
         write_records(path / FILE, self._records())
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        for rank, (following, records) in enumerate(self.ranks):
-            yield {"rank": rank, "next": following}
+        for rank, records in enumerate(self.ranks):
             yield from ({"rank": rank, **record} for record in records)
 
 
-def read_queue(path: Path, rank: int, ranks: int) -> tuple[int, dict[int, Mapping[str, Any]]]:
-    """Return the next number of a rank's queue, and by number the records of its groups, from a checkpoint's folder.
+def read_queue(path: Path, rank: int, ranks: int) -> tuple[Queue, dict[int, Mapping[str, Any]]]:
+    """Return a rank's queue without its groups, and by number the records of these, from a checkpoint's folder.
     UserError where it is absent, or of another number of ranks."""
     file = path / FILE
     if not file.is_file():
-        raise UserError(f"{file}: no such file, in which a run with rollout.partial keeps its groups; {LEARN_NOTHING}")
-    following: dict[int, int] = {}
+        raise UserError(
+            f"{file}: no such file, in which a run with rollout.partial or run.async keeps its groups; {LEARN_NOTHING}"
+        )
+    queues: dict[int, Queue] = {}
     groups: dict[int, Mapping[str, Any]] = {}
     for number, record in read_records(file):
         try:
             if "next" in record:
-                following[int(record["rank"])] = int(record["next"])
+                counted = record.get("counted")
+                if counted is not None:
+                    counted = Counted(**{**counted, "clock": RolloutClock(**counted["clock"])})
+                queues[int(record["rank"])] = Queue(int(record["next"]), counted=counted)
             elif record["rank"] == rank:
                 groups[int(record["group"])] = {**record, "where": f"{file}:{number}"}
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{file}:{number}: expected a group of the run; {LEARN_NOTHING}") from None
-    if len(following) != ranks:
+    if len(queues) != ranks:
         raise UserError(
-            f"{file}: was saved by {len(following)} ranks, and now there are {ranks}; with rollout.partial a run goes "
-            "on with as many"
+            f"{file}: was saved by {len(queues)} ranks, and now there are {ranks}; with rollout.partial or run.async a "
+            "run goes on with as many"
         )
-    return following[rank], groups
+    return queues[rank], groups
 
 
 def restore(group: Group, record: Mapping[str, Any]) -> Group:

@@ -32,8 +32,8 @@ those of a refill of (seed, step, round, group). With rollout.partial groups out
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from random import Random
 from statistics import fmean
@@ -55,7 +55,7 @@ from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.credit import token_advantages
 from thresher.engine.training.importance import RecomputedLogprobs, recompute_logprobs
-from thresher.engine.training.partial import Queue, Taking, restore
+from thresher.engine.training.partial import Counted, Queue, Taking, restore
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
@@ -67,7 +67,8 @@ class Sampled:
     """Scored trajectories of a step by group, and what all rounds that sampled them have taken.
 
     shown, clock, scoring_seconds: of all rounds. replaced: the number of groups that were set aside for others.
-    tokens_replaced: what was sampled for these.
+    tokens_replaced: what was sampled for these. played: the queue with the step's groups, which are complete. queue:
+    the same without them, behind the step.
     """
 
     scored: dict[int, list[Scored]]
@@ -77,6 +78,8 @@ class Sampled:
     rounds: int = 1
     replaced: int = 0
     tokens_replaced: int = 0
+    played: Queue = field(default_factory=Queue)
+    queue: Queue = field(default_factory=Queue)
 
     def add_round(self, later: "Sampled") -> None:
         """Put the groups of a later round in the places of those with the same numbers."""
@@ -98,8 +101,8 @@ class StepResult:
     """A step's scored trajectories with their advantages, and one entry of `updates` for each optimiser step.
 
     sequences_by_update: those of each optimiser step of one pass over the trajectories. recomputed: see importance.py.
-    sampled: the groups that are trained on, and what sampling took in all rounds. queue: of rollout.partial, behind
-    this step.
+    sampled: the groups that are trained on, and what sampling took in all rounds. beside: more entries of the step's
+    record.
     """
 
     step: int
@@ -109,9 +112,9 @@ class StepResult:
     credit: list[list[float]] | None  # the advantage of each trained token, where it is not its trajectory's
     recomputed: RecomputedLogprobs | None
     sampled: Sampled
-    queue: Queue
     scoring_seconds: float
     updates: list[UpdateStats] = field(default_factory=list)
+    beside: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +122,8 @@ class GrpoStep:
     """A step of a run in one process; `DistributedGrpoStep` is that of several ranks.
 
     collecting: True while `collect` runs; an interrupt then loses nothing. queue: of rollout.partial, behind the last
-    step that was learned. recorded: of a run that is replayed.
+    step that was learned; on ranks that only sample, behind the last that was sampled. recorded: of a run that is
+    replayed.
     """
 
     context: RunContext
@@ -131,9 +135,10 @@ class GrpoStep:
     queue: Queue = field(default_factory=Queue, init=False)
     recorded: RecordedDraws | None = field(default=None, init=False)
 
-    def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult:
-        """Run step number `step`, counted from 1. recorder: keeps what the first pass over the trajectories
-        finds of each token. Raises Diverged where numbers stop being finite."""
+    def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult | None:
+        """Run step number `step`, counted from 1; return None on a rank that does not train (asynchronous.py).
+        recorder: keeps what the first pass over the trajectories finds of each token. Raises Diverged where numbers
+        stop being finite."""
         self.collecting = True
         try:
             result = self.collect(step)
@@ -142,20 +147,37 @@ class GrpoStep:
         return self.learn(result, recorder)
 
     def collect(self, step: int) -> StepResult:
-        """Sample and score the trajectories of a step. It changes no weights: an interrupted one is computed anew."""
-        recipe, grpo = self.context.recipe, self.context.recipe.grpo
-        count, size = recipe.rollout.questions_per_step, recipe.rollout.group_size
-        updates = grpo.updates_per_batch
-        groups = self._groups(count, updates)
-        queue = self.queue
-        if recipe.rollout.partial:
-            queue = queue.copied()  # an interrupted step leaves the queue as it was
-            sampled = self._sample_next(step, groups, queue)
-        else:
-            questions = questions_of_step(self.questions, count, recipe.run.seed, step)
-            sampled = self._sample_groups(step, {group: questions[group] for group in groups})
-            if grpo.refill:
-                self._refill(step, sampled)
+        """Sample and score the trajectories of a step, and build what is trained. It changes no weights: an interrupted
+        one is computed anew."""
+        return self.prepare(step, self.sample(step))
+
+    def sample(self, step: int) -> Sampled:
+        """Sample and score this process's groups of a step."""
+        recipe = self.context.recipe
+        groups = self.groups
+        if recipe.rollout.partial or recipe.run.async_:
+            return self._sample_next(step, groups, self.queue.copied())  # an interrupted one leaves the queue as it was
+        questions = questions_of_step(self.questions, recipe.rollout.questions_per_step, recipe.run.seed, step)
+        sampled = self._sample_groups(step, {group: questions[group] for group in groups})
+        if recipe.grpo.refill:
+            self._refill(step, sampled)
+        return sampled
+
+    @property
+    def groups(self) -> list[int]:
+        """Return the numbers that this process has of each step's groups."""
+        recipe = self.context.recipe
+        return self._groups(recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch)
+
+    def version(self, step: int) -> int:
+        """Return how many steps the weights that draw the groups of a step have learned."""
+        return max(step - 2, 0) if self.context.recipe.run.async_ else step - 1
+
+    def prepare(self, step: int, sampled: Sampled) -> StepResult:
+        """Take the advantages of a step's groups, and build what is trained, with log-probs by the current weights
+        where the recipe has it."""
+        grpo = self.context.recipe.grpo
+        size, updates = self.context.recipe.rollout.group_size, grpo.updates_per_batch
         started = perf_counter()
         scored = list(itertools.chain(*sampled.scored.values()))
         trajectories = [entry.trajectory for entry in scored]
@@ -165,7 +187,7 @@ class GrpoStep:
         scoring_seconds = sampled.scoring_seconds + perf_counter() - started
         with_signal = groups_with_signal(scored, credit or advantages)
         alive = [trajectory.group in with_signal for trajectory in trajectories]
-        by_update = [range(a, b) for a, b in update_bounds(len(groups), size, updates)]
+        by_update = [range(a, b) for a, b in update_bounds(len(sampled.scored), size, updates)]
         counted = [[n for n in part if alive[n] or grpo.count_zero_advantage_groups] for part in by_update]
         # A group that no round of a refill gave a signal is counted, and not trained on.
         trained = [[n for n in part if alive[n] or not grpo.refill] for part in counted]
@@ -187,7 +209,6 @@ class GrpoStep:
             sequences_by_update=sequences_by_update,
             recomputed=recomputed,
             sampled=sampled,
-            queue=queue,
             scoring_seconds=scoring_seconds,
         )
 
@@ -229,7 +250,7 @@ class GrpoStep:
                 return None
             if not (due := taking.due()):
                 return []
-            new, passages = self.groups_of(due, groups, step - 1 if recipe.rollout.stale_cache else 0)
+            new, passages = self.groups_of(due, groups, self.version(step) if recipe.rollout.stale_cache else 0)
             shown = passages.merged(shown)
             queue.groups |= new
             return list(new.values())
@@ -239,7 +260,11 @@ class GrpoStep:
             ended = [group for group in queue.groups.values() if group.trajectories is not None]
             taking.without_signal = self._score_complete(step, ended, queue)
         with divergence(step):
-            self._go_on(unfinished, step - 1, more)
+            self._go_on(unfinished, self.version(step), more)
+        counted = Counted(self.rollout.clock, shown.cut_passages)
+        if self.queue.counted is not None:  # the groups were complete in a checkpoint, and their logs have been played
+            counted, self.rollout.kept = self.queue.counted, None
+        played = replace(queue, groups=dict(queue.groups), counted=counted)
         taken, set_aside = taking.take()
         trajectories = [one for group in taken.values() for one in group.trajectories or ()]
         started = perf_counter()
@@ -254,12 +279,14 @@ class GrpoStep:
             trajectory.group = groups[place // size]
         return Sampled(
             scored={group: scored[at * size : (at + 1) * size] for at, group in enumerate(groups)},
-            shown=shown,
-            clock=self.rollout.clock,
+            shown=replace(shown, cut_passages=counted.cut_passages),
+            clock=counted.clock,
             scoring_seconds=perf_counter() - started,
             rounds=-(-(len(taken) + len(set_aside)) // count),
             replaced=len(set_aside),
             tokens_replaced=sum(sampled_tokens(one) for group in set_aside for one in group.trajectories or ()),
+            played=played,
+            queue=queue,
         )
 
     def groups_of(
@@ -278,12 +305,11 @@ class GrpoStep:
             found[number] = Group(jobs, begun=version, step=step)
         return found, shown
 
-    def restore(self, following: int, records: Mapping[int, Mapping[str, Any]]) -> None:
+    def restore(self, queue: Queue, records: Mapping[int, Mapping[str, Any]]) -> None:
         """Take up the queue that a checkpoint has (`read_queue`)."""
-        recipe = self.context.recipe
-        mine = self._groups(recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch)
-        groups = self.groups_of(list(records), mine)[0] if records else {}
-        self.queue = Queue(following, {number: restore(groups[number], record) for number, record in records.items()})
+        groups = self.groups_of(list(records), self.groups)[0] if records else {}
+        restored = {number: restore(groups[number], record) for number, record in records.items()}
+        self.queue = replace(queue, groups=restored)
 
     def _score_complete(self, step: int, complete: Sequence[Group], queue: Queue) -> set[int]:
         """Score groups that have become complete; return the numbers of those without a signal."""
@@ -352,10 +378,19 @@ class GrpoStep:
             result.updates.append(stats)
             if not math.isfinite(stats.grad_norm):
                 raise diverged(step, "gradient")
-        self.queue = result.queue
+        self.queue = result.sampled.queue
         return result
 
+    @property
+    def saved_queue(self) -> Queue:
+        """Return the queue that a checkpoint keeps."""
+        return self.queue
+
     # --- What several ranks do together
+
+    def together(self) -> AbstractContextManager[None]:
+        """Open a block of work that some ranks do and the others wait for (asynchronous.py)."""
+        return nullcontext()
 
     def _groups(self, count: int, updates: int) -> list[int]:
         """Return the numbers of the groups that this process samples."""

@@ -25,13 +25,13 @@ from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
-from thresher.engine.parallel.ranks import SINGLE, Ranks
+from thresher.engine.parallel.ranks import SINGLE, Ranks, trainers_of
 from thresher.engine.parallel.sync import check_config_sync, judges_of, open_run
 from thresher.engine.planning.memory import check_disk
 from thresher.engine.planning.plan import check_memory
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.unfinished import RecordedDraws
-from thresher.engine.scoring.score import check_all
+from thresher.engine.scoring.score import Scored, check_all
 from thresher.engine.store.checkpoint import (
     Checkpoint,
     Savable,
@@ -45,6 +45,7 @@ from thresher.engine.store.checkpoint import (
 from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev, step_name, trajectories_of
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.trackers import check_trackers, tracking
+from thresher.engine.training.asynchronous import AsyncGrpoStep
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
 from thresher.engine.training.partial import SavedQueues, read_queue
 from thresher.engine.training.step import DistributedGrpoStep, Diverged, GrpoStep, StepResult, divergence
@@ -82,6 +83,11 @@ def train(
     taken."""
     started = time.perf_counter()
     told = from_step is not None
+    if recipe.run.async_ and not ranks.is_distributed:
+        raise UserError(
+            "run.async: expected false in one process, for its rollout and its update would take turns on one device; "
+            "start two or more by torchrun, or set rollout.partial = true in its place"
+        )
     check_trackers(recipe.run.trackers)
     if replay is not None:
         recipe = replayed(recipe, replay)
@@ -103,7 +109,8 @@ def train(
             also = f"; its learning rate is laid out for {planned} steps, optim.schedule_steps" if planned else ""
             check_resumed("train", Path(out), checkpoint, recipe.run.steps, told=told, also=also)
         check_disk(recipe, recipe.model.path, out)
-    decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), ranks.count, ranks.on_machine)
+    trainers = trainers_of(ranks.count) if recipe.run.async_ else ranks.count
+    decided, plan = check_memory(recipe, starting_weights(recipe, checkpoint), trainers, ranks.on_machine)
     decided = ranks.broadcast(lambda: decided)  # a rank with less memory would otherwise compute in another way
     if recipe.model.device == "cpu":  # kept memory spares a page fault for every 4 KiB of a step's activations
         fits = plan.total_bytes * HOLES <= cpu_memory()[0] // ranks.on_machine
@@ -111,7 +118,9 @@ def train(
     # Rollout and updater hold one policy, `context.policy`: what a step's update writes is what the next rollout reads.
     # `decided` has no "auto" left in [optim] and [grpo], which the update alone reads.
     context = load_run_context(recipe, starting_weights(recipe, checkpoint))
-    updater = load_updater(decided, context, checkpoint, ranks)
+    own = ranks.part(trainers) if recipe.run.async_ else ranks  # those that do the same as this one
+    trains = ranks.rank < trainers
+    updater = load_updater(decided, context, checkpoint, own, trains)
     retriever = load_retrieval(recipe, context.system)
     if checkpoint:
         _check_unchanged(checkpoint, retriever.identity if retriever else None, context)
@@ -123,27 +132,35 @@ def train(
         "context": context,
         "questions": train_questions,
         "rollout": rollout,
-        "judges": judges_of(judges, recipe, ranks),
+        "judges": judges_of(judges, recipe, own),
         "updater": updater,
     }
-    step = DistributedGrpoStep(**settings, ranks=ranks) if ranks.is_distributed else GrpoStep(**settings)
+    step: GrpoStep
+    if recipe.run.async_:
+        step = AsyncGrpoStep(**settings, ranks=own, everyone=ranks, trains=trains)
+    else:
+        step = DistributedGrpoStep(**settings, ranks=ranks) if ranks.is_distributed else GrpoStep(**settings)
     if replay is not None and recipe.rollout.partial:
         step.recorded = RecordedDraws(replay)
     with open_run(out, recipe, resume, ranks, unverified=told) as run, context.threads():
         if ranks.is_main and not told:
             check_newest(run, checkpoint)
         if checkpoint:
-            updater.load_moments(checkpoint.path)
-            if recipe.rollout.partial:
+            if trains:
+                updater.load_moments(checkpoint.path)
+            if recipe.rollout.partial or recipe.run.async_:
                 step.restore(*read_queue(checkpoint.path, ranks.rank, ranks.count))
         if ranks.is_main:
             run.truncate_after(done)
             run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
         _announce(recipe, out, ranks)
-        trainer = Trainer(step, dev_questions, run, ranks)
+        trainer = Trainer(step, dev_questions, run, ranks, own, samples=not (recipe.run.async_ and trains))
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         trackers = tracking(run.path, recipe.run.trackers if ranks.is_main else (), done)
-        finished = defer_signals("a step that is being learned is finished, and saved", unless=trainer.loses_nothing)
+        under_way = "a step that is being learned is finished, and saved"
+        if recipe.run.async_:
+            under_way = "the step under way is finished, with the rollout beside it, and saved"
+        finished = defer_signals(under_way, unless=trainer.loses_nothing)
         with trackers, finished, console.polling(lambda: updater.stage() or rollout.stage()):
             trainer.run(checkpoint, watch, before - started)
         if not ranks.is_main:
@@ -161,6 +178,8 @@ def replayed(recipe: Recipe, run: str | Path) -> Recipe:
     if recipe.rollout.stale_cache or any(tool.noise for tool in (recipe.tools or {}).values()):
         key = "rollout.stale_cache = false" if recipe.rollout.stale_cache else "tools without noise"
         raise UserError(f"--replay: expected {key}, for what it decides is not stored")
+    if recipe.run.async_:
+        raise UserError("--replay: expected run.async = false, for the groups behind the last step are not stored")
     stored = load_recipe(RunFolder(Path(run)).recipe_file)
     if stored.run.keep_trajectories != 1:
         raise UserError(f"--replay {run}: expected run.keep_trajectories = 1, got {stored.run.keep_trajectories}")
@@ -171,12 +190,20 @@ def replayed(recipe: Recipe, run: str | Path) -> Recipe:
 
 
 class Trainer:
-    """The loop of one run: steps, evaluations and checkpoints, into its folder."""
+    """The loop of one run: steps, evaluations and checkpoints, into its folder. own: the ranks that do the same as this
+    one; None: all. samples: whether this rank evaluates; where not, it trains alone (run.async)."""
 
     def __init__(
-        self, grpo_step: GrpoStep, dev_questions: Sequence[Question], run: RunFolder, ranks: Ranks = SINGLE
+        self,
+        grpo_step: GrpoStep,
+        dev_questions: Sequence[Question],
+        run: RunFolder,
+        ranks: Ranks = SINGLE,
+        own: Ranks | None = None,
+        samples: bool = True,
     ) -> None:
         self.grpo_step, self.dev_questions, self.run_folder, self.ranks = grpo_step, dev_questions, run, ranks
+        self.own, self.samples = own or ranks, samples
         self.context, self.rollout, self.updater = grpo_step.context, grpo_step.rollout, grpo_step.updater
         self.recipe = self.context.recipe
         self.warned_truncation = self.warned_no_signal = False
@@ -240,10 +267,9 @@ class Trainer:
         return max((record["step"] for record in evaluations), default=None)
 
     def _save(self, step: int, offset: float, interim: bool = False) -> None:
-        savable, queue = self.updater.savable(), self.grpo_step.queue
-        queues = None
-        if self.recipe.rollout.partial:
-            queues = self.ranks.gather((queue.next, queue.records()))
+        savable, queues = self.updater.savable(), None
+        if self.recipe.rollout.partial or self.recipe.run.async_:
+            queues = self.ranks.gather(self.grpo_step.saved_queue.records())
         self.rollout.kept = None  # a run that is resumed here has none
         if savable is None:
             return
@@ -276,20 +302,22 @@ class Trainer:
                 check()  # a signal that came since the last step's rollout; several ranks leave theirs together
             self.rollout.tools.place, self.rollout.tools.step = trajectories_of(step), step
             result = self.grpo_step(step, recorder)
+        if result is None:
+            return None
         self._warn_of_cuts(result.sampled.shown.warning())
         if stored:
             self._store(result, recorder)
-        of_ranks = self.ranks.gather(rank_step(result, self.context.system.tags))
+        of_ranks = self.own.gather(rank_step(result, self.context.system.tags))
         if of_ranks is None:
             return None
-        record = step_record(step, of_ranks, self.recipe.grpo.refill)
+        record = step_record(step, of_ranks, self.recipe.grpo.refill) | result.beside
         self._warn_of_no_signal(record)
         return record
 
     def _store(self, result: StepResult, recorder: TokenRecorder | None) -> None:
         """Store a step's trajectories, and what the update found of their tokens."""
         scored, tokenizer = zip(result.scored, result.advantages, strict=True), self.context.tokenizer
-        lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored])
+        lines = self._lines([{**entry.to_dict(tokenizer), "advantage": value} for entry, value in scored], self.own)
         path = None if lines is None else self.run_folder.write_trajectories(result.step, lines)
         if recorder is None:
             return
@@ -301,14 +329,14 @@ class Trainer:
 
         sampled = {key: [*t.policy_logprobs(), *of_branches(t, trained=True)] for key, t in trajectories.items()}
         branches = {key: of_branches(t, trained=False) for key, t in trajectories.items()}
-        gathered = self.ranks.gather(stats_of(sampled, branches, recorder))
+        gathered = self.own.gather(stats_of(sampled, branches, recorder))
         if path is not None and gathered is not None:
             stats = sorted(itertools.chain(*gathered), key=lambda entry: entry.key)
             write_token_stats(path.with_suffix(".safetensors"), stats, self.recipe.run.token_stats_mib * 2**20)
 
-    def _lines(self, records: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return all ranks' records of trajectories by group and sample, on rank 0; None elsewhere."""
-        gathered = self.ranks.gather(records)
+    def _lines(self, records: list[dict[str, Any]], ranks: Ranks) -> list[dict[str, Any]] | None:
+        """Return these ranks' records of trajectories by group and sample, on rank 0; None elsewhere."""
+        gathered = ranks.gather(records)
         if gathered is None:
             return None
         return sorted(itertools.chain(*gathered), key=lambda record: (record["group"], record["sample"]))
@@ -335,10 +363,26 @@ class Trainer:
     def _evaluate(self, step: int, watch: Callable[[Progress], None]) -> None:
         if not self.dev_questions:
             return
-        started = time.perf_counter()
-        context, mine = self.context, self.ranks.share(len(self.dev_questions))
+        started, context = time.perf_counter(), self.context
+        with self.grpo_step.together():
+            scored, cut_passages = self._evaluated(step) if self.samples else ([], 0)
+        lines = self._lines([entry.to_dict(context.tokenizer) for entry in scored], self.ranks)
+        gathered = self.ranks.gather((measured(scored, context.system.tags), cut_passages))
+        if lines is None or gathered is None:
+            return
+        measures = summary_of([row for rows, _ in gathered for row in rows])
+        measures |= {"cut_passages": sum(cut for _, cut in gathered), "seconds": time.perf_counter() - started}
+        self.run_folder.write_evaluation(step, lines)
+        record = {"step": step, "eval": measures}
+        self.run_folder.append_metrics(record)
+        self.best = evaluations_by_dev([*self.best, record], self.recipe.run.best_metric)[:1]
+        watch(Progress(step, self.recipe.run.steps, record))
+
+    def _evaluated(self, step: int) -> tuple[list[Scored], int]:
+        """Return this rank's share of an evaluation, and how many of its passages were cut."""
+        context, mine = self.context, self.own.share(len(self.dev_questions))
         asked = self.dev_questions[mine.start : mine.stop]
-        with self.ranks.interruptible():
+        with self.own.interruptible():
             shown = self.rollout.retrieve_and_truncate(asked)
         self._warn_of_cuts(shown.warning())
         with (
@@ -350,29 +394,20 @@ class Trainer:
             self.rollout.tools.place, self.rollout.tools.step = f"evaluations/{step_name(step)}", None
             with divergence(step):
                 judges = self.grpo_step.judges
-                scored = evaluate(self.rollout, asked, judges=judges, first=mine.start, ranks=self.ranks)
+                scored = evaluate(self.rollout, asked, judges=judges, first=mine.start, ranks=self.own)
         check_all(scored, context.tokenizer, context.system.tags, context.limits.max_context)
-        lines = self._lines([entry.to_dict(context.tokenizer) for entry in scored])
-        gathered = self.ranks.gather((measured(scored, context.system.tags), shown.cut_passages))
-        if lines is None or gathered is None:
-            return
-        measures = summary_of([row for rows, _ in gathered for row in rows])
-        measures |= {"cut_passages": sum(cut for _, cut in gathered), "seconds": time.perf_counter() - started}
-        self.run_folder.write_evaluation(step, lines)
-        record = {"step": step, "eval": measures}
-        self.run_folder.append_metrics(record)
-        self.best = evaluations_by_dev([*self.best, record], self.recipe.run.best_metric)[:1]
-        watch(Progress(step, self.recipe.run.steps, record))
+        return scored, shown.cut_passages
 
 
 def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
     """Print what is trained, once all is loaded and its folder can be watched."""
-    rollout = recipe.rollout
+    rollout, trainers = recipe.rollout, trainers_of(ranks.count)
+    apart = f", of which {trainers} train and {ranks.count - trainers} sample" if recipe.run.async_ else ""
     console.announce(
         f"train: {recipe.run.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} samples"
         + (f" in {rollout.trees} trees, " if rollout.trees else ", ")
         + f"{recipe.grpo.kl_value} with beta {recipe.grpo.beta:g}, into {out}"
-        + (f", on {ranks.count} ranks" if ranks.is_distributed else "")
+        + (f", on {ranks.count} ranks{apart}" if ranks.is_distributed else "")
         + f"; thresher watch {out} shows it as it goes"
     )
 

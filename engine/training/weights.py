@@ -4,7 +4,8 @@
                      on the device or in CPU memory
     [lora] adapters  theirs alone, float32; the reference is the same policy with them off, so there is one model
 
-With several ranks each of these models is sharded; masters or reference may lie in CPU memory. A run with adapters is
+With several ranks each of these models is sharded; masters or reference may lie in CPU memory. A rank that only samples
+(run.async) has a policy alone, and is given the weights of those that train (asynchronous.py). A run with adapters is
 resumed from its recipe's `model.path` and the checkpoint's adapters, not from the merged weights beside them, whose
 last bits differ.
 """
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from thresher.engine.assemble import DTYPES, RunContext, load_on_device
 from thresher.engine.config.recipe import Recipe
@@ -33,17 +35,35 @@ def starting_weights(recipe: Recipe, checkpoint: Checkpoint | None) -> Path:
     return Path(recipe.model.path) if checkpoint is None or recipe.lora is not None else checkpoint.path
 
 
-def load_updater(recipe: Recipe, context: RunContext, checkpoint: Checkpoint | None, ranks: Ranks) -> Updater:
-    """Return the updater of a run on these ranks, for a context that was loaded from `starting_weights`."""
+class ReceivedWeights(TrainedWeights):
+    """Weights that other ranks train: those of a policy that samples."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy, policy, nn.Module())
+
+    def whole(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+
+def load_updater(
+    recipe: Recipe, context: RunContext, checkpoint: Checkpoint | None, ranks: Ranks, trains: bool = True
+) -> Updater:
+    """Return the updater of a run, for a context that was loaded from `starting_weights`. ranks: that share the
+    weights. trains: whether this process is one of them; where not, its updater serves for log-probs alone."""
     policy, grpo = context.policy, recipe.grpo
     if recipe.lora is not None:
         add_lora(policy, **asdict(recipe.lora))
         if checkpoint is not None:
             load_adapters(policy, checkpoint.path / FOLDER)
     folder = starting_weights(recipe, checkpoint)
-    weights, reference = (
-        _sharded(recipe, policy, folder, ranks) if ranks.is_distributed else _whole(recipe, policy, folder)
-    )
+    weights: TrainedWeights
+    reference: Reference
+    if not trains:
+        weights, reference = ReceivedWeights(policy.requires_grad_(False)), None
+    elif ranks.is_distributed:
+        weights, reference = _sharded(recipe, policy, folder, ranks)
+    else:
+        weights, reference = _whole(recipe, policy, folder)
     steps = (recipe.optim.schedule_steps or recipe.run.steps) * grpo.updates_per_batch * grpo.epochs_per_batch
     return Updater(weights, reference, recipe.optim, grpo, context.vocab_size, steps)
 

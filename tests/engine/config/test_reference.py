@@ -10,7 +10,7 @@ from thresher.common.errors import UserError
 from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.recipe import Recipe, make_recipe
 from thresher.engine.config.reference import explain, keys_of, markdown, meanings_of
-from thresher.engine.config.tables import hints, named_section_in, section_in
+from thresher.engine.config.tables import hints, keys, named_section_in, section_in
 from thresher.engine.systems import NAMES, load_system
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,7 +45,7 @@ def test_every_key_is_there_and_has_a_meaning() -> None:
     assert [key.dotted for key in KEYS] == [
         f"{name}.{key}"
         for name, hint in sections.items()
-        for key in hints(section_in(hint) or named_section_in(hint) or Recipe)
+        for key in keys(section_in(hint) or named_section_in(hint) or Recipe)
     ]
     assert [key.dotted for key in KEYS if len(key.meaning) < 6] == []
 

@@ -131,7 +131,9 @@ def test_a_verdict_in_the_middle_of_a_rollout_is_one_process_s(recipe: Recipe) -
 
     judges = Judges(verdict=Judge())
     both = replace(recipe, rollout=replace(recipe.rollout, partial=True), grpo=replace(recipe.grpo, refill=True))
-    with pytest.raises(UserError, match=r"grpo.refill: with rollout.partial and a judge .* one process, got 2: they"):
+    with pytest.raises(
+        UserError, match=r"grpo.refill: with rollout.partial and a judge .* one process that samples, got 2: they"
+    ):
         judges_of(judges, both, Ranks(count=2))
     assert judges_of(judges, both, Ranks()) is judges
     assert judges_of(judges, recipe, Ranks(count=2)).verdict is not judges.verdict

@@ -8,14 +8,9 @@ gradient's rounding error reaches it no larger than it is, while the step itself
 of very few, and by a code's width, .9 / 64 of the largest magnitude in its block at most (adamw.py).
 """
 
-import json
-import os
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 from batch_invariance import needs_invariant_policy
+from rank_cases import ENVIRONMENT, LR, WORKER, apart, play, small
 from rank_worker import copy_until_step_1
 from safetensors.torch import load_file
 from shipped_cases import RECIPES, make_world, shortened
-from train_cases import metrics, recipe_maker, sampled, single_threaded, steps_of, untimed
+from train_cases import metrics, sampled, single_threaded, steps_of, untimed
 
 from thresher.common.errors import UserError
 from thresher.common.records import read_records
@@ -37,10 +33,7 @@ from thresher.policy.model import Policy, hf_views, load_policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
 
-WORKER = Path(__file__).parents[2] / "rank_worker.py"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 TOLERANCE = 1e-6
-LR = 1e-2
 # Which samples share a forward, and what they can share, follows from how many are on a rank.
 BY_RANK = {"prefilled_tokens", "shared_tokens", "preemptions"}
 PARTIAL = ["rollout.partial=true", "rollout.max_num_seqs=4", "rollout.max_staleness=1"]
@@ -67,17 +60,6 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-def free_ports(count: int) -> list[int]:
-    """Below those that the system gives away by itself, for minutes may pass before the last of them is taken."""
-    ports: list[int] = []
-    for port in random.Random(os.getpid()).sample(range(15_000, 32_000), 1000):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-        if len(ports) == count:
-            break
-    return ports
-
-
 def untied(folder: Path, source: Path) -> Path:
     """The model of `source` with a head of its own, which begins as a copy of the embedding."""
     tied = load_policy(source)
@@ -87,32 +69,6 @@ def untied(folder: Path, source: Path) -> Path:
     policy.save(folder)
     (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     return folder
-
-
-def small(base: dict[str, dict[str, Any]], **changes: dict[str, Any]) -> Recipe:
-    lora: dict[str, dict[str, Any]] = {"lora": {}} if "lora" in changes else {}
-    return recipe_maker(base | lora)(
-        rollout={"questions_per_step": 4, "group_size": 3},
-        optim={"lr": LR, "eps": LR, "warmup_ratio": 0.0, "micro_batch_tokens": 200} | changes.pop("optim", {}),
-        run={"steps": 2, "save_every": 1, "eval_every": None} | changes.pop("run", {}),
-        **changes,
-    )
-
-
-def play(folder: Path, scenarios: list[dict[str, Any]]) -> None:
-    """Run the scenarios one after the other, in as many processes as the largest has ranks."""
-    for each, port in zip(scenarios, free_ports(len(scenarios)), strict=True):
-        each["port"] = port
-    (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    ranks = range(max(each["ranks"] for each in scenarios))
-    commands = [[sys.executable, "-P", str(WORKER), str(folder / "scenarios.json"), str(rank)] for rank in ranks]
-    processes = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        said = [process.communicate(timeout=600)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(ranks), said
 
 
 @pytest.fixture(scope="module")
@@ -285,12 +241,6 @@ def runs(
         copy_until_step_1(folder / source, folder / out)
         train(recipe, folder / out, resume=True)
     return Runs(folder, plain)
-
-
-def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two models, or two optimisers' states, of the same names, shapes and dtypes."""
-    assert {name: (x.shape, x.dtype) for name, x in one.items()} == {n: (x.shape, x.dtype) for n, x in other.items()}
-    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 
 
 def assert_same_token_statistics(one: Path, several: Path) -> None:
