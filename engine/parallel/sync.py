@@ -51,8 +51,9 @@ def _indivisible(recipe: Recipe, parts: Sequence[tuple[str, int]]) -> str | None
                 f"rollout.questions_per_step is {groups}; expected a multiple of {count} {name}{steps}, for a group is "
                 "not split"
             )
-        if recipe.rollout.in_flight % count:
-            return f"rollout.groups_in_flight is {recipe.rollout.in_flight}; expected a multiple of {count} {name}"
+    name, count = parts[-1]  # those that sample
+    if recipe.rollout.in_flight % count:
+        return f"rollout.groups_in_flight is {recipe.rollout.in_flight}; expected a multiple of {count} {name}"
     return None
 
 
