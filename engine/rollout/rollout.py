@@ -135,9 +135,9 @@ class Group:
 
     log: what came for them from outside, with the key of the sample: turns and scores, passages, records of tools.
     drawn: by key, what has been drawn of the turns that were under way when the last rollout was over. trajectories:
-    of the jobs, in their order, once all samples have ended. begun: the version of the weights that its first keys and
-    values are of; 0 where none outlive an update. step: the training step that it is for, if it may outlive a rollout.
-    samples: by key, all that were begun. branches: owner,
+    of the jobs, in their order, once all samples have ended. version: of the weights that its first keys and values
+    are of; 0 where none outlive an update. step: the training step that has its questions and seeds, if it may outlive
+    a rollout. samples: by key, all that were begun. branches: owner,
     name and branch. playing: how many samples have not ended.
     """
 
@@ -145,7 +145,7 @@ class Group:
     log: "list[tuple[str, Answer]]" = field(default_factory=list)
     drawn: "dict[str, Written]" = field(default_factory=dict)
     trajectories: list[Trajectory] | None = None
-    begun: int = 0
+    version: int = 0
     step: int | None = None
     samples: "dict[str, Sample]" = field(default_factory=dict)
     branches: list[tuple[Trajectory, str, Trajectory]] = field(default_factory=list)
@@ -466,8 +466,8 @@ class DecoderWriter:
         return self.decoder.takes_text
 
     def begin(self, sample: Sample, prompt: SharedPrompt, branch: BranchPrompt | None) -> None:
-        begun = sample.group.begun
-        sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw, version=begun)
+        version = sample.group.version
+        sequence = self.sequences[sample] = TokenSequence(prompt, sample.job.seed, self.draw, version=version)
         sequence.earlier = self.earlier.get(sample.job.question.id)
 
     def append(self, sample: Sample, ids: list[int]) -> None:
@@ -479,8 +479,8 @@ class DecoderWriter:
         self.begun[sample] = BegunTurn(self.sequences[sample], stop, sample.room, lead)
 
     def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
-        begun, prompt = sample.group.begun, SharedPrompt(ids)
-        sequence = TokenSequence(prompt, 0, self.draw, most=len(ids), scored_from=scored_from, version=begun)
+        version, prompt = sample.group.version, SharedPrompt(ids)
+        sequence = TokenSequence(prompt, 0, self.draw, most=len(ids), scored_from=scored_from, version=version)
         self.begun[sample] = BegunTurn(sequence)
 
     def step(self) -> list[tuple[Sample, Written]]:

@@ -60,7 +60,7 @@ class Queue:
             {
                 "group": number,
                 "question": group.question.id,
-                "begun": group.begun,
+                "version": group.version,
                 "log": [[key, *_packed(answer)] for key, answer in group.log],
                 "drawn": {key: _packed(drawn)[1] for key, drawn in group.drawn.items()},
             }
@@ -90,14 +90,14 @@ class Taking:
 
     def __init__(self, queue: Queue, count: int, in_flight: int, most: int, last: int | None = None) -> None:
         self.queue, self.count, self.in_flight, self.most, self.last = queue, count, in_flight, most, last
-        self.begun = max(queue.groups, default=queue.next - 1) + 1  # the number of the next group to begin
+        self.following = max(queue.groups, default=queue.next - 1) + 1  # the number of the next group to begin
         self.without_signal: set[int] = set()
 
     def looked_at(self) -> list[int]:
         """Return the numbers of the complete groups before the first that is not, as many as the step looks at."""
         found: list[int] = []
         with_signal = 0
-        for number in range(self.queue.next, self.begun):
+        for number in range(self.queue.next, self.following):
             group = self.queue.groups[number]
             if group.trajectories is None or with_signal == self.count or len(found) == self.most:
                 break
@@ -115,8 +115,8 @@ class Taking:
         # A step looks at `most` groups, so those behind would be older than others when a step takes them.
         ahead = max(self.in_flight, min(self.in_flight + len(self.without_signal), self.most))
         stop = self.queue.next + ahead
-        numbers = range(self.begun, max(stop if self.last is None else min(stop, self.last), self.begun))
-        self.begun = numbers.stop
+        numbers = range(self.following, max(stop if self.last is None else min(stop, self.last), self.following))
+        self.following = numbers.stop
         return numbers
 
     def take(self) -> tuple[dict[int, Group], list[Group]]:
@@ -191,7 +191,7 @@ def restore(group: Group, record: Mapping[str, Any]) -> Group:
     try:
         group.log = [(str(key), _unpacked(kind, value)) for key, kind, value in record["log"]]
         group.drawn = {str(key): _written(value) for key, value in record["drawn"].items()}
-        group.begun = int(record["begun"])
+        group.version = int(record["version"])
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{record['where']}: expected the log of a group; {LEARN_NOTHING}") from None
     return group

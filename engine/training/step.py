@@ -293,7 +293,7 @@ class GrpoStep:
         self, numbers: Sequence[int], groups: Sequence[int], version: int = 0
     ) -> tuple[dict[int, Group], PromptBatch]:
         """Return the groups with these numbers in the queue, to be begun, and their questions as prompts show them.
-        groups: the numbers that this process has of each step's. version: their `Group.begun`."""
+        groups: the numbers that this process has of each step's. version: their `Group.version`."""
         recipe = self.context.recipe
         places = [(number // len(groups) + 1, groups[number % len(groups)]) for number in numbers]
         per_step, seed = recipe.rollout.questions_per_step, recipe.run.seed
@@ -302,7 +302,7 @@ class GrpoStep:
         found = {}
         for number, question, (step, group) in zip(numbers, shown.questions, places, strict=True):
             jobs = [Job(question, group, n, seed_of(seed, step, group, n)) for n in range(recipe.rollout.group_size)]
-            found[number] = Group(jobs, begun=version, step=step)
+            found[number] = Group(jobs, version=version, step=step)
         return found, shown
 
     def restore(self, queue: Queue, records: Mapping[int, Mapping[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """Runs with rollout.partial: what enters which step, by which weights each token was drawn, and that it repeats."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from thresher.common.errors import UserError
 from thresher.common.records import read_records
 from thresher.engine.reports.report import write_report
 from thresher.engine.reports.token_view import policy_counts, write_token_view
+from thresher.engine.rollout.rollout import Group
 from thresher.engine.store.token_stats import read_token_stats
+from thresher.engine.training.partial import Queue, Taking
 from thresher.engine.training.train import train
 
 WHOLE = {**PARTIAL, "rollout": {"questions_per_step": GROUPS, "max_num_seqs": 6}}
@@ -201,6 +204,38 @@ def test_a_group_without_a_signal_gives_its_place_to_the_next(make_recipe: Make,
     order = [one["id"] for step in range(1, 3 * STEPS + 1) for one in sampled(tmp_path / "plain", step)[::2]]
     places = iter(order)
     assert all(question in places for question in ids)  # in the queue's order, with gaps
+
+
+def test_a_refill_begins_no_group_that_would_be_too_old() -> None:
+    """However groups end and whichever have a signal, a group enters a step that many updates at most behind the one
+    in which it was begun, and the step takes as many as it should."""
+    draw = random.Random(0)
+    for _ in range(300):
+        count, late, rounds = draw.randrange(1, 4), draw.randrange(1, 4), draw.randrange(1, 5)
+        share, queue, begun = draw.random(), Queue(), dict[int, int]()
+        for step in range(12):
+            taking = Taking(queue, count, count * (1 + late), count * rounds)
+            taking.without_signal = {
+                number for number in queue.groups if lacks_signal(number, share) and ended(queue, number)
+            }
+            while not taking.over():
+                for number in taking.due():
+                    queue.groups[number], begun[number] = Group([]), step
+                number = draw.choice([number for number, group in queue.groups.items() if group.trajectories is None])
+                queue.groups[number].trajectories = []
+                taking.without_signal |= {number} if lacks_signal(number, share) else set()
+                assert len(queue.groups) <= count * max(1 + late, rounds)
+            taken, _ = taking.take()
+            assert len(taken) == count and all(step - begun[number] <= late for number in taken)
+
+
+def lacks_signal(number: int, share: float) -> bool:
+    """Return whether a group is one without a signal."""
+    return random.Random(number).random() < share
+
+
+def ended(queue: Queue, number: int) -> bool:
+    return queue.groups[number].trajectories is not None
 
 
 def test_a_checkpoint_without_its_groups_is_refused(make_recipe: Make, tmp_path: Path) -> None:
