@@ -158,10 +158,10 @@ class RecordedDraws:
         self.run = Path(run)
         self._counts: Counter[tuple[int, int, str, int]] = Counter()  # by step, group, key and version
         files = sorted((self.run / "trajectories").glob("step_*.jsonl"))
-        if not files:
-            raise UserError(f"--replay {run}: expected a run folder with trajectories; {OF_THE_SAME}")
         by_step = {step: file for file in files if (step := step_of(file.stem)) is not None}
-        self.steps = max(by_step)
+        self.steps = max(by_step, default=1)
+        if missing := [step for step in range(1, self.steps + 1) if step not in by_step]:
+            raise UserError(f"--replay {run}: it has no trajectories of step {missing[0]}; {OF_THE_SAME}")
         for step, file in by_step.items():
             for number, record in read_records(file):
                 check_shape(record, TRAJECTORY, f"{file}:{number}")

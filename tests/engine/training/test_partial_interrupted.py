@@ -16,6 +16,7 @@ from thresher.common.errors import UserError
 from thresher.common.records import read_records
 from thresher.engine.assemble import load_retrieval
 from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.rollout.tools import Call, Toolbox
 from thresher.engine.rollout.unfinished import LastingPlay
 from thresher.engine.training import train as train_module
 from thresher.engine.training.train import train
@@ -29,13 +30,15 @@ class Waits:
     """What was under way when a step had its groups: whether a search, how many calls of tools."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.searches, self.calls = list[bool](), list[int]()
+        self.searches, self.calls, self.over = list[bool](), list[int](), False
         plain = LastingPlay.interrupt
 
         def interrupt(play: LastingPlay) -> None:
             self.searches.append(bool(play.search is not None or play.asked))
             self.calls.append(len(play.runner.tools.waiting))
+            self.over = True
             plain(play)
+            self.over = False
             assert play.search is None and not play.asked and not play.runner.tools.waiting
 
         patch.setattr(LastingPlay, "interrupt", interrupt)
@@ -88,10 +91,27 @@ def test_calls_of_tools_that_are_under_way_are_waited_for_and_those_that_hang_ar
     tools = {"look": {"function": f"{file}:look", "timeout": 1.5 * SLOW}}
     system = {"name": str(file), "template": None}
     changes = also(system=system, rollout={"max_passage_tokens": 60}, run={"eval_every": None})
-    Waits(monkeypatch)  # none is under way behind an interrupt; whether one was before depends on time
+    waits, ended, held = Waits(monkeypatch), Toolbox.ended, list[Call]()
+
+    def own_only(box: Toolbox, wait: bool) -> list[Call]:
+        """Hold results of groups of later steps back until the step is over, which then waits for them."""
+        if waits.over:
+            box.waiting -= {*held}
+            found, held[:] = [*held], []
+            return found or ended(box, wait)
+        while True:
+            found = ended(box, wait)
+            later = [call for call in found if call.owner.group.step > box.step]
+            held.extend(later)
+            box.waiting |= {*later}
+            if len(found) > len(later) or not wait:
+                return [call for call in found if call not in later]
+
+    monkeypatch.setattr(Toolbox, "ended", own_only)
     recipe = make_recipe(tools=tools, **changes)
     train_killed(recipe, tmp_path / "run", 3)
     train(recipe, tmp_path / "run", resume=True)
+    assert any(waits.calls)
     check_tokens(tmp_path / "run")
     records = [record for step in range(1, STEPS + 1) for record in sampled(tmp_path / "run", step)]
     calls = [call for record in records for call in record.get("tools", [])]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tool_cases import LOOKING
 from train_cases import Killed, Make, die_after, sampled, steps_of, what_happened
 
 from thresher.common.errors import UserError
@@ -11,43 +12,8 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.training.train import train
 
 # What the tool returns, and when, is another thing each time.
-SLOW = """
-import itertools, random, time
-from dataclasses import dataclass
-
-from thresher.engine.episode import Generate, Prompt, Retrieved, System, Tool, pair_tags
-from thresher.rewards.papers.search import search_r1_reward
-
-NAMES, COUNT = ["Anna Bell", "Carl Dorn", "Eva Frost"], itertools.count()
-
-
-def look(query):
-    number = next(COUNT)
-    time.sleep(random.uniform(0, 0.05))
-    return f"{number}: {query} is {NAMES[number % 3]}."
-
-
-@dataclass(frozen=True)
-class Options:
-    pass
-
-
-def episode(question, config):
-    yield Prompt(config.template, question.question)
-    for _ in range(config.max_turns):
-        result = yield Tool("look", {"query": question.id})
-        yield Retrieved(result.text, "<result>", "</result>")
-        turn = yield Generate(stop=("</evaluate>", "</answer>"))
-        if turn.stopped_at("</answer>"):
-            return "answered"
-    return "turns"
-
-
-def system(options):
-    tags = pair_tags("result", "evaluate", "answer")
-    reward = lambda attempt: search_r1_reward(attempt.pieces, attempt.golds)
-    return System("slow", tags, episode, reward, "{question}", tools=("look",))
-"""
+NUMBER = "number = next(COUNT)\n"
+SLOW = LOOKING.replace(NUMBER, NUMBER + "    import random, time\n    time.sleep(random.uniform(0, 0.05))\n")
 
 
 @pytest.fixture
@@ -105,7 +71,7 @@ def test_what_cannot_be_repeated_is_refused(slow: Recipe, make_recipe: Make) -> 
     with pytest.raises(UserError, match=r"none/recipe.toml"):
         train(slow, "other", replay="none")
     Path("run/trajectories/step_000002.jsonl").unlink()
-    with pytest.raises(UserError, match=r"run/trajectories/step_000002.jsonl: no such file"):
+    with pytest.raises(UserError, match="--replay run: it has no trajectories of step 2; name a run of the same"):
         train(slow, "other", replay="run")
 
 
