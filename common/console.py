@@ -209,7 +209,8 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class Line:
-    """Progress line. `to` moves it; `at` does so for calls that are too frequent to make a text each time."""
+    """Progress line. `to` moves it; `at` does so for calls that are too frequent to make a text each time. total: may
+    be set anew."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total = label, total
@@ -317,7 +318,7 @@ class _BarLine(Line):
         inner = [line.shown() for line in _lines[1:]]
         if console.is_terminal:
             text = "  ".join(filter(None, [self.left(), self.text, *inner]))
-            self._bars.update(self._task, completed=self.done, text=visible(text))
+            self._bars.update(self._task, completed=self.done, total=self.total, text=visible(text))
         else:
             console.print("  ".join(filter(None, [self.shown(), *inner])), soft_wrap=True)
 

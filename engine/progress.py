@@ -21,6 +21,7 @@ def progress_to(line: Line, recipe: Recipe, out: str | Path) -> Callable[[Progre
         nonlocal verdict
         record = progress.record
         if not record:
+            line.total = progress.steps
             line.from_before(progress.step)
             records.extend(RunFolder(Path(out), unverified=True).metrics())
             return
@@ -46,6 +47,7 @@ def progress_to(line: Line, recipe: Recipe, out: str | Path) -> Callable[[Progre
         if progress.step % (1 + len(records) // 1000) == 0:
             found = findings(records, recipe.rollout.questions_per_step)
             verdict = f"  unhealthy: {short_verdict(found)}" if found else ""
+        line.total = progress.steps
         line.to(progress.step, f"{text}  {gap}{verdict}")
 
     return watch

@@ -60,8 +60,8 @@ SHIPPED = ", or the name of one that came with Thresher (thresher recipe --list)
 MAY_CHANGE = frozenset(
     f"{section}.{key}"
     for section, keys in {
-        "run": "steps save_every keep_checkpoints best_metric keep_trajectories token_stats_mib threads verify "
-        "trackers",
+        "run": "steps token_budget save_every keep_checkpoints best_metric keep_trajectories token_stats_mib threads "
+        "verify trackers",
         "sft": "save_every",
         "model": "device",
         "rollout": "attention kv_tokens share_prefix num_draft_tokens",
@@ -116,6 +116,17 @@ class Recipe(Section):
             raise FieldError(
                 "rollout.tools_replay",
                 "expected none with run.async = true, for the groups behind the last step are not stored",
+            )
+        if self.run.token_budget is not None and self.optim.schedule != "constant":
+            raise FieldError(
+                "optim.schedule",
+                'expected "constant" with run.token_budget, by which the number of steps is not known before, got '
+                f"{shown(self.optim.schedule)}",
+            )
+        if self.run.token_budget is not None and self.run.async_:
+            raise FieldError(
+                "run.token_budget",
+                "expected none with run.async = true, whose next rollout has begun when a step's tokens are counted",
             )
         if (self.rollout.trees > 0) != (self.grpo.advantage == "tree"):
             expected = '"tree" with rollout.trees > 0' if self.rollout.trees else "another with rollout.trees = 0"

@@ -312,6 +312,7 @@ class RunSection(Section):
     """[run] the number of steps, and how often a run evaluates, saves and stores."""
 
     steps: Natural = 100  # of GRPO, a rollout each
+    token_budget: Count | None = None  # tokens prefilled, sampled and computed in updates at which it ends before
     seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of all random draws
     eval_every: Count | None = None  # steps between evaluations; None: only before and after
     eval_questions: Count | None = None  # the first so many of data.dev; None: all

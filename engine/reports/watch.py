@@ -35,7 +35,7 @@ from thresher.common.hosts import host_allowed
 from thresher.engine.reports.health import health_of, short_verdict
 from thresher.engine.reports.pages import RunRecords, duration, is_right, open_run, page_part, step_files
 from thresher.engine.reports.report import report_page
-from thresher.engine.store.run_folder import RunFolder
+from thresher.engine.store.run_folder import RunFolder, expected_steps, tokens_spent
 
 RECENT = 20  # steps over which rates and the time left are computed
 PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")
@@ -85,7 +85,11 @@ class RunState(RunRecords):
 
     @property
     def finished(self) -> bool:
-        return self.process is None and bool(self.summary) and self.last_step >= self.recipe.run.steps
+        return self.process is None and bool(self.summary) and self.last_step >= self.expected_steps
+
+    @property
+    def expected_steps(self) -> int:
+        return expected_steps(self.recipe.run, self.last_step, tokens_spent(self.steps))
 
     @property
     def ended(self) -> bool:
@@ -102,15 +106,16 @@ class RunState(RunRecords):
         """Seconds until the last step, with its evaluations at the last one's seconds; None before the first step."""
         if self.seconds_a_step is None:
             return None
-        run, to_go = self.recipe.run, range(self.last_step + 1, self.recipe.run.steps + 1)
-        evals = sum(step == run.steps or bool(run.eval_every and step % run.eval_every == 0) for step in to_go)
+        run, steps = self.recipe.run, self.expected_steps
+        to_go = range(self.last_step + 1, steps + 1)
+        evals = sum(step == steps or bool(run.eval_every and step % run.eval_every == 0) for step in to_go)
         each = (self.evals[-1][1].get("seconds") or 0.0) if self.evals else 0.0
         return len(to_go) * self.seconds_a_step + evals * each
 
     @property
     def says(self) -> str:
         """The state in one sentence."""
-        steps = f"step {self.last_step} of {self.recipe.run.steps}"
+        steps = f"step {self.last_step} of {self.expected_steps}"
         if self.finished:
             return f"finished: {steps}"
         if self.ended:
@@ -125,7 +130,7 @@ class RunState(RunRecords):
         last = self.steps[-1] if self.steps else {}
         return {
             "step": self.last_step,
-            "steps": self.recipe.run.steps,
+            "steps": self.expected_steps,
             "finished": self.finished,
             "ended": self.ended,
             "process": self.process,

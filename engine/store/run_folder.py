@@ -26,6 +26,7 @@ before its checkpoint.
 Deliberately absent: what a metric means, when to save, and any reading of checkpoints.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from thresher.common.locks import lock_folder
 from thresher.common.records import REMEDY as READ_REMEDY
 from thresher.common.records import RecordLog, mark_of, read_object, read_records, write_object, write_records
 from thresher.engine.config.recipe import Recipe, load_recipe
+from thresher.engine.config.sections import RunSection
 
 # What is said of records that are not as they were written, where a run is to go on.
 REMEDY = "put a copy back, or go back by --resume --resume-from STEP to a checkpoint, with the records as they are"
@@ -435,6 +437,22 @@ class Best:
     metric: str
     value: float
     lost: int | None
+
+
+def tokens_spent(records: Iterable[Mapping[str, Any]]) -> int:
+    """Return the tokens that these steps computed, as run.token_budget counts them: prefilled and sampled in rollouts,
+    and those of the updates, where a shared one counts once. Evaluations, reference and old log-probs are not
+    counted."""
+    kinds = ("prefilled_tokens", "sampled_tokens", "computed_tokens")
+    return sum(record.get(kind) or 0 for record in records if "eval" not in record for kind in kinds)
+
+
+def expected_steps(run: RunSection, step: int, spent: int) -> int:
+    """Return the steps of a run that has done `step` of them with `spent` tokens: run.steps, or as many as
+    run.token_budget allows with the same tokens a step."""
+    if run.token_budget is None or not step:
+        return run.steps
+    return min(run.steps, max(step, math.ceil(step * run.token_budget / max(spent, 1))))
 
 
 def chosen_by(records: Sequence[Mapping[str, Any]], metric: str | None) -> str:

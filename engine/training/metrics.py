@@ -12,7 +12,7 @@ import torch
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, mean, measured, summary_of
 from thresher.engine.protocol.trajectory import Trajectory, inherited_tokens, trained_contexts
-from thresher.engine.store.run_folder import chosen_by
+from thresher.engine.store.run_folder import chosen_by, tokens_spent
 from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
 from thresher.engine.training.step import StepResult, groups_with_signal
 from thresher.engine.training.update import UpdateStats
@@ -130,7 +130,8 @@ def run_summary(records: Sequence[dict[str, Any]], recipe: Recipe, seconds: floa
         "rollout_tokens_per_s": rate("sampled_tokens", "rollout_seconds"),
         "train_tokens_per_s": rate("train_tokens", "update_seconds"),
         "seed": recipe.run.seed,
-        "steps": recipe.run.steps,
+        "steps": steps[-1]["step"] if steps else 0,
+        "tokens_spent": tokens_spent(steps),
     }
 
 

@@ -42,7 +42,14 @@ from thresher.engine.store.checkpoint import (
     save_checkpoint,
     start_record,
 )
-from thresher.engine.store.run_folder import RunFolder, evaluations_by_dev, step_name, trajectories_of
+from thresher.engine.store.run_folder import (
+    RunFolder,
+    evaluations_by_dev,
+    expected_steps,
+    step_name,
+    tokens_spent,
+    trajectories_of,
+)
 from thresher.engine.store.token_stats import TokenRecorder, stats_of, write_token_stats
 from thresher.engine.trackers import check_trackers, tracking
 from thresher.engine.training.asynchronous import AsyncGrpoStep
@@ -59,7 +66,7 @@ HOLES = 1.2  # times a CPU's plan: what a process may take that keeps freed memo
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Report of the loop to `watch`: a finished step's metrics, an evaluation (`record["eval"]`), or, before these, an
-    empty record of a run that goes on behind `step`."""
+    empty record of a run that goes on behind `step`. steps: how many there will be, as far as is known."""
 
     step: int
     steps: int
@@ -208,31 +215,39 @@ class Trainer:
         self.recipe = self.context.recipe
         self.warned_truncation = self.warned_no_signal = False
         self.best: list[Mapping[str, Any]] = []  # on rank 0, the record of the best evaluation so far
+        self.spent = 0  # on rank 0, as run.token_budget counts
 
     def run(self, checkpoint: Checkpoint | None, watch: Callable[[Progress], None], offset: float) -> None:
-        """Run the steps behind the checkpoint, to run.steps. Seconds are counted from -`offset` on the clock of
-        time.perf_counter."""
-        settings = self.recipe.run
+        """Run the steps behind the checkpoint, to run.steps or run.token_budget. Seconds are counted from -`offset` on
+        the clock of time.perf_counter."""
         done = checkpoint.step if checkpoint else 0
+        if self.ranks.is_main:
+            self.spent = tokens_spent(self.run_folder.metrics())
+        last = self._is_last(done)
         learned = saved = done  # the step whose weights these are, and that of the last checkpoint
         begun = self.updater.begun
         if checkpoint:
-            watch(Progress(done, settings.steps, {}))
+            watch(self._progress(done, {}))
         try:
             # The run may have been killed in the evaluation that belongs to its checkpoint.
-            if self.ranks.broadcast(lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done))):
+            if self.ranks.broadcast(
+                lambda: self._recorded() != done and (done == 0 or self._evaluation_due(done, last))
+            ):
                 self._evaluate(done, watch)
-            if self.ranks.broadcast(lambda: checkpoint is not None and checkpoint.interim and self._save_due(done)):
+            if self.ranks.broadcast(lambda: bool(checkpoint and checkpoint.interim and self._save_due(done, last))):
                 self._save(done, offset)  # as the one that it would have been
-            for step in range(done + 1, settings.steps + 1):
+            step = done
+            while not last:
+                step += 1
                 record = self.step(step)
                 if record is not None:
                     self.run_folder.append_metrics(record)
-                    watch(Progress(step, settings.steps, record))
-                learned, begun = step, self.updater.begun
-                if self._evaluation_due(step):
+                    self.spent += tokens_spent([record])
+                    watch(self._progress(step, record))
+                learned, begun, last = step, self.updater.begun, self._is_last(step)
+                if self._evaluation_due(step, last):
                     self._evaluate(step, watch)
-                if self.ranks.broadcast(partial(self._save_due, step)):
+                if self.ranks.broadcast(partial(self._save_due, step, last)):
                     self._save(step, offset)
                     saved = step
         except (UserError, Interrupted) as error:
@@ -246,15 +261,21 @@ class Trainer:
                 self._save(learned, offset, interim=True)
             raise
 
-    def _evaluation_due(self, step: int) -> bool:
-        settings = self.recipe.run
-        return step == settings.steps or bool(settings.eval_every and step % settings.eval_every == 0)
+    def _progress(self, step: int, record: dict[str, Any]) -> Progress:
+        return Progress(step, expected_steps(self.recipe.run, step, self.spent), record)
 
-    def _save_due(self, step: int) -> bool:
-        settings = self.recipe.run
-        if step == settings.steps or step % settings.save_every == 0:
+    def _is_last(self, step: int) -> bool:
+        """Return whether no step follows this one, the same on all ranks."""
+        steps, budget = self.recipe.run.steps, self.recipe.run.token_budget
+        return step >= steps or (budget is not None and self.ranks.broadcast(lambda: self.spent >= budget))
+
+    def _evaluation_due(self, step: int, last: bool) -> bool:
+        return last or bool(self.recipe.run.eval_every and step % self.recipe.run.eval_every == 0)
+
+    def _save_due(self, step: int, last: bool) -> bool:
+        if last or step % self.recipe.run.save_every == 0:
             return True
-        return self._evaluation_due(step) and self._best() == step
+        return self._evaluation_due(step, last) and self._best() == step
 
     def _best(self) -> int | None:
         """Return the step of the best evaluation so far: its checkpoint is saved at once and outlives newer ones."""
@@ -376,7 +397,7 @@ class Trainer:
         record = {"step": step, "eval": measures}
         self.run_folder.append_metrics(record)
         self.best = evaluations_by_dev([*self.best, record], self.recipe.run.best_metric)[:1]
-        watch(Progress(step, self.recipe.run.steps, record))
+        watch(self._progress(step, record))
 
     def _evaluated(self, step: int) -> tuple[list[Scored], int]:
         """Return this rank's share of an evaluation, and how many of its passages were cut."""

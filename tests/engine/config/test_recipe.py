@@ -111,7 +111,7 @@ def test_toml_reads_back_any_options(options: dict[str, Any]) -> None:
         (SMALLEST + "[rollot]\nk = 1", "r.toml: rollot: unknown key; did you mean rollout?"),
         ("steps = 3\n" + SMALLEST, "r.toml: steps: unknown key; expected one of model, data,"),
         (SMALLEST + "[grpo]\nclip_hi = 1", "r.toml: [grpo] clip_hi: unknown key; did you mean clip_high?"),
-        (SMALLEST + "[run]\nzzz = 1", "r.toml: [run] zzz: unknown key; expected one of steps, seed,"),
+        (SMALLEST + "[run]\nzzz = 1", "r.toml: [run] zzz: unknown key; expected one of steps, token_budget,"),
         # a wrong type for every kind of field
         (
             SMALLEST + "[rollout]\ngroup_size = 4.0",

@@ -149,7 +149,8 @@ def test_the_summary_has_these_keys(uninterrupted: Path) -> None:
     summary = json.loads((uninterrupted / "summary.json").read_text())
     rates = {"rollout_tokens_per_s": ("sampled", "rollout"), "train_tokens_per_s": ("train", "update")}
     measures = ["em_before", "em_after", "f1_before", "f1_after"]
-    assert list(summary) == [*measures, "questions", "seconds", *rates, "seed", "steps", "metrics", "digest"]
+    others = ["seed", "steps", "tokens_spent", "metrics", "digest"]
+    assert list(summary) == [*measures, "questions", "seconds", *rates, *others]
     evaluations = [record["eval"] for record in metrics(uninterrupted) if "eval" in record]
     assert [summary[name] for name in measures] == [evaluations[at][name] for name in ("em", "f1") for at in (0, -1)]
     assert (summary["questions"], summary["seed"], summary["steps"]) == (DEV, 3, STEPS)
