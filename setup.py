@@ -33,6 +33,7 @@ setup(
     package_data={
         "thresher": ["py.typed"],
         "thresher.recipes": ["*.toml", "*/*.json", "*/*.toml", "*/*.txt", "*/*.md"],
+        "thresher.bench.studies": ["comparisons/*.toml"],
         "thresher.engine.reports": ["*.css", "*.html", "*.js"],
         "thresher.engine.reproduce": ["papers/*.toml"],
         "thresher.engine.systems": ["*.toml", "*.txt"],

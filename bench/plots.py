@@ -22,6 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from thresher.common.files import atomic_path
 from thresher.engine.reports.charts import BLUE, DPI, GREEN, GREY, ORANGE, PALETTE, PURPLE, RED, SKY, STYLE
+from thresher.rewards.statistics import seed_interval
 
 PEER, LIGHT, DARK, GREY_TEXT, AXIS = "#c9ced6", "#9db7e0", "#2b3036", "#4a5058", "#9aa1ab"
 BENCH = {"axes.grid.axis": "x", "axes.titlesize": 10, "axes.titlepad": 8}
@@ -692,3 +693,48 @@ def _system_curve(axes: Axes, records: Rows, name: str, control: bool) -> None:
     if points:
         steps, values = zip(*points, strict=True)
         axes.plot(steps, values, color=GREY if control else BLUE, lw=1.6, marker="o", ms=2.5, alpha=0.9)
+
+
+def draw_methods(rows: Rows, measure: str, budget: float, path: Path) -> None:
+    """Draw a row of panels for each condition: the measure over computed tokens, and over seconds; a method a colour,
+    its mean over seeds and the band of Student's interval; controls dotted, without bands.
+
+    A curve ends where the first of its seeds does. Between evaluations it is linear."""
+    conditions = list(dict.fromkeys(row["condition"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    with _figure(path, 9.6, 3.4 * len(conditions), {"axes.titlepad": 8}) as figure:
+        grid = figure.subplots(len(conditions), 2, squeeze=False, sharey=True)
+        for line, condition in zip(grid, conditions, strict=True):
+            for axes, axis in zip(line, ("tokens", "seconds"), strict=True):
+                for method, control in itertools.product(methods, (False, True)):
+                    own = [
+                        r["curve"]
+                        for r in rows
+                        if (r["condition"], r["method"], r["control"]) == (condition, method, control)
+                    ]
+                    if own:
+                        _band(axes, own, axis, measure, PALETTE[methods.index(method) % len(PALETTE)], method, control)
+                axes.set_title(", ".join(filter(None, (condition, f"{measure} over {axis}"))))
+                axes.set_ylim(0, None)
+            line[0].axvline(budget, color=GREY, lw=0.8)
+        grid[0][0].legend(fontsize=8, frameon=False)
+        for axes, label in zip(grid[-1], ("computed tokens", "seconds of rollouts, rewards and updates"), strict=True):
+            axes.set_xlabel(label)
+
+
+def _band(axes: Axes, curves: Sequence[Rows], axis: str, measure: str, color: str, method: str, control: bool) -> None:
+    places = np.linspace(0, min(curve[-1][axis] for curve in curves), 50)
+    values_SP = np.array(
+        [np.interp(places, [at[axis] for at in curve], [at[measure] for at in curve]) for curve in curves]
+    )
+    axes.plot(
+        places,
+        values_SP.mean(0),
+        color=color,
+        lw=1.2 if control else 1.8,
+        ls=":" if control else "-",
+        label=None if control else method,
+    )
+    if len(curves) > 1 and not control:
+        halves = [seed_interval(list(column)).half or 0.0 for column in values_SP.T]
+        axes.fill_between(places, values_SP.mean(0) - halves, values_SP.mean(0) + halves, color=color, alpha=0.12, lw=0)

@@ -13,6 +13,10 @@ from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
 
 
+class Held(UserError):
+    """Another process has the lock."""
+
+
 def lock_folder(folder: Path) -> int:
     """Return an open descriptor with the folder's lock, until it is closed or its process ends. The file stays."""
     return _lock(folder / ".lock", folder, "folder")
@@ -20,7 +24,7 @@ def lock_folder(folder: Path) -> int:
 
 @contextmanager
 def locked_file(path: Path, kind: str = "file") -> Iterator[None]:
-    """Let only this process write to the file, which need not exist yet. UserError where another one does."""
+    """Let only this process write to the file, which need not exist yet. Held where another one does."""
     lock = path.with_name(f".{path.name}.lock")
     try:
         descriptor = _lock(lock, path, kind)
@@ -45,7 +49,7 @@ def _lock(lock: Path, written: Path, kind: str) -> int:
     except BlockingIOError:
         holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another"
         os.close(descriptor)
-        raise UserError(f"{written}: process {holder} is writing to this {kind}; wait for it to end") from None
+        raise Held(f"{written}: process {holder} is writing to this {kind}; wait for it to end") from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             os.close(descriptor)

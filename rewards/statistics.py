@@ -124,6 +124,34 @@ def visible_difference(gaps: Sequence[float]) -> float:
     return (T_975[min(len(gaps), MOST_SEEDS) - 2] + T_800[min(len(gaps), MOST_SEEDS) - 2]) * _standard_error(gaps)
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values of several tests by Holm's correction, each at its own place: of the i-th smallest of m,
+    (m - i + 1) times it, at least that of the one before, at most 1. One of them at or below a level is wrongly so with
+    at most that chance."""
+    found, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        found[place] = largest
+    return found
+
+
+def two_way_interval(
+    values_SQ: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
+) -> tuple[float, float]:
+    """Return the interval of a mean over seeds and questions, all seeds having the same questions: seeds are drawn with
+    replacement, and questions are, and the mean is taken of what both have drawn. It is never narrower, but for chance,
+    than by seeds or by questions alone."""
+    values = np.array(values_SQ, np.float64)
+    seeds, questions = values.shape
+    generator = np.random.default_rng(seed)
+    chance_S, chance_Q = np.full(seeds, 1 / seeds), np.full(questions, 1 / questions)
+    times_RS = generator.multinomial(seeds, chance_S, resamples)
+    times_RQ = generator.multinomial(questions, chance_Q, resamples)
+    means_R = ((times_RS @ values) * times_RQ).sum(1) / (seeds * questions)
+    low, high = np.quantile(means_R, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
 def _standard_error(values: Sequence[float]) -> float:
     return stdev(values) / math.sqrt(len(values))
 

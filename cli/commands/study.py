@@ -156,6 +156,36 @@ class Partial(
         console.answer(read_json_object(out / "partial.json"))
 
 
+class CompareMethods(
+    Command,
+    help="train methods over seeds at equal computed tokens, and compare them",
+    place=136,
+    example="thresher compare-methods world.toml --out runs/methods",
+):
+    file: Annotated[
+        str,
+        POSITIONAL,
+        "FILE",
+        "TOML file, or one that came with Thresher: methods, conditions, seeds, budgets (docs/comparisons.md)",
+    ]
+    out: Annotated[str, "folder; what is finished is not done again, and several processes may share it"] = (
+        "runs/compare-methods"
+    )
+    rows: Annotated[str | None, "FILE", "rows.jsonl of an earlier comparison, whose runs are not repeated"] = None
+    finished: Annotated[bool, "train nothing; compare the runs that are finished"] = False
+    seeds: Annotated[list[Seed] | None, "SEED", "in place of the file's"] = None
+    budgets: Annotated[list[Count] | None, "TOKENS", "in place of the file's"] = None
+    set: Overrides = []
+
+    def __call__(self) -> None:
+        from thresher.bench.studies.methods import read_comparison, run_comparison
+
+        plan = read_comparison(self.file, self.seeds, self.budgets, self.set)
+        with signals.on_interrupt(lambda: f"{self.out} keeps what is finished"):
+            found = run_comparison(plan, Path(self.out), self.run_command, self.rows, not self.finished)
+        console.answer(found)
+
+
 class Demo(
     Command,
     help="train a small model to search, in minutes, or a pretrained one to read",

@@ -76,6 +76,7 @@ LONG: dict[str, tuple[str, str, Any, str]] = {
     "study mask": ("thresher.bench.studies.mask", "run_study", None, "found out"),
     "study systems": ("thresher.bench.studies.systems", "run_study", None, "found out"),
     "study partial": ("thresher.bench.studies.partial", "run_study", None, "found out"),
+    "compare-methods": ("thresher.bench.studies.methods", "run_comparison", {"runs": 0}, "runs"),
     "demo": ("thresher.engine.world.stages", "demo", None, "em_after out"),
 }
 

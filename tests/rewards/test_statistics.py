@@ -13,11 +13,13 @@ from thresher.rewards.statistics import (
     T_975,
     compare_paired,
     compare_seeds,
+    holm,
     intervals,
     least_p,
     overlap,
     seed_interval,
     sign_flip_test,
+    two_way_interval,
     visible_difference,
     wilson,
 )
@@ -191,3 +193,24 @@ def test_students_quantiles(table: tuple[float, ...], probability: float) -> Non
         density = [factor * (1 + t * t / degrees) ** (-(degrees + 1) / 2) for t in at]
         area = (sum(density) - (density[0] + density[-1]) / 2) * quantile / 20_000
         assert 0.5 + area == pytest.approx(probability, abs=2e-4), "to half a digit of the table"
+
+
+def test_holms_correction_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.4, 0.6]) == pytest.approx([0.8, 0.8]) and holm([0.2]) == [0.2] and holm([]) == []
+
+
+def test_a_two_way_interval_has_the_quantiles_of_all_draws() -> None:
+    """Two seeds that differ in all questions, two questions that differ on all seeds, and neither."""
+    assert two_way_interval([[0.0, 0.0], [1.0, 1.0]]) == two_way_interval([[0.0, 1.0], [0.0, 1.0]]) == (0.0, 1.0)
+    assert two_way_interval([[0.3, 0.3], [0.3, 0.3]]) == pytest.approx((0.3, 0.3))
+    values = [[0.0, 1.0, 4.0], [2.0, 0.0, 0.0], [3.0, 3.0, 1.0]]
+    draws = list(itertools.product(range(3), repeat=3))
+    means = sorted(sum(values[s][q] for s in seeds for q in questions) / 9 for seeds in draws for questions in draws)
+    low, high = two_way_interval(values, resamples=200_000)
+    # Each quantile lies where the share of draws below it is .025 or .975, to five standard errors of that share.
+    error = 5 * math.sqrt(0.025 * 0.975 / 200_000)
+    for share, quantile in ((0.025, low), (0.975, high)):
+        below = sum(mean < quantile - 1e-9 for mean in means) / len(means)
+        up_to = sum(mean <= quantile + 1e-9 for mean in means) / len(means)
+        assert below - error <= share <= up_to + error

@@ -1,0 +1,531 @@
+"""`thresher compare-methods FILE`: methods x conditions x seeds from one file, at equal computed tokens.
+
+    prepare   commands of the file, once, or once a seed where they name {seed}     data, an index, a base
+    runs/     low-gigpo-seed0/ .. low-gigpo-control-seed0/ ..                        ordinary run folders
+    rows/     low-gigpo-seed0.json ..                                                 what a finished run leaves
+    rows.jsonl, table.md, curves.png, methods.json
+
+Every run has the recipe's settings, those of the file, of its condition and of its method, and ends by run.token_budget
+at the largest budget. A control is the same run with the file's `control` settings, such as shuffled rewards. Runs of a
+seed have the same base and the same questions in the same order, so that methods are compared in pairs, a pair a seed.
+
+Several processes may run the same command: each takes a run that none has taken, so that one a GPU, or one a core,
+share the work. A process that is killed loses the steps of its run since its last checkpoint.
+
+What is compared, fixed before any run: the measure on the held-out questions at each budget, between the evaluations
+before and behind it by their tokens, linearly. Of a method less the baseline
+
+    seeds        the differences, one a seed; their mean; Student's 95% interval
+    interval     the 2.5% and 97.5% of means over seeds and questions that are both drawn with replacement
+    visible      the smallest difference that so many seeds show in four cases of five, by the spread of these
+    p, Holm      a sign flip test over seeds; the same by Holm's correction for all methods of that condition and budget
+
+A difference is claimed where Holm's p is at most .05, the interval lies to one side of 0, and the difference is at
+least the visible one. A method is said to learn where the same holds for it less its control.
+
+Axes: S seeds, Q questions.
+"""
+
+import json
+import shlex
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from thresher.bench.studies.runs import StudyRun, check_folder, check_out, write_json
+from thresher.common import console
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, read_bytes, read_json_object
+from thresher.common.jsonl import iter_jsonl, write_jsonl
+from thresher.common.locks import Held, locked_file
+from thresher.common.records import read_records
+from thresher.engine.assemble import read_run_recipe
+from thresher.engine.config.recipe import Recipe
+from thresher.engine.config.tables import FieldError, Section, from_dict
+from thresher.engine.store.run_folder import RunFolder, step_name, to_be_resumed, tokens_spent
+from thresher.engine.training.train import Progress, train
+from thresher.rewards.statistics import (
+    MOST_SEEDS,
+    compare_seeds,
+    holm,
+    least_p,
+    seed_interval,
+    two_way_interval,
+    visible_difference,
+)
+
+HEAD = ("at", "commit", "machine", "torch")  # of a run's start
+PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")  # of a step
+LEVEL = 0.05
+MOST_BYTES = 1 << 20  # of the file
+SHIPPED = Path(str(files("thresher.bench.studies"))) / "comparisons"
+POLL = 2.0  # seconds until a process that waits for another looks again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Section):
+    """The file. In commands and settings {out} is the folder, {seed}, {condition} and {method} those of the run."""
+
+    recipe: str
+    methods: dict[str, Any]  # name -> settings, as of --set
+    baseline: str  # the method that the others are compared with
+    seeds: tuple[int, ...]
+    budgets: tuple[int, ...]  # tokens, as run.token_budget counts them
+    prepare: tuple[str, ...] = ()  # commands with --out, each of one folder
+    set: tuple[str, ...] = ()  # settings of all runs
+    conditions: dict[str, Any] = field(default_factory=dict)  # name -> settings
+    control: tuple[str, ...] = ()  # settings that make a control of a run; none: no controls
+    control_seeds: tuple[int, ...] | None = None  # seeds that get one; none: all
+    measure: str = "em"  # em, f1 or reward, on data.dev
+    shown: tuple[str, ...] = ("searches",)  # other measures of the table
+
+    def check(self) -> None:
+        for table in ("methods", "conditions"):
+            for name, texts in getattr(self, table).items():
+                if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
+                    raise FieldError(f"{table}.{name}", f"expected a list of settings such as --set has, got {texts!r}")
+        if self.baseline not in self.methods:
+            raise FieldError("baseline", f"expected one of {', '.join(self.methods)}, got {self.baseline!r}")
+        for name in ("seeds", "budgets"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values) or min(values) < (name == "budgets"):
+                least = "numbers of at least 1" if name == "budgets" else "numbers"
+                raise FieldError(name, f"expected one or more different {least}, got {list(values)}")
+        if self.measure not in ("em", "f1", "reward"):
+            raise FieldError("measure", f'expected "em", "f1" or "reward", got {self.measure!r}')
+        if stray := set(self.control_seeds or ()) - set(self.seeds):
+            raise FieldError("control_seeds", f"expected some of seeds, got {sorted(stray)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run of the comparison."""
+
+    seed: int
+    condition: str  # "" where the file has none
+    method: str
+    control: bool
+
+    @property
+    def name(self) -> str:
+        words = [self.condition, self.method, "control" if self.control else "", f"seed{self.seed}"]
+        return "-".join(filter(None, words))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A piece of work that one process does. out: what is locked meanwhile; after: jobs that come before it."""
+
+    name: str
+    out: Path
+    done: Callable[[], bool]
+    run: Callable[[], None]
+    after: tuple["Job", ...] = ()
+
+
+def read_comparison(
+    path: str | Path,
+    seeds: Sequence[int] | None = None,
+    budgets: Sequence[int] | None = None,
+    overrides: Sequence[str] = (),
+) -> Comparison:
+    """Read the file, or the one of this name that came with Thresher. seeds, budgets: in place of its own; overrides:
+    settings behind its own. UserError where it is no TOML, or a key is unknown, absent or of another kind."""
+    path = Path(path)
+    if not path.exists() and path.parent == Path() and (SHIPPED / path).is_file():
+        path = SHIPPED / path
+    try:
+        tables = tomllib.loads(read_bytes(path, MOST_BYTES).decode("utf-8-sig"))
+    except ValueError as error:
+        raise UserError(f"{path}: expected a comparison in TOML, but {error}; fix the file") from None
+    plan = from_dict(Comparison, tables, str(path))
+    if seeds is not None:
+        kept = None if plan.control_seeds is None else tuple(set(seeds) & set(plan.control_seeds))
+        plan = replace(plan, seeds=tuple(seeds), control_seeds=kept)
+    return replace(plan, budgets=tuple(budgets or plan.budgets), set=(*plan.set, *overrides))
+
+
+def run_comparison(
+    plan: Comparison,
+    out: Path,
+    run_command: Callable[[list[str]], None],
+    rows_file: str | Path | None = None,
+    train_more: bool = True,
+) -> dict[str, Any]:
+    """Prepare and train what is not done yet, and write the comparison into `out`; returns what methods.json holds.
+    run_command: runs a command from its arguments. rows_file: rows of runs that are not repeated. train_more: False
+    compares what is finished."""
+    check_out(out)
+    known = [] if rows_file is None else stored_rows(rows_file, plan)
+    names = {row["name"] for row in known}
+    started, runs = time.perf_counter(), runs_of(plan)
+    if train_more:
+        work_through(jobs_of(plan, out, [run for run in runs if run.name not in names], run_command))
+    rows = known + [read_json_object(path) for path in sorted((out / "rows").glob("*.json"))]
+    order = {run.name: place for place, run in enumerate(runs)}
+    rows = sorted((row for row in rows if row["name"] in order), key=lambda row: order[row["name"]])
+    if not rows:
+        raise UserError(f"{out}: no run is finished; run the command without --finished")
+    out.mkdir(parents=True, exist_ok=True)
+    write_jsonl(out / "rows.jsonl", rows)
+    found = analysis(plan, rows) | {"runs": len(rows), "of": len(order), "seconds": time.perf_counter() - started}
+    from thresher.bench.plots import draw_methods  # matplotlib takes a second
+
+    draw_methods(rows, plan.measure, max(plan.budgets), out / "curves.png")
+    text = markdown(plan, found)
+    atomic_write_text(out / "table.md", text)
+    write_json(out / "methods.json", found)
+    console.console.print(text, markup=False, soft_wrap=True)
+    return found
+
+
+def stored_rows(path: str | Path, plan: Comparison) -> list[dict[str, Any]]:
+    """Read rows.jsonl. UserError for a row that has not the measure, or does not reach the largest budget."""
+    rows = []
+    for number, row in iter_jsonl(path):
+        where = f"{path}: line {number}"
+        if not isinstance(row.get("curve"), list) or row.get("measure") != plan.measure:
+            raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
+        if row["curve"][-1]["tokens"] < max(plan.budgets):
+            raise UserError(
+                f"{where}: its run ended at {row['curve'][-1]['tokens']:,} tokens, below the largest of budgets, "
+                f"{max(plan.budgets):,}; leave the row out, or that budget"
+            )
+        rows.append(row)
+    return rows
+
+
+# Runs
+
+
+def runs_of(plan: Comparison) -> list[Run]:
+    """Return every run, all those of a seed before the next one's."""
+    controls = set(plan.seeds if plan.control_seeds is None else plan.control_seeds) if plan.control else set()
+    return [
+        Run(seed, condition, method, control)
+        for seed in plan.seeds
+        for condition in plan.conditions or ("",)
+        for method in plan.methods
+        for control in ((False, True) if seed in controls else (False,))
+    ]
+
+
+def jobs_of(plan: Comparison, out: Path, runs: Sequence[Run], run_command: Callable[[list[str]], None]) -> list[Job]:
+    """Return the commands that these runs need and the runs, each behind what it needs."""
+    made: dict[str, Job] = {}  # by what the command says, so that one without {seed} is one job
+    jobs: list[Job] = []
+    for run in runs:
+        before: list[Job] = []
+        for text in plan.prepare:
+            if (typed := filled(text, out, run)) not in made:
+                made[typed] = _command(typed, tuple(before), run_command)
+                jobs.append(made[typed])
+            before.append(made[typed])
+        jobs.append(_training(plan, out, run, tuple(before)))
+    return jobs
+
+
+def filled(text: str, out: Path, run: Run) -> str:
+    """Return a command or a setting of the file for a run."""
+    values = {"out": out, "seed": run.seed, "condition": run.condition, "method": run.method}
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
+
+
+def _command(typed: str, after: tuple[Job, ...], run_command: Callable[[list[str]], None]) -> Job:
+    words = shlex.split(typed)
+    if "--out" not in words[:-1]:
+        raise UserError(f"prepare: expected a command with --out FOLDER, got {typed}")
+    into = Path(words[words.index("--out") + 1])
+
+    def run() -> None:
+        again = [*words, *(["--resume"] if to_be_resumed(words[0], into) else [])]
+        console.console.print(f"$ thresher {shlex.join(again)}", style="bold", markup=False, soft_wrap=True)
+        run_command(again)
+
+    return Job(into.name, into, into.exists, run, after)
+
+
+def recipe_of(plan: Comparison, out: Path, run: Run) -> Recipe:
+    settings = [
+        *plan.set,
+        *plan.conditions.get(run.condition, ()),
+        *plan.methods[run.method],
+        *(plan.control if run.control else ()),
+        f"run.seed={run.seed}",
+        f"run.token_budget={max(plan.budgets)}",
+    ]
+    return read_run_recipe(plan.recipe, [filled(text, out, run) for text in settings])
+
+
+def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> Job:
+    folder, row = out / "runs" / run.name, out / "rows" / f"{run.name}.json"
+
+    def train_it() -> None:
+        case = StudyRun(name=run.name, seed=run.seed, folder=folder, recipe=recipe_of(plan, out, run))
+        check_folder(case)
+        with console.stage(run.name, case.recipe.run.steps) as line:
+
+            def watch(progress: Progress) -> None:
+                if progress.record and "eval" not in progress.record:
+                    line.total = progress.steps
+                    line.to(progress.step, f"reward {progress.record['reward']:.3f}")
+
+            if not (folder / "summary.json").exists():
+                train(case.recipe, folder, folder.exists(), watch)
+        found = row_of(plan, run, RunFolder(folder))
+        row.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(row, json.dumps(found) + "\n")
+        first, *_, last = found["curve"]
+        console.console.print(
+            f"{run.name}: {plan.measure} {first[plan.measure]:.3f} -> {last[plan.measure]:.3f} in {found['steps']} "
+            f"steps, {last['tokens']:,} tokens, {last['seconds']:.0f} s",
+            soft_wrap=True,
+        )
+
+    return Job(run.name, folder, row.exists, train_it, after)
+
+
+def work_through(jobs: Sequence[Job]) -> None:
+    """Do all jobs in their order, those aside that another process does, and return once all are done."""
+    with console.progress_line("compare-methods", len(jobs)) as line:
+        while todo := [job for job in jobs if not job.done()]:
+            line.to(len(jobs) - len(todo), "")
+            if not any(_taken(job) for job in todo):
+                time.sleep(POLL)  # all that can be done now is done by others
+
+
+def _taken(job: Job) -> bool:
+    """Do the job if no other process does it, and all before it is done; return whether it was done here."""
+    if job.done() or not all(one.done() for one in job.after):
+        return False
+    job.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked_file(job.out, "run"):
+            if not job.done():
+                job.run()
+    except Held:
+        return False
+    return True
+
+
+def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
+    """Return a finished run in one record. curve: of each evaluation the step, the tokens and seconds until then, the
+    measures, and the measure of each question; seconds are those of rollouts, rewards and updates."""
+    curve: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    for record in folder.metrics():
+        if "eval" not in record:
+            steps.append(record)
+            continue
+        measures = record["eval"]
+        path = folder.evaluations / f"{step_name(record['step'])}.jsonl"
+        curve.append(
+            {
+                "step": record["step"],
+                "tokens": tokens_spent(steps),
+                "seconds": round(sum(step.get(part) or 0.0 for step in steps for part in PARTS), 2),
+                **{name: measures.get(name, measures["parts"].get(name)) for name in (plan.measure, *plan.shown)},
+                "questions": packed([_measure(one, plan.measure) for _, one in read_records(path)]),
+            }
+        )
+    start = next(iter(folder.starts()), {})
+    return {
+        **{name: start.get(name) for name in HEAD},
+        "study": "methods",
+        "name": run.name,
+        **asdict(run),
+        "measure": plan.measure,
+        "steps": len(steps),
+        "sampled_tokens": sum(step["sampled_tokens"] for step in steps),
+        "curve": curve,
+    }
+
+
+def _measure(record: Mapping[str, Any], name: str) -> float:
+    return float(record["reward"] if name == "reward" else record["parts"][name])
+
+
+def packed(values: Sequence[float]) -> str | list[float]:
+    """Return values of questions for a row: as hexadecimal digits of their bits behind a leading 1 where all are 0 or
+    1, else a list."""
+    if all(value in (0.0, 1.0) for value in values):
+        return f"{int('1' + ''.join(str(int(value)) for value in values), 2):x}"
+    return [round(value, 4) for value in values]
+
+
+def unpacked(stored: str | Sequence[float]) -> list[float]:
+    """Return the values that `packed` was given."""
+    return [float(bit) for bit in f"{int(stored, 16):b}"[1:]] if isinstance(stored, str) else list(stored)
+
+
+# Analysis
+
+
+def between(
+    curve: Sequence[Mapping[str, Any]], axis: str, at: float, read: Callable[[Any], list[float]]
+) -> list[float]:
+    """Return numbers of a curve at a place of an axis: between the evaluations before and behind it, linearly. Those of
+    the last evaluation behind it."""
+    for before, behind in pairwise(curve):
+        if before[axis] <= at <= behind[axis] and behind[axis] > before[axis]:
+            share = (at - before[axis]) / (behind[axis] - before[axis])
+            return [a + share * (b - a) for a, b in zip(read(before), read(behind), strict=True)]
+    return read(curve[-1])
+
+
+def _mean_between(curve: Sequence[Mapping[str, Any]], axis: str, at: float, name: str) -> float:
+    return between(curve, axis, at, lambda point: [point[name]])[0]
+
+
+def analysis(plan: Comparison, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the tables: by condition and budget in tokens, and by condition at equal seconds, those of the run that
+    took the fewest."""
+    tables = []
+    for condition in plan.conditions or {"": ()}:
+        own = [row for row in rows if row["condition"] == condition]
+        if own:
+            tables += [_table(plan, own, condition, "tokens", budget) for budget in sorted(plan.budgets)]
+            fewest = min(row["curve"][-1]["seconds"] for row in own)
+            tables.append(_table(plan, own, condition, "seconds", fewest))
+    return {"measure": plan.measure, "baseline": plan.baseline, "tables": tables}
+
+
+def _table(plan: Comparison, rows: Sequence[Mapping[str, Any]], condition: str, axis: str, at: float) -> dict[str, Any]:
+    runs = {(row["method"], row["control"], row["seed"]): row["curve"] for row in rows}
+    lines = []
+    for method in plan.methods:
+        for control in (False, True):
+            seeds = [seed for seed in plan.seeds if (method, control, seed) in runs]
+            if not seeds:
+                continue
+            curves = [runs[method, control, seed] for seed in seeds]
+            line: dict[str, Any] = {"method": method, "control": control, "seeds": seeds}
+            line["values"] = [_mean_between(curve, axis, at, plan.measure) for curve in curves]
+            for name in plan.shown:
+                known = all(point[name] is not None for curve in curves for point in curve)
+                line[name] = fmean(_mean_between(curve, axis, at, name) for curve in curves) if known else None
+            if not control:
+                pairs = {"baseline": (plan.baseline, False), "own control": (method, True)}
+                for against, other in pairs.items():
+                    if other != (method, False):
+                        line[against] = _difference(runs, other, (method, False), seeds, axis, at)
+            lines.append(line)
+    for against in ("baseline", "own control"):
+        found = [line[against] for line in lines if line.get(against)]
+        for one, p in zip(found, holm([one["p"] for one in found]), strict=True):
+            one["holm"] = p
+            one["claimed"] = claimed(one)
+    return {"condition": condition, "axis": axis, "at": at, "lines": lines}
+
+
+def _difference(
+    runs: Mapping[tuple[str, bool, int], Sequence[Mapping[str, Any]]],
+    first: tuple[str, bool],
+    second: tuple[str, bool],
+    seeds: Iterable[int],
+    axis: str,
+    at: float,
+) -> dict[str, Any] | None:
+    """Return the second less the first over the seeds that both have; None without any."""
+    both = [seed for seed in seeds if (*first, seed) in runs]
+    if not both:
+        return None
+    a, b = (
+        [between(runs[(*one, seed)], axis, at, lambda point: unpacked(point["questions"])) for seed in both]
+        for one in (first, second)
+    )
+    gaps_SQ = [[y - x for x, y in zip(*pair, strict=True)] for pair in zip(a, b, strict=True)]
+    gaps = [fmean(one) for one in gaps_SQ]
+    found = compare_seeds([fmean(one) for one in a], [fmean(one) for one in b])
+    low, high = two_way_interval(gaps_SQ)
+    return {
+        "seeds": both,
+        "gaps": gaps,
+        "difference": found.difference,
+        "student": None if found.low is None else [found.low, found.high],
+        "interval": [low, high],
+        "visible": visible_difference(gaps) if len(gaps) > 1 else None,
+        "p": found.p,
+    }
+
+
+def claimed(found: Mapping[str, Any]) -> bool:
+    """Return whether a difference is claimed, by the rule at the head of this file."""
+    low, high = found["interval"]
+    apart, seen = low > 0 or high < 0, found["visible"]
+    return bool(found["holm"] <= LEVEL and apart and seen is not None and abs(found["difference"]) >= seen)
+
+
+def verdict(method: str, other: str, found: Mapping[str, Any], measure: str) -> str:
+    """Return in words what a difference shows."""
+    gap, seen = found["difference"], found["visible"]
+    if seen is None:
+        return f"{method}: {gap:+.3f} to {other} on one seed, which says nothing of another"
+    if found["claimed"]:
+        return f"{method} is {'above' if gap > 0 else 'below'} {other} by {abs(gap):.3f} (Holm's p {found['holm']:.3g})"
+    return (
+        f"{method} is not told from {other}: {gap:+.3f}, where differences of {seen:.3f} and more would be seen"
+        if abs(gap) < seen
+        else f"{method} is not told from {other}: {gap:+.3f}, Holm's p {found['holm']:.3g}"
+    )
+
+
+def markdown(plan: Comparison, found: Mapping[str, Any]) -> str:
+    """Return all tables, each with a verdict a method."""
+    parts = []
+    for table in found["tables"]:
+        where = f"{table['condition']}, " if table["condition"] else ""
+        at = f"{table['at']:,.0f} {table['axis']}"
+        parts += [f"## {where}{at}", "", *_lines(plan, table), "", *_verdicts(plan, table), ""]
+    seeds = max(len(line["seeds"]) for table in found["tables"] for line in table["lines"])
+    parts += [f"With {seeds} seeds no two-sided p is below {least_p(seeds):.3g} before Holm's correction."]
+    if seeds > MOST_SEEDS:
+        parts += [f"Student's intervals of more than {MOST_SEEDS} seeds are a little too wide."]
+    return "\n".join(parts) + "\n"
+
+
+def _lines(plan: Comparison, table: Mapping[str, Any]) -> list[str]:
+    shown = "".join(f" {name} |" for name in plan.shown)
+    lines = [
+        f"| method | seeds | {plan.measure} of each seed | mean |{shown} less {plan.baseline} | seeds and questions "
+        "| visible | p, Holm | less its control | visible | p, Holm |",
+        "|---" * (11 + len(plan.shown)) + "|",
+    ]
+    for line in table["lines"]:
+        name = f"{line['method']}, control" if line["control"] else line["method"]
+        each = ", ".join(f"{value:.3f}" for value in line["values"])
+        cells = [name, str(len(line["seeds"])), each, str(seed_interval(line["values"]))]
+        cells += ["-" if line[name] is None else f"{line[name]:.2f}" for name in plan.shown]
+        cells += [*_cells(line.get("baseline"), True), *_cells(line.get("own control"), False)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _cells(found: Mapping[str, Any] | None, interval: bool) -> list[str]:
+    if found is None:
+        return ["-"] * (3 + interval)
+    half = "" if found["student"] is None else f" ± {found['student'][1] - found['difference']:.3f}"
+    low, high = found["interval"]
+    return [
+        f"{found['difference']:+.3f}{half}",
+        *([f"{low:+.3f} to {high:+.3f}"] if interval else []),
+        "-" if found["visible"] is None else f"{found['visible']:.3f}",
+        f"{found['p']:.3g}, {found['holm']:.3g}",
+    ]
+
+
+def _verdicts(plan: Comparison, table: Mapping[str, Any]) -> list[str]:
+    said = []
+    for line in table["lines"]:
+        for against, other in (("own control", "its control"), ("baseline", plan.baseline)):
+            if found := line.get(against):
+                said.append(f"- {verdict(line['method'], other, found, plan.measure)}.")
+    return said

@@ -1,0 +1,314 @@
+"""`thresher compare-methods`: what its file may say, how processes share its work, what it claims of made-up rows."""
+
+import json
+import os
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_cases import Make, metrics, single_threaded, stored
+
+from thresher.bench.studies.methods import (
+    Comparison,
+    Job,
+    analysis,
+    between,
+    jobs_of,
+    markdown,
+    packed,
+    read_comparison,
+    recipe_of,
+    run_comparison,
+    runs_of,
+    unpacked,
+    work_through,
+)
+from thresher.common.errors import UserError
+from thresher.common.locks import locked_file
+from thresher.engine.store.run_folder import tokens_spent
+from thresher.rewards.statistics import visible_difference
+
+HEAD = """
+recipe = "{recipe}"
+baseline = "plain"
+seeds = [0, 1]
+budgets = [300, 600]
+control = ["grpo.shuffle_rewards=true"]
+set = ["run.steps=9", "run.eval_every=1", "optim.lr=1e-3"]
+prepare = ["copy --out {{out}}/shared", "copy --from {{condition}} --out {{out}}/own{{seed}}"]
+
+[methods]
+plain = []
+none = ['grpo.scale="none"']
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, make_recipe: Make) -> Path:
+    folder = tmp_path_factory.mktemp("comparison")
+    recipe = make_recipe(rollout={"questions_per_step": 2, "group_size": 2})
+    (folder / "recipe.toml").write_text(recipe.to_toml())
+    (folder / "methods.toml").write_text(HEAD.format(recipe=folder / "recipe.toml"))
+    return folder / "methods.toml"
+
+
+def read(text: str, tmp_path: Path) -> Comparison:
+    (tmp_path / "methods.toml").write_text(text)
+    return read_comparison(tmp_path / "methods.toml")
+
+
+# --- the file
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('baseline = "plain"', 'baseline = "plan"', "baseline: expected one of plain, none, got 'plan'"),
+        ("seeds = [0, 1]", "seeds = [0, 0]", "seeds: expected one or more different numbers"),
+        ("budgets = [300, 600]", "budgets = [0]", "budgets: expected one or more different numbers of at least 1"),
+        ("plain = []", "plain = 3", r"\[methods\] plain: expected a list of settings"),
+        ("seeds", "sead", "unknown key"),
+        ("[methods]", "[methods", "expected a comparison in TOML"),
+        ("seeds = [0, 1]", 'seeds = [0, 1]\nmeasure = "bleu"', 'measure: expected "em", "f1" or "reward"'),
+        ("seeds = [0, 1]", "seeds = [0, 1]\ncontrol_seeds = [2]", "control_seeds: expected some of seeds"),
+    ],
+)
+def test_a_bad_file_is_refused_by_its_key(tmp_path: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read(HEAD.format(recipe="r.toml").replace(old, new), tmp_path)
+
+
+def test_a_command_without_a_folder_is_refused(file: Path, tmp_path: Path) -> None:
+    plan = read(file.read_text().replace("copy --out {out}/shared", "copy"), tmp_path)
+    with pytest.raises(UserError, match="prepare: expected a command with --out FOLDER, got copy"):
+        run_comparison(plan, tmp_path / "out", lambda words: None)
+
+
+def test_runs_and_their_settings(file: Path, tmp_path: Path) -> None:
+    text = file.read_text() + '[conditions]\nfew = ["rollout.group_size=3"]\nmany = ["rollout.group_size=4"]\n'
+    plan = read(text.replace("seeds = [0, 1]", "seeds = [0, 1]\ncontrol_seeds = [1]"), tmp_path)
+    runs = runs_of(plan)
+    assert [run.name for run in runs[:4]] == [
+        "few-plain-seed0",
+        "few-none-seed0",
+        "many-plain-seed0",
+        "many-none-seed0",
+    ]
+    assert [run.name for run in runs[4:6]] == ["few-plain-seed1", "few-plain-control-seed1"] and len(runs) == 4 + 8
+    recipe = recipe_of(plan, tmp_path, runs[-1])
+    assert (recipe.run.seed, recipe.run.token_budget, recipe.rollout.group_size) == (1, 600, 4)
+    assert recipe.grpo.shuffle_rewards and recipe.grpo.scale == "none"
+
+
+def test_the_command_line_goes_before_the_file(file: Path) -> None:
+    plan = read_comparison(file, [1], [50], ["run.steps=2"])
+    assert (plan.seeds, plan.budgets, plan.set[-2:]) == ((1,), (50,), ("optim.lr=1e-3", "run.steps=2"))
+
+
+# --- work
+
+
+def test_commands_are_done_once_and_before_what_needs_them(file: Path, tmp_path: Path) -> None:
+    typed: list[str] = []
+
+    def run_command(words: list[str]) -> None:
+        typed.append(" ".join(words))
+        Path(words[-1]).mkdir(parents=True)
+
+    plan, out = read_comparison(file), tmp_path / "out"
+    jobs = jobs_of(plan, out, runs_of(plan), run_command)
+    work_through([job for job in jobs if job.out.parent == out])
+    shared, first, second = typed
+    assert shared == f"copy --out {out}/shared"
+    assert [first, second] == [f"copy --from  --out {out}/own{seed}".replace("  ", " ") for seed in (0, 1)]
+    needs = {job.name: [one.name for one in job.after] for job in jobs}
+    assert needs["plain-seed0"] == ["shared", "own0"] and needs["none-control-seed1"] == ["shared", "own1"]
+    assert needs["own1"] == ["shared"]
+
+
+def test_what_another_process_does_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock is of an open file, so a second one of this process stands for another process."""
+    monkeypatch.setattr("thresher.bench.studies.methods.POLL", 0.01)
+    done: list[str] = []
+
+    def job(name: str, after: tuple[Job, ...] = ()) -> Job:
+        def run() -> None:
+            done.append(name)
+            (tmp_path / name).touch()
+
+        return Job(name, tmp_path / name, (tmp_path / name).exists, run, after)
+
+    held, free = job("held"), job("free")
+    behind = job("behind", (held,))
+    with locked_file(held.out):
+        worker = threading.Thread(target=work_through, args=([held, free, behind],))
+        worker.start()
+        while not free.done():
+            pass
+        assert done == ["free"]
+    worker.join()
+    assert done == ["free", "held", "behind"]
+
+
+def copying(words: list[str]) -> None:
+    Path(words[-1]).mkdir(parents=True)
+
+
+@pytest.fixture(scope="module")
+def compared(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compared") / "out"
+    with single_threaded():
+        run_comparison(read_comparison(file), out, copying)
+    return out
+
+
+def test_every_run_ends_by_the_largest_budget_and_leaves_a_row(file: Path, compared: Path) -> None:
+    rows = stored(compared / "rows.jsonl")
+    assert [row["name"] for row in rows] == [run.name for run in runs_of(read_comparison(file))] and len(rows) == 8
+    for row in rows:
+        *_, before, last = row["curve"]
+        run = compared / "runs" / row["name"]
+        assert before["tokens"] < 600 <= last["tokens"] == tokens_spent(metrics(run))
+        evaluated = [record["eval"] for record in metrics(run) if "eval" in record]
+        for point, found in zip(row["curve"], evaluated, strict=True):
+            values = unpacked(point["questions"])
+            assert len(values) == found["questions"] and sum(values) / len(values) == pytest.approx(found["em"])
+            assert point["em"] == found["em"] and point["searches"] == found["searches"]
+    found = json.loads((compared / "methods.json").read_text())
+    assert [(table["axis"], table["at"]) for table in found["tables"][:2]] == [("tokens", 300), ("tokens", 600)]
+    assert found["tables"][2]["axis"] == "seconds" and (compared / "curves.png").stat().st_size > 10_000
+
+
+def test_a_second_call_and_stored_rows_repeat_no_run(file: Path, compared: Path, tmp_path: Path) -> None:
+    plan, starts = read_comparison(file), [path.read_bytes() for path in sorted(compared.rglob("starts.jsonl"))]
+    first = json.loads((compared / "methods.json").read_text())
+    again = run_comparison(plan, compared, copying)
+    elsewhere = run_comparison(plan, tmp_path / "out", copying, compared / "rows.jsonl")
+    assert first["tables"] == again["tables"] == elsewhere["tables"]
+    assert [path.read_bytes() for path in sorted(compared.rglob("starts.jsonl"))] == starts
+    assert not (tmp_path / "out" / "runs").exists() and not (tmp_path / "out" / "shared").exists()
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(file: Path, compared: Path, tmp_path: Path) -> None:
+    text = (
+        file.read_text()
+        .replace("seeds = [0, 1]", "seeds = [0]")
+        .replace('"run.steps=9"', '"run.steps=9", "run.save_every=1"')
+    )
+    plan, out, pid = read(text, tmp_path), tmp_path / "out", os.fork()
+    if pid == 0:
+        from thresher.bench.studies import methods
+
+        def die(progress: Any) -> None:
+            if progress.step == 2 and "eval" not in progress.record:
+                os.kill(os.getpid(), 9)
+
+        whole = methods.train
+        methods.train = lambda recipe, folder, resume, watch: whole(recipe, folder, resume, die)
+        run_comparison(plan, out, copying)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+    run_comparison(plan, out, copying)
+    (first, *_), expected = stored(out / "rows.jsonl"), stored(compared / "rows.jsonl")[0]
+    assert len(stored(out / "runs" / first["name"] / "starts.jsonl")) == 2
+    timed = {"at", "commit", "machine"}
+    for row in (first, expected):
+        for point in row["curve"]:
+            del point["seconds"]
+    assert {k: v for k, v in first.items() if k not in timed} == {k: v for k, v in expected.items() if k not in timed}
+
+
+def test_rows_of_another_comparison_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
+    for change, says in ((("em", "f1"), "with the measure 'f1'"), (("600]", "60000]"), "below the largest of budgets")):
+        text = file.read_text().replace("seeds = [0, 1]", 'seeds = [0, 1]\nmeasure = "em"').replace(*change)
+        plan = read(text, tmp_path)
+        with pytest.raises(UserError, match=says):
+            run_comparison(plan, tmp_path / "out", copying, compared / "rows.jsonl")
+
+
+def test_nothing_finished_is_no_comparison(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run is finished"):
+        run_comparison(read_comparison(file), tmp_path / "out", copying, train_more=False)
+
+
+# --- statistics
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0], [0.25, 1.0], [0.0]])
+def test_packed_values_are_read_back(values: list[float]) -> None:
+    assert unpacked(packed(values)) == values
+
+
+def test_a_curve_is_linear_between_evaluations() -> None:
+    curve = [{"tokens": tokens, "em": em} for tokens, em in ((0, 0.2), (100, 0.4), (100, 0.5), (300, 0.9))]
+
+    def at(tokens: float) -> float:
+        return between(curve, "tokens", tokens, lambda point: [point["em"]])[0]
+
+    found = [at(tokens) for tokens in (0, 50, 100, 200, 300, 400)]
+    assert found == pytest.approx([0.2, 0.3, 0.4, 0.7, 0.9, 0.9])
+
+
+def made_up(effects: dict[str, Sequence[float]], control: float, questions: int = 200) -> list[dict[str, Any]]:
+    """Rows of methods whose runs have these shares of right answers, one a seed, and controls with one share."""
+    rows = []
+    for method, shares in effects.items():
+        for seed, share in enumerate(shares):
+            for is_control, right in ((False, share), (True, control)):
+                values = [1.0] * round(right * questions) + [0.0] * (questions - round(right * questions))
+                random.Random(f"{seed}").shuffle(values)
+                before, behind = (
+                    {"step": n, "em": sum(v) / questions, "searches": 1.0, "questions": packed(v)}
+                    for n, v in ((0, [0.0] * questions), (9, values))
+                )
+                curve = [before | {"tokens": 0, "seconds": 0.0}, behind | {"tokens": 1000, "seconds": 9.0}]
+                rows.append({"condition": "", "method": method, "control": is_control, "seed": seed, "curve": curve})
+    return rows
+
+
+def test_what_is_claimed_and_what_is_not(tmp_path: Path) -> None:
+    """Of eight seeds: a method that is above on all by far, one by less than can be seen, and the baseline."""
+    base = [0.50, 0.54, 0.46, 0.52, 0.48, 0.55, 0.45, 0.50]
+    effects = {
+        "plain": base,
+        "above": [share + gap for share, gap in zip(base, (0.3, 0.26, 0.34, 0.3, 0.3, 0.25, 0.35, 0.3), strict=True)],
+        "same": [share + gap for share, gap in zip(base, (0.1, -0.1, 0.05, -0.05, 0.1, -0.08, 0.0, 0.01), strict=True)],
+    }
+    text = HEAD.format(recipe="r.toml").replace("[0, 1]", str(list(range(8)))).replace("[300, 600]", "[1000]")
+    plan = read(text.replace("none = ['grpo.scale=\"none\"']", "above = []\nsame = []"), tmp_path)
+    found = analysis(plan, made_up(effects, 0.2))
+    (table, _) = found["tables"]
+    lines = {line["method"]: line for line in table["lines"] if not line["control"]}
+    assert "baseline" not in lines["plain"]
+    above, same = lines["above"]["baseline"], lines["same"]["baseline"]
+    assert above["claimed"] and above["difference"] == pytest.approx(0.3)
+    assert above["p"] == pytest.approx(2 / 2**8) and above["holm"] == pytest.approx(2 * above["p"])
+    assert above["visible"] == pytest.approx(visible_difference(above["gaps"]))
+    assert above["interval"][0] < above["student"][0] < 0.3 < above["student"][1] < above["interval"][1]
+    assert not same["claimed"] and abs(same["difference"]) < same["visible"]
+    assert all(line["own control"]["claimed"] for line in lines.values())
+    text = markdown(plan, found)
+    assert "- above is above plain by 0.300 (Holm's p 0.0156)." in text
+    assert "- same is not told from plain: +0.004, where differences of 0." in text
+    assert "With 8 seeds no two-sided p is below 0.00781 before Holm's correction." in text
+
+
+def test_a_difference_below_the_visible_one_is_not_claimed(tmp_path: Path) -> None:
+    """Eleven small gaps of one sign have a p of .001, and a larger spread than their mean."""
+    gaps = (0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.3, 0.005, 0.005)
+    text = HEAD.format(recipe="r.toml").replace("[0, 1]", str(list(range(11)))).replace("[300, 600]", "[1000]")
+    found = analysis(read(text, tmp_path), made_up({"plain": [0.4] * 11, "none": [0.4 + gap for gap in gaps]}, 0.4))
+    line = next(line for line in found["tables"][0]["lines"] if line["method"] == "none")
+    assert line["baseline"]["holm"] < 0.05 and abs(line["baseline"]["difference"]) < line["baseline"]["visible"]
+    assert not line["baseline"]["claimed"]
+
+
+def test_one_seed_says_nothing_of_another(tmp_path: Path) -> None:
+    text = HEAD.format(recipe="r.toml").replace("[0, 1]", "[0]").replace("[300, 600]", "[1000]")
+    plan = read(text, tmp_path)
+    found = analysis(plan, made_up({"plain": [0.4], "none": [0.9]}, 0.1))
+    assert "none: +0.500 to plain on one seed, which says nothing of another" in markdown(plan, found)
+    assert not any(line.get("baseline", {}).get("claimed") for line in found["tables"][0]["lines"])
