@@ -312,8 +312,19 @@ class Invent(
     articles: Annotated[
         bool, "only train, dev and test questions that bring their passages: articles in natural sentences"
     ] = False
+    agents: Annotated[
+        bool, "a world for search agents: documents of several sentences, hearsay, questions without an answer"
+    ] = False
+    coverage: Annotated[Share | None, "with --agents: share of the facts that the corpus states (default: all)"] = None
 
     def __call__(self) -> None:
+        if self.agents:
+            self._agents()
+            return
+        if self.coverage is not None:
+            raise UserError(
+                "--coverage is for --agents, whose corpus can leave facts out; give --agents, or leave it out"
+            )
         if self.articles:
             from thresher.engine.world.articles import invent_articles
 
@@ -326,6 +337,18 @@ class Invent(
 
         size = Size() if self.aware is None else replace(Size(), aware=self.aware)
         figures = invent_files(self.out, self.seed, size, self.passage_format, self.forms)
+        console.figures(f"an invented world in {self.out}", figures)
+
+    def _agents(self) -> None:
+        from thresher.engine.world.agents import AgentWorld, invent_agents
+
+        if self.forms or self.articles:
+            raise UserError("--agents writes files of its own; leave --forms and --articles out")
+        settings = AgentWorld()
+        if self.aware is not None:
+            settings = replace(settings, size=replace(settings.size, aware=self.aware))
+        coverage = 1.0 if self.coverage is None else self.coverage
+        figures = invent_agents(self.out, self.seed, coverage, self.passage_format, settings)
         console.figures(f"an invented world in {self.out}", figures)
 
 

@@ -1,0 +1,413 @@
+"""An invented world for search agents: documents of several sentences, contradictions, facts that stand nowhere.
+
+corpus.jsonl        {"id", "title", "text"}                     documents about training and held-out entities
+train.jsonl         {"id", "question", "golden_answers", ..}    questions about training entities
+test.jsonl          questions about held-out entities that the corpus answers, at every coverage
+unanswerable.jsonl  questions about held-out entities that it answers at no coverage; their gold is "unknown"
+recitals.jsonl      transcripts that teach to copy, and come first
+warmup.jsonl        segmented transcripts for `thresher sft`, in the form of search_r1
+prompt.txt          the prompt of both, and of training
+
+A question follows two to four relations, none twice. A document is a few sentences in any order:
+
+    Amber Lattice               Its facts, and a fact whose object it is.
+    Amber Lattice, elsewhere    Facts whose object it is, and facts about others with one of its two words.
+    Amber Lattice, hearsay      "It is said that Amber Lattice has author Bel Dorin.", which contradicts the article
+                                and is not true; and a fact whose object it is.
+
+*Coverage* is the share of the facts that the corpus states, of those that are not *missing*; these it never states. A
+fact has one rank, so the corpus of a lower coverage is that of a higher one without some sentences, and without the
+documents that have none left. Nothing else depends on the coverage: questions, warm-up and hearsay are the same.
+Held-out questions with an answer need facts that stand at the lowest coverage. Those without one need one missing fact,
+and their other facts stand at the lowest coverage.
+
+Training questions are asked whatever is covered. One that needs a missing fact has the gold "unknown", so that to
+abstain is rewarded somewhere. One that needs a fact which a lower coverage leaves out keeps its gold, as in published
+data: none of its samples is rewarded, and its group teaches nothing.
+
+Warm-up is set in further worlds, as in `facts`. Its transcripts read what was found: they restate the fact that was
+looked for, from hearsay as often as from an article where both state it, or end with "unknown" where none does. Most
+are blind: they follow relations drawn at random, one to four of them. What to look for, when to stop and what to trust
+is left to reinforcement. Everything is a function of the seed.
+"""
+
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thresher.common.errors import UserError
+from thresher.common.files import atomic_write_text, staged_folder
+from thresher.common.jsonl import write_jsonl
+from thresher.engine.protocol.prompts import check_passage_format, passage_lines
+from thresher.engine.systems.search_r1 import AFTER, BEFORE
+from thresher.engine.world.facts import RELATIONS, Fact, InventedWorld, Size, ask, invent
+from thresher.engine.world.files import Segments, policy_segment
+from thresher.engine.world.simulated_search import DIM, K
+from thresher.retrieval.building.build import build_index
+from thresher.retrieval.corpus import Corpus
+from thresher.retrieval.encoders.lexical import LexicalEncoder
+from thresher.retrieval.indexes.load import Index
+from thresher.retrieval.passages import Passage
+from thresher.retrieval.questions import Question, question_record
+
+UNKNOWN = "unknown"
+SAID = "It is said that "
+NEVER = 1.0  # rank of a missing fact
+ABSENT = 1  # relations of a recital of which nothing is said
+PROMPT = "Question: {question}\n"
+SearchDocuments = Callable[[list[str]], list[list["Document"]]]  # queries -> what is found for each
+Ranks = dict[tuple[str, str], float]  # (subject, relation) -> coverage above which the fact is stated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentWorld:
+    """What decides the documents and the questions; each share and chance is from 0 to 1."""
+
+    size: Size = field(default_factory=lambda: Size(test_questions=400, transcripts=6400, warmup_worlds=16))
+    hops: tuple[tuple[int, float], ...] = ((2, 0.4), (3, 0.4), (4, 0.2))  # relations of a question, share
+    least: float = 0.5  # the lowest coverage
+    missing: float = 0.1  # share of the facts that no coverage states
+    unanswerable: float = 0.1  # share of the training questions that need a missing fact
+    unanswerable_questions: int = 200  # held-out ones
+    hearsay: float = 0.3  # chance that a fact is contradicted
+    elsewhere: float = 0.5  # chance that an entity has a document of that kind
+    trusting: float = 0.5  # chance that a transcript follows hearsay where an article says otherwise
+    recitals: int = 6400
+    shown: tuple[float, ...] = (0.5, 0.3, 0.2)  # shares of the recitals that show one document, two, ..
+    blind_hops: tuple[int, ...] = (1, 2, 3, 4)  # searches of a blind transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A sentence of a document. said: it is hearsay, and not true."""
+
+    fact: Fact
+    said: bool = False
+
+    @property
+    def text(self) -> str:
+        return (SAID if self.said else "") + self.fact.sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A titled list of statements."""
+
+    title: str
+    statements: tuple[Statement, ...]
+
+    def passage(self, number: int) -> Passage:
+        return Passage(str(number), self.title, " ".join(statement.text for statement in self.statements))
+
+
+def invent_agents(
+    out: str | Path, seed: int, coverage: float, passage_format: str, settings: AgentWorld | None = None
+) -> dict[str, Any]:
+    """Write the files into the new folder `out`; return their counts. UserError for a coverage below the lowest."""
+    settings = settings or AgentWorld()
+    check_passage_format(passage_format)
+    if not settings.least <= coverage <= 1:
+        raise UserError(f"--coverage {coverage}: expected a number from {settings.least} to 1")
+    worlds = invent(settings.size, seed)
+    corpus = []
+    ranks = {}
+    for name, world in (("train", worlds.train), ("test", worlds.test)):
+        ranks[name] = ranked(world, settings, f"{name} {seed}")
+        corpus += documents(world, settings, f"{name} {seed}")
+    random.Random(f"order {seed}").shuffle(corpus)
+    passages = [
+        shown.passage(number)
+        for number, document in enumerate(corpus)
+        if (shown := covered(document, ranks["train"] | ranks["test"], coverage)).statements
+    ]
+    asked = ask_all(worlds.train, worlds.test, ranks, settings, seed)
+    with staged_folder(out) as staged, tempfile.TemporaryDirectory() as scratch:
+
+        def write(name: str, records: Iterable[dict[str, Any]]) -> None:
+            write_jsonl(staged / f"{name}.jsonl", records)
+
+        write("corpus", ({"id": p.id, "title": p.title, "text": p.text} for p in passages))
+        for name, questions in asked.items():
+            write(name, map(question_record, questions))
+        warmup, recited = [], []
+        each, recitals_each = (n // settings.size.warmup_worlds for n in (settings.size.transcripts, settings.recitals))
+        for number, world in enumerate(worlds.warmup):
+            of = f"warm-up {number} {seed}"
+            search = _search(world, settings, of, Path(scratch) / str(number))
+            warmup += transcripts(world, each, settings, of, search, passage_format)
+            recited += recitals(world, recitals_each, settings, of, search, passage_format)
+        write("warmup", warmup)
+        write("recitals", recited)
+        atomic_write_text(staged / "prompt.txt", PROMPT)
+    return {
+        "documents": len(passages),
+        "coverage": coverage,
+        "training questions": len(asked["train"]),
+        "held-out questions": len(asked["test"]),
+        "held-out questions without an answer": len(asked["unanswerable"]),
+        "warm-up transcripts": len(warmup),
+        "recitals": len(recited),
+    }
+
+
+# Documents
+
+
+def ranked(world: InventedWorld, settings: AgentWorld, seed: str) -> Ranks:
+    """Return each fact's rank: a corpus states the facts whose rank is below its coverage."""
+    rng = random.Random(f"coverage {seed}")
+    found = {}
+    for key in world.facts:
+        rank = rng.random()
+        found[key] = NEVER if rng.random() < settings.missing else rank
+    return found
+
+
+def covered(document: Document, ranks: Ranks, coverage: float) -> Document:
+    """Return a document as it is at a coverage. Hearsay stands at every one."""
+    kept = (one for one in document.statements if one.said or ranks[one.fact.subject, one.fact.relation] < coverage)
+    return Document(document.title, tuple(kept))
+
+
+def documents(world: InventedWorld, settings: AgentWorld, seed: str) -> list[Document]:
+    """Return all documents of a world as if every fact were covered."""
+    rng = random.Random(f"documents {seed}")
+    told_of: dict[str, list[Fact]] = {}  # object -> facts
+    told_by: dict[tuple[int, str], list[Fact]] = {}  # a word of the subject and its place -> facts
+    for fact in world.facts.values():
+        told_of.setdefault(fact.object, []).append(fact)
+        for word in enumerate(fact.subject.split()):
+            told_by.setdefault(word, []).append(fact)
+    by_kind = {kind: [name for name, its in world.kinds.items() if its == kind] for kind in RELATIONS}
+    found = []
+
+    def add(title: str, statements: list[Statement]) -> None:
+        rng.shuffle(statements)
+        if statements:
+            found.append(Document(title, tuple(statements)))
+
+    for entity in world.kinds:
+        facts = [world.facts[entity, relation] for relation in world.relations(entity)]
+        mentions = told_of.get(entity, [])
+        add(entity, [Statement(fact) for fact in (*facts, *_some(rng, mentions, 1))])
+        if rng.random() < settings.elsewhere:
+            namesakes = [one for word in enumerate(entity.split()) for one in told_by[word] if one.subject != entity]
+            both = dict.fromkeys((*_some(rng, mentions, 2), *_some(rng, namesakes, 2)))
+            add(f"{entity}, elsewhere", [Statement(fact) for fact in both])
+        wrong = []
+        for fact in facts:
+            if rng.random() < settings.hearsay:
+                others = [one for one in by_kind[world.kinds[fact.object]] if one not in (entity, fact.object)]
+                wrong.append(Statement(Fact(entity, fact.relation, rng.choice(others)), said=True))
+        if wrong:
+            add(f"{entity}, hearsay", [*wrong, *map(Statement, _some(rng, mentions, 1))])
+    return found
+
+
+def _some(rng: random.Random, facts: Sequence[Fact], count: int) -> list[Fact]:
+    return rng.sample(facts, min(count, len(facts)))
+
+
+# Questions
+
+
+def following(world: InventedWorld, path: Sequence[Fact]) -> list[Fact]:
+    """Return the facts by which a path can go on: to an entity and along a relation that are not on it."""
+    passed = {path[0].subject, *(fact.object for fact in path)}
+    used = {fact.relation for fact in path}
+    entity = path[-1].object
+    facts = [world.facts[entity, relation] for relation in world.relations(entity) if relation not in used]
+    return [fact for fact in facts if fact.object not in passed]
+
+
+def paths(world: InventedWorld, hops: int) -> list[list[Fact]]:
+    """Return all paths of so many facts."""
+    found = [[fact] for fact in world.facts.values()]
+    for _ in range(hops - 1):
+        found = [[*path, fact] for path in found for fact in following(world, path)]
+    return found
+
+
+def ask_all(
+    train: InventedWorld, test: InventedWorld, ranks: dict[str, Ranks], settings: AgentWorld, seed: int
+) -> dict[str, list[Question]]:
+    """Return the questions of each file, by its name."""
+    size = settings.size
+    without = round(size.train_questions * settings.unanswerable)
+
+    def answered(path: list[Fact]) -> bool:
+        return NEVER not in _ranks(path, ranks["train"])
+
+    def always(path: list[Fact]) -> bool:
+        return max(_ranks(path, ranks["test"])) < settings.least
+
+    def one_missing(path: list[Fact]) -> bool:
+        *others, most = sorted(_ranks(path, ranks["test"]))
+        return most == NEVER and max(others) < settings.least
+
+    questions = [
+        *_questions(train, size.train_questions - without, settings, seed, "train", answered),
+        *_questions(train, without, settings, seed, "train-unknown", lambda path: not answered(path)),
+    ]
+    random.Random(f"order of questions {seed}").shuffle(questions)
+    return {
+        "train": questions,
+        "test": _questions(test, size.test_questions, settings, seed, "test", always),
+        "unanswerable": _questions(test, settings.unanswerable_questions, settings, seed, "unknown", one_missing),
+    }
+
+
+def _ranks(path: Sequence[Fact], ranks: Ranks) -> list[float]:
+    return [ranks[fact.subject, fact.relation] for fact in path]
+
+
+def _questions(
+    world: InventedWorld,
+    count: int,
+    settings: AgentWorld,
+    seed: int,
+    prefix: str,
+    fits: Callable[[list[Fact]], bool],
+) -> list[Question]:
+    """Return up to `count` distinct questions whose paths fit, of each number of hops its share."""
+    rng = random.Random(f"questions {prefix} {seed}")
+    chosen = []
+    for hops, share in settings.hops:
+        fitting = [path for path in paths(world, hops) if fits(path)]
+        chosen += rng.sample(fitting, min(round(count * share), len(fitting)))
+    rng.shuffle(chosen)
+    known = prefix not in ("unknown", "train-unknown")
+    return [
+        Question(f"{prefix}-{number}", ask(path), (path[-1].object if known else UNKNOWN,), {"hops": len(path)})
+        for number, path in enumerate(chosen)
+    ]
+
+
+# Warm-up transcripts
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A transcript while it is made. relations: those of the question, if it follows them. turn: text since the last
+    search; ended: it answered."""
+
+    question: str
+    entity: str
+    hops: int
+    relations: list[str] | None
+    segments: Segments = field(default_factory=list)
+    turn: str = ""
+    ended: bool = False
+
+
+def transcripts(
+    world: InventedWorld, count: int, settings: AgentWorld, seed: str, search: SearchDocuments, passage_format: str
+) -> list[dict[str, Any]]:
+    """Return `count` warm-up transcripts of one world (the prompt is the recipe's)."""
+    rng = random.Random(f"transcripts {seed}")
+    plans = [_plan(world, settings, rng) for _ in range(count)]
+    for hop in range(max(plan.hops for plan in plans)):
+        going = [plan for plan in plans if not plan.ended]
+        facts = []
+        for plan in going:
+            relation = rng.choice(world.relations(plan.entity)) if plan.relations is None else plan.relations[hop]
+            facts.append(world.facts[plan.entity, relation])
+            plan.turn += f"{'<think>' if hop == 0 else ''} {'First' if hop == 0 else 'Then'} the {relation} </think>"
+            plan.turn += f"<search> {relation} of[ {plan.entity}] </search>"
+        for plan, fact, found in zip(going, facts, search([fact.query for fact in facts]), strict=True):
+            plan.segments += [policy_segment(plan.turn), *_shown(found, passage_format)]
+            _read(plan, fact, found, hop + 1 == plan.hops, settings, rng)
+    return [
+        {"id": f"{seed} {number}", "question": plan.question, "segments": plan.segments}
+        for number, plan in enumerate(plans)
+    ]
+
+
+def recitals(
+    world: InventedWorld, count: int, settings: AgentWorld, seed: str, search: SearchDocuments, passage_format: str
+) -> list[dict[str, Any]]:
+    """Return `count` transcripts that show documents of a search, and tell what these say: every second one sentence by
+    sentence, the others fact by fact in any order."""
+    rng = random.Random(f"recitals {seed}")
+    facts = rng.choices(list(world.facts.values()), k=count)
+    result = []
+    for number, (fact, hits) in enumerate(zip(facts, search([fact.query for fact in facts]), strict=True)):
+        found = rng.sample(hits, *rng.choices(range(1, len(settings.shown) + 1), settings.shown))
+        statements = [one for document in found for one in document.statements]
+        told = policy_segment("<think> " + " ".join(one.text for one in statements) + " </think>")
+        if number % 2:
+            stated = list(dict.fromkeys((one.fact.subject, one.fact.relation) for one in statements))
+            subject = rng.choice(stated)[0]
+            absent = [(subject, one) for one in world.relations(subject) if (subject, one) not in stated]
+            keys = [*stated, *absent[:ABSENT]]
+            rng.shuffle(keys)
+            # Nothing decides the order of the subjects, so they are no copies that could be measured.
+            parts = [_restate(*key, found, settings, rng)[0].replace("]", "", 1).replace("[", "", 1) for key in keys]
+            told = policy_segment(f"<think>{''.join(parts)} </think>")
+        segments = [*_shown(found, passage_format), told]
+        result.append({"id": f"recital {seed} {number}", "question": fact.query, "segments": segments})
+    return result
+
+
+def _shown(found: Sequence[Document], passage_format: str) -> Segments:
+    lines = passage_lines([document.passage(0) for document in found], passage_format)
+    return [{"source": "retrieved", "text": part} for part in (BEFORE, lines, AFTER)]
+
+
+def _plan(world: InventedWorld, settings: AgentWorld, rng: random.Random) -> _Plan:
+    [hops] = rng.choices(*zip(*settings.hops, strict=True))
+    path: list[Fact] = []
+    while len(path) < hops:
+        entity = rng.choice(list(world.kinds))
+        path = [world.facts[entity, rng.choice(world.relations(entity))]]
+        while len(path) < hops and (further := following(world, path)):
+            path.append(rng.choice(further))
+    if rng.random() < settings.size.aware:
+        return _Plan(ask(path), path[0].subject, hops, [fact.relation for fact in path])
+    return _Plan(ask(path), path[0].subject, rng.choice(settings.blind_hops), None)
+
+
+def _read(
+    plan: _Plan, fact: Fact, found: Sequence[Document], last: bool, settings: AgentWorld, rng: random.Random
+) -> None:
+    """Go on from what a search for a fact has found: restate it, and answer if this was the last search, or if nothing
+    was found."""
+    text, object_ = _restate(fact.subject, fact.relation, found, settings, rng)
+    plan.turn = f"<think>{text}"
+    if last or object_ is None:
+        answer = f" {UNKNOWN}" if object_ is None else f"[ {object_}]"
+        plan.segments.append(policy_segment(f"{plan.turn} </think><answer>{answer} </answer>"))
+        plan.ended = True
+    else:
+        plan.entity = object_
+
+
+def _restate(
+    subject: str, relation: str, found: Sequence[Document], settings: AgentWorld, rng: random.Random
+) -> tuple[str, str | None]:
+    """Return what documents say of a relation of a subject, as marked text, and its object, None if they say nothing.
+    A choice between hearsay and an article is no copy that could be measured."""
+    stated = [
+        one
+        for document in found
+        for one in document.statements
+        if (one.fact.subject, one.fact.relation) == (subject, relation)
+    ]
+    true, said = ([one.fact.object for one in stated if one.said is is_said] for is_said in (False, True))
+    read = said if said and (not true or rng.random() < settings.trusting) else true
+    if not read:
+        return f"[ {subject}] has no {relation}.", None
+    return f"[ {subject}] has {relation}" + (f" {read[0]}." if true and said else f"[ {read[0]}]."), read[0]
+
+
+def _search(world: InventedWorld, settings: AgentWorld, seed: str, folder: Path) -> SearchDocuments:
+    """Return a function that finds a world's documents, as a rollout's search would; its index is in the new folder."""
+    ranks = ranked(world, settings, seed)
+    told = [shown for one in documents(world, settings, seed) if (shown := covered(one, ranks, 1.0)).statements]
+    corpus = Corpus([document.passage(number) for number, document in enumerate(told)])
+    encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)
+    index: Index = build_index(corpus, encoder, folder, embed="title+text")
+    return lambda queries: [[told[int(hit.passage.id)] for hit in hits] for hits in index.search(queries, K)]
