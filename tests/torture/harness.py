@@ -1,4 +1,5 @@
-"""Commands in forked processes with limits of time and memory, and a verdict on how each ended.
+"""Commands in forked processes with limits of time and memory, and a verdict on how each ended. One with run.async is
+played by two ranks, as torchrun plays it.
 
     right      status 0, and the result of the unharmed command, to the bit but for times
     refused    status 2, no traceback, and a last line that says in a sentence what is wrong
@@ -14,6 +15,7 @@ import gc
 import hashlib
 import importlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -27,9 +29,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
 
 from full_disk import files_of_at_most, modes_that_hold
+from rank_cases import free_ports
 
 from thresher.common.errors import UserError
 from thresher.engine.store.run_folder import to_be_resumed
@@ -42,9 +46,12 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 PIPE = 1 << 20  # bytes
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 TRACEBACK = "Traceback (most recent call last)"
+ASYNC = "run.async=true"  # a command with this word is played by so many ranks
+RANKS = 2
+PATIENCE = 10.0  # seconds to end: of a rank once another has failed, and of what a process that was killed has begun
 
-# Keys of records that differ between two sound runs: times, digests of records with times, and what speculation did,
-# which begins without a history in a resumed run.
+# Keys of records that differ between two sound runs: times, digests of records with times, what speculation did, which
+# begins without a history in a resumed run, and the clock of groups in a checkpoint, whose counts are in their step.
 TIMED = frozenset(
     {"rollout_tokens_per_s", "train_tokens_per_s", "search_share", "forwards", "forward_rows", "drafted_tokens"}
     | {
@@ -56,7 +63,7 @@ TIMED = frozenset(
         "latency",
         "sha256",
     }
-    | {"checksum", "digest"}
+    | {"checksum", "digest", "clock"}
 )
 # Files that differ: hashes.json is of states with times, and a resumed run has started twice.
 NOT_COMPARED = frozenset({"hashes.json", "report.html", "starts.jsonl"})
@@ -99,10 +106,10 @@ class Ended:
         """What is wrong with the way in which it ended, whatever its result; None where nothing is."""
         if self.timed_out:
             return f"hangs: killed after {self.seconds:.0f} s"
-        if self.signal is not None:
-            return f"died of signal {self.signal}"
         if TRACEBACK in self.err:
             return f"traceback: {self.last_line}"
+        if self.signal is not None:
+            return f"died of signal {self.signal}"
         if self.status not in (0, 2):
             return f"status {self.status}: {self.last_line}"
         if self.status == 2 and not self.last_line.startswith("thresher: "):
@@ -145,12 +152,12 @@ class Process:
         sys.stdout.flush()
         sys.stderr.flush()
         pipes = [os.openpty()] if limits.terminal else [os.pipe() for _ in self.said]
-        self._streams = [read for read, _ in pipes]
+        self._streams, parent = [read for read, _ in pipes], os.getpid()
         # Python loses a signal that arrives between the fork and the child's own handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         self.pid = os.fork()
         if self.pid == 0:
-            run_child(call, limits, [write for _, write in pipes])
+            run_child(call, limits, [write for _, write in pipes], parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for read, write in pipes:
             if not limits.terminal:
@@ -167,10 +174,12 @@ class Process:
                 self._finish(status)
         return self._ended is None
 
-    def kill(self, number: int) -> None:
-        """Send a signal to the process alone, if it still runs."""
+    def kill(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to the process alone, or to one of the ranks that it has begun, if it still runs."""
         if self._ended is None:
-            os.kill(self.pid, number)
+            ranks = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            chosen = rank is not None and rank < len(ranks)
+            os.kill(int(ranks[rank]) if chosen else self.pid, number)
 
     def wait_until(self, condition: Callable[[], bool], pause: float = 0.002) -> None:
         """Return once `condition` holds or the process has ended."""
@@ -186,16 +195,25 @@ class Process:
         assert self._ended is not None
         return self._ended
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Read what it has printed; return whether a process is left that may print more."""
+        left = False
         for number, stream in enumerate(self._streams):
-            with suppress(OSError):  # nothing is there yet; a terminal's other end is closed
+            try:
                 while part := os.read(stream, PIPE):
                     self.said[number] += part
+            except BlockingIOError:
+                left = True
+            except OSError:  # a terminal's other end is closed
+                pass
+        return left
 
     def _finish(self, status: int, timed_out: bool = False) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._read()
+        until = time.monotonic() + PATIENCE
+        while self._read() and time.monotonic() < until:  # ranks, which die with their parent
+            time.sleep(0.001)
         for stream in self._streams:
             os.close(stream)
         died = os.WIFSIGNALED(status)
@@ -209,11 +227,13 @@ class Process:
         )
 
 
-def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int]) -> NoReturn:
+def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int], parent: int) -> NoReturn:
     """Run `call` in a fork and leave it."""
     status = 1
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no fork outlives the campaign
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no fork outlives its parent
+        if os.getppid() != parent:
+            os._exit(status)
         if limits.terminal:
             os.login_tty(streams[0])
         else:
@@ -223,7 +243,8 @@ def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int]) -
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
+        # A fork of a fork replaces streams that nothing else holds, and must not close what they write to.
+        sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -249,15 +270,61 @@ def run_child(call: Callable[[], int], limits: Limits, streams: Sequence[int]) -
             os._exit(status)
 
 
+def play_ranks(call: Callable[[], int]) -> int:
+    """Play a command in RANKS forks, as torchrun does: signals go to each of them, and where one fails, those that do
+    not end by themselves are killed. Return the status of the first that failed, or die of the signal that it died
+    of."""
+    (port,) = free_ports(1)
+    ranks = [Process(partial(play_rank, call, number, port), DEFAULT) for number in range(RANKS)]
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for one in ranks:
+            one.kill(number)
+
+    for number in STOPPING:
+        signal.signal(number, pass_on)
+    until = math.inf
+    while left := [one for one in ranks if one.running()]:
+        if any(one.wait().status != 0 for one in ranks if one not in left):
+            until = min(until, time.monotonic() + PATIENCE)
+        if time.monotonic() > until:
+            for one in left:
+                one.kill(signal.SIGKILL)
+        time.sleep(0.002)
+    ends = sorted((one.wait() for one in ranks), key=lambda ended: ended.seconds)
+    for ended in ends:
+        print(ended.out, end="", flush=True)
+        print(ended.err, end="", file=sys.stderr, flush=True)
+    failed = next((ended for ended in ends if ended.status != 0), ends[0])
+    if failed.signal is not None:
+        if failed.signal in STOPPING:
+            signal.signal(failed.signal, signal.SIG_DFL)
+        os.kill(os.getpid(), failed.signal)
+    return failed.status or 0
+
+
+def play_rank(call: Callable[[], int], rank: int, port: int) -> int:
+    """Play a command as one of the ranks that torchrun starts on this machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in numbers.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "torture"}
+    return call()
+
+
 class Campaign:
     """One attack. run: the command line, from arguments to an exit status. world: what is attacked, restored after each
     attempt. out: a free path in a folder of its own, for what a command writes. draw: chance of this attack alone.
     scale: of every number of attempts."""
 
     def __init__(self, name: str, folder: Path, run: Command, seed: int = 0, scale: float = 1.0) -> None:
-        self.world, self.scratch, self.run, self.scale = folder / "world", folder / name, run, scale
+        self.world, self.scratch, self.command, self.scale = folder / "world", folder / name, run, scale
         self.out, self.draw = self.scratch / "written" / "out", Random(f"{seed}/{name}")
         self.out.parent.mkdir(parents=True)
+
+    def run(self, words: Sequence[str]) -> int:
+        """Play a command in this process, or in ranks that it begins."""
+        call = partial(self.command, words)
+        return play_ranks(call) if ASYNC in words else call()
 
     def count(self, whole: int, least: int) -> int:
         """Return how many of `whole` attempts are due."""

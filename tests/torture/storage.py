@@ -1,7 +1,7 @@
 """Attacks on what lies on disk: kills, damaged files, changed records, full disks, two writers, deleted files.
 
 A signal is sent at a moment drawn over the time of the unbroken command. A third of the killed commands are killed
-again while they go on; then they must come to the unbroken command's result.
+again while they go on; then they must come to the unbroken command's result. Of several ranks all get it, or one.
 """
 
 import json
@@ -17,7 +17,21 @@ from pathlib import Path
 from random import Random
 
 from torture import world
-from torture.harness import Campaign, Ended, Limits, Outcome, Verdict, content, different, judge, refused, remove
+from torture.harness import (
+    ASYNC,
+    RANKS,
+    TRACEBACK,
+    Campaign,
+    Ended,
+    Limits,
+    Outcome,
+    Verdict,
+    content,
+    different,
+    judge,
+    refused,
+    remove,
+)
 from torture.world import (
     EVAL,
     EXTRACT,
@@ -52,6 +66,7 @@ KILLED = {
     "index build, HNSW": build_words("hnsw", BIG),
     "index build, BM25": build_words("bm25", BIG),
 }
+SELDOM = "train, one step of asynchrony"  # two ranks, and ten seconds an attempt
 
 
 def kills(campaign: Campaign) -> Iterator[Outcome]:
@@ -60,7 +75,8 @@ def kills(campaign: Campaign) -> Iterator[Outcome]:
     passages = [{"id": f"b{n}", "title": f"t{n}", "text": text} for n, text in enumerate(texts)]
     world.write_lines(campaign.world / BIG, passages)
     whole: dict[str, tuple[Ended, dict[str, str]]] = {}
-    for name in campaign.each(KILLED, campaign.count(500, 3)):
+    often = campaign.each([name for name in KILLED if name != SELDOM], campaign.count(480, 3))
+    for name in [*often, *[SELDOM] * campaign.count(20, 1)]:
         if name not in whole:
             whole[name] = campaign.unharmed(KILLED[name])
         ended, expected = whole[name]
@@ -76,13 +92,15 @@ def kill_and_resume(campaign: Campaign, words: str, seconds: float, expected: Ma
     def strike() -> tuple[Ended, str | None]:
         """Send a signal; return how the command ended, and what is wrong with that."""
         number, moment = campaign.draw.choice(SIGNALS), campaign.draw.uniform(0, seconds)
-        said.append(f"{number.name} after {moment:.3f} s of {seconds:.3f}")
+        rank = campaign.draw.choice((None, *range(RANKS))) if ASYNC in words else None
+        of = "" if rank is None else f" of rank {rank}"
+        said.append(f"{number.name}{of} after {moment:.3f} s of {seconds:.3f}")
         started = campaign.start(campaign.words_again(words))
         until = time.monotonic() + moment
         started.wait_until(lambda: time.monotonic() > until)
-        started.kill(number)
+        started.kill(number, rank)
         ended = started.wait()
-        if ended.signal == number or ended.status in (0, STATUS.get(number)):
+        if TRACEBACK not in ended.err and (ended.signal == number or ended.status in (0, STATUS.get(number))):
             return ended, None
         return ended, ended.fault or f"status {ended.status} on {number.name}: {ended.last_line}"
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 from documents import ROOT
-from torture import inputs, servers, storage
+from torture import harness, inputs, servers, storage
 from torture.__main__ import ATTACKS, last_row, summary
-from torture.harness import Campaign, Command, Ended, Limits, content, judge
+from torture.harness import ASYNC, Campaign, Command, Ended, Limits, content, judge
 from torture.storage import Target
 
 from thresher.common.errors import UserError
@@ -146,6 +146,8 @@ def test_a_changed_record_that_is_used_is_reported(tmp_path: Path) -> None:
 def count(words: Sequence[str]) -> int:
     """Write 30 lines, one after the other, and go on where it stopped: OUT HOW. Broken ones repeat a line or raise."""
     out, how = Path(words[0]), words[1]
+    if os.environ.get("RANK", "0") != "0":  # it writes nothing
+        return 0
     done = out.read_text().splitlines() if out.exists() else []
     if how == "repeats" and done:
         out.write_text("\n".join([*done, done[-1], ""]))
@@ -158,13 +160,54 @@ def count(words: Sequence[str]) -> int:
     return 0
 
 
+@pytest.mark.parametrize("ranks", ["", f" {ASYNC}"], ids=["alone", "ranks"])
 @pytest.mark.parametrize(("how", "verdict"), [("sound", "right"), ("repeats", "wrong"), ("raises", "wrong")])
-def test_a_command_that_does_not_resume_is_reported(tmp_path: Path, how: str, verdict: str) -> None:
+def test_a_command_that_does_not_resume_is_reported(tmp_path: Path, how: str, verdict: str, ranks: str) -> None:
     campaign = campaign_of(count, tmp_path)
-    words = f"{{out}}.txt {how}"
-    _, expected = campaign.unharmed(words)
-    found = [storage.kill_and_resume(campaign, words, 0.06, expected) for _ in range(4)]
+    words = f"{{out}}.txt {how}{ranks}"
+    ended, expected = campaign.unharmed(words)
+    found = [storage.kill_and_resume(campaign, words, ended.seconds, expected) for _ in range(8)]
     assert verdict in {one for one, _ in found} and (verdict == "wrong" or len({one for one, _ in found}) == 1), found
+
+
+def wait_for_a_signal(words: Sequence[str]) -> int:
+    """Write whether SIGINT comes to this rank: FOLDER. One that gets nothing would wait for long."""
+    note = Path(words[0]) / os.environ["RANK"]
+
+    def leave(number: int, frame: object) -> None:
+        note.write_text("SIGINT")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, leave)
+    note.write_text("nothing")
+    time.sleep(60)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "status", "noted"),
+    [
+        (signal.SIGINT, None, 130, ["SIGINT", "SIGINT"]),
+        (signal.SIGINT, 0, 130, ["SIGINT", "nothing"]),
+        (signal.SIGINT, 1, 130, ["nothing", "SIGINT"]),
+        (signal.SIGKILL, 1, None, ["nothing", "nothing"]),
+        (signal.SIGKILL, None, None, ["nothing", "nothing"]),
+    ],
+)
+def test_a_signal_comes_to_one_rank_or_to_all_and_none_is_left(
+    tmp_path: Path, number: int, rank: int | None, status: int | None, noted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "PATIENCE", 0.5)
+    started = campaign_of(wait_for_a_signal, tmp_path).start([str(tmp_path), ASYNC], SHORT)
+    notes = [tmp_path / str(each) for each in range(harness.RANKS)]
+    started.wait_until(lambda: all(note.exists() and note.read_text() for note in notes))
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    started.kill(number, rank)
+    ended = started.wait()
+    assert (ended.status, ended.signal) == (status, None if status else number) and not ended.timed_out
+    assert [note.read_text() for note in notes] == noted
+    left = [Path(f"/proc/{each}/stat") for each in children]
+    assert [each for each in left if each.exists() and each.read_text().rpartition(")")[2].split()[0] != "Z"] == []
 
 
 def write(words: Sequence[str]) -> int:

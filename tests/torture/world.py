@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torture.harness import Campaign
+from torture.harness import ASYNC, Campaign
 
 FIXTURES = Path(__file__).with_name("fixtures")  # a config, a recipe, a prompt, and a system of one's own
 FIRST = ("Anna", "Carl", "Eva", "Gil", "Ida", "Karl", "Mia", "Otto")
@@ -32,6 +32,7 @@ MODES = {
     "": (),
     "two updates a step": ("rollout.questions_per_step=4", "grpo.updates_per_batch=2"),
     "partial rollouts": ("rollout.partial=true", "rollout.max_num_seqs=4"),
+    "one step of asynchrony": (ASYNC,),
 }
 SFT = "sft {at}/recipe.toml --out {out}"
 EVAL = "eval {at}/recipe.toml --questions {at}/questions.jsonl --out {out}"
