@@ -1,15 +1,17 @@
-"""`thresher bench rollout --shape tail`: rollouts whose samples are not equally long, with and without rollout.partial.
+"""`thresher bench rollout --shape tail`: rollouts whose samples are not equally long, with and without rollout.partial,
+and with rollout.stale_cache.
 
 Lengths are the quantiles of a lognormal distribution in a random order (planning/tail.py: `tail_lengths`,
 `lengths_of_run`). They are forced: a sample's question names its length, and random weights do not stop. The weights
 stay the same, but each rollout begins with an empty cache, as after an update, so that unfinished samples are prefilled
-again. Without rollout.partial Q groups are in flight, so that a rollout lasts as long as its longest sample; with it F.
-The sides take turns. Figures leave out the first and the last `AROUND` rollouts, which fill and empty the slots.
+again; with rollout.stale_cache it begins with what the last one has left. Without rollout.partial Q groups are in
+flight, so that a rollout lasts as long as its longest sample; with it F. The sides take turns. Figures leave out the
+first and the last `AROUND` rollouts, which fill and empty the slots.
 
-On a CPU every side is first played with `Limits.reuse` off. Then no sample waits for a prompt that another computes,
-and samples begin in the order of their numbers; each rollout's decode steps and drawn tokens, and the staleness of what
-it trains on, have to be those of `count_rollouts`. The timed runs share prompts. There a sample may take the slot of
-one that waits, so that decode steps differ from the count; a row has both.
+On a CPU every side but those of a stale cache is first played with `Limits.reuse` off. Then no sample waits for a
+prompt that another computes, and samples begin in the order of their numbers; each rollout's decode steps and drawn
+tokens, and the staleness of what it trains on, have to be those of `count_rollouts`. The timed runs share prompts.
+There a sample may take the slot of one that waits, so that decode steps differ from the count; a row has both.
 
     seconds = a x decode steps + b x tokens drawn + c x tokens prefilled
 
@@ -23,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +43,21 @@ from thresher.engine.training.partial import Queue, Taking
 from thresher.retrieval.questions import Question
 
 FACTORS = (2, 3, 5)  # F by Q
-SIDES = (1, *FACTORS)  # 1: without rollout.partial
 STEPS = 12  # rollouts of a run that figures are taken of
 SPARE = 128  # tokens of the cache for each slot beyond a sample's: room never decides when a sample begins
 AROUND = max(FACTORS)  # rollouts before them, and as many behind
 
 Floats = npt.NDArray[np.float64]
+
+
+class Way(NamedTuple):
+    """How a side plays. factor: F by Q; 1: without rollout.partial."""
+
+    factor: int
+    stale_cache: bool = False
+
+
+WHOLE = Way(1)
 
 
 @dataclass(slots=True)
@@ -89,16 +100,17 @@ class TailSide(RolloutSide):
         queue = tail.Queue(shape.group, shape.questions, factor * shape.questions, shape.samples)
         return tail.count_rollouts(self.lengths, queue)
 
-    def play(self, factor: int) -> Played:
-        """Play a run with `factor` times a step's groups in flight, of SIDES."""
+    def play(self, way: Way) -> Played:
+        """Play a run."""
         played, queue = Played(), Queue()
+        self.rollout.kept = None
         for step in range(self.steps):
             marks: list[Floats] = []
             started = time.process_time()
-            if factor == 1:
+            if way == WHOLE:
                 self._play_whole(step, marks)
             else:
-                self._play_partial(step, factor, queue, marks)
+                self._play_partial(step, way, queue, marks)
             played.cpu_seconds.append(time.process_time() - started)
             played.rollouts.append(self._row(self.rollout.clock.total))
             played.stretches += [later - earlier for earlier, later in pairwise(marks)]
@@ -111,21 +123,22 @@ class TailSide(RolloutSide):
         jobs = [job for group in range(step * count, (step + 1) * count) for job in self._jobs(group)]
         self.last = self.rollout.run(jobs, 1.0, lambda ended: marks.append(self._row(self.now())))
 
-    def _play_partial(self, step: int, factor: int, queue: Queue, marks: list[Floats]) -> None:
+    def _play_partial(self, step: int, way: Way, queue: Queue, marks: list[Floats]) -> None:
         """Play the queue on until the groups of this step are complete, as GrpoStep does."""
         count = self.setting.shape.questions
-        taking = Taking(queue, count, min(factor * count, self.steps * count - queue.next), count)
+        taking = Taking(queue, count, min(way.factor * count, self.steps * count - queue.next), count)
 
         def more(complete: list[Group]) -> list[Group] | None:
             marks.append(self._row(self.now()))
             if taking.over():
                 return None
-            new = {group: Group(self._jobs(group)) for group in taking.due()}
+            version = step if way.stale_cache else 0  # so that no prompt is shared with groups of older weights
+            new = {group: Group(self._jobs(group), version=version) for group in taking.due()}
             queue.groups |= new
             return list(new.values())
 
         unfinished = [group for group in queue.groups.values() if group.trajectories is None]
-        play_on(self.rollout, unfinished, 1.0, step, more)
+        play_on(self.rollout, unfinished, 1.0, step, more, keep=way.stale_cache)
         taken, _ = taking.take()
         self.last = [one for group in taken.values() for one in group.trajectories or ()]
 
@@ -182,34 +195,37 @@ def measure_tail(
     setting: RolloutSetting, rounds: int, deadline: float, prove: Callable[[Sequence[Written]], Any]
 ) -> list[dict[str, Any]]:
     """Measure a shape, at least one round, and begin none behind `deadline` (time.monotonic). Return a row for each of
-    `FACTORS`. prove: raises if recorded log-probs are not the model's."""
+    `FACTORS` without a stale cache, and one with. prove: raises if recorded log-probs are not the model's."""
+    partial = [Way(factor, stale) for stale in (False, True) for factor in FACTORS]
     if setting.policy.device.type == "cpu":  # elsewhere a step is launched before the last is read
         alone = TailSide(setting, reuse=False)
-        for factor in SIDES:
-            check_counts(alone.play(factor), alone.count(factor))
-    side, runs = TailSide(setting), dict[int, list[Played]]((factor, []) for factor in SIDES)
+        for factor in (WHOLE.factor, *FACTORS):
+            check_counts(alone.play(Way(factor)), alone.count(factor))
+    sides = [WHOLE, *partial]
+    side, runs = TailSide(setting), dict[Way, list[Played]]((way, []) for way in sides)
     for first in range(rounds):
         if first and time.monotonic() > deadline:
             break
-        for place in range(len(SIDES)):
-            factor = SIDES[(first + place) % len(SIDES)]
+        for place in range(len(sides)):
+            way = sides[(first + place) % len(sides)]
             gc.collect()
-            runs[factor].append(side.play(factor))
+            runs[way].append(side.play(way))
             if not first:
                 prove([Written(one.ids(), one.policy_positions(), one.policy_logprobs()) for one in side.last])
     fitted = fit_seconds([row for played in runs.values() for one in played for row in one.stretches])
-    return [_row(side, factor, runs, fitted) for factor in FACTORS]
+    return [_row(side, way, runs, fitted) for way in partial]
 
 
-def _row(side: TailSide, factor: int, runs: dict[int, list[Played]], fitted: Floats) -> dict[str, Any]:
-    shape, pairs = side.setting.shape, list(zip(runs[factor], runs[1], strict=True))
+def _row(side: TailSide, way: Way, runs: dict[Way, list[Played]], fitted: Floats) -> dict[str, Any]:
+    shape, pairs = side.setting.shape, list(zip(runs[way], runs[WHOLE], strict=True))
     partial, whole = (float(counts[1] / (fitted @ counts)) for counts in (one.middle()[1:] for one in pairs[-1]))
     step_s, drawn_s, prefilled_s = fitted.tolist()
     return {
         "bench": "rollout",
         **facts(),
         "shape": shape.name,
-        "in_flight": factor * shape.questions,
+        "in_flight": way.factor * shape.questions,
+        "stale_cache": way.stale_cache,
         "slots": shape.samples,
         "lengths": shape.record() | {"mean": float(np.mean(side.lengths)), "sigma": tail.SIGMA},
         "steps": STEPS,
@@ -221,8 +237,8 @@ def _row(side: TailSide, factor: int, runs: dict[int, list[Played]], fitted: Flo
         "drawn_token_s": drawn_s,
         "prefilled_token_s": prefilled_s,
         "step_share": step_s / (step_s + drawn_s * shape.samples),  # of a full step's time
-        "whole": _figures(runs[1], side.count(1)),
-        "partial": _figures(runs[factor], side.count(factor)),
+        "whole": _figures(runs[WHOLE], side.count(WHOLE.factor)),
+        "partial": _figures(runs[way], side.count(way.factor)),
     }
 
 
@@ -253,11 +269,12 @@ def show_tail(rows: Sequence[dict[str, Any]]) -> None:
     """Print a line for each row, under the parts of a step's time."""
     table(
         "rollouts of unequal lengths, sampled tokens/s (medians), without and with rollout.partial",
-        ("model, F / Q", "tokens/s", "ratio", "by CPU s", "predicted", "busy slots", "decode steps", "again"),
+        ("model, F / Q", "cache", "tokens/s", "ratio", "by CPU s", "predicted", "busy slots", "decode steps", "again"),
         [
             (
                 f"{row['lengths']['layers']} x {row['lengths']['hidden']}, "
                 f"{row['in_flight'] // row['lengths']['questions']}",
+                "stale" if row["stale_cache"] else "new",
                 _change(row, lambda side: f"{side['tokens_per_s']['p50']:,.0f}"),
                 spread_text(row["ratio"]),
                 spread_text(row["cpu_ratio"]),

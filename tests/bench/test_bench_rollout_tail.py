@@ -10,7 +10,7 @@ import pytest
 
 from thresher.bench import rollout_tail as module
 from thresher.bench.rollout_sides import Written
-from thresher.bench.rollout_tail import Played, TailSide, check_counts, fit_seconds, measure_tail
+from thresher.bench.rollout_tail import Played, TailSide, Way, check_counts, fit_seconds, measure_tail
 from thresher.bench.settings import ROLLOUT_SHAPES, RolloutSetting, RolloutShape, Sizes, make_rollout_setting
 from thresher.cli.main import run
 
@@ -21,7 +21,7 @@ FACTORS = (2, 3)
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("FACTORS", FACTORS), ("SIDES", (1, *FACTORS)), ("STEPS", 4), ("AROUND", 3)):
+    for name, value in (("FACTORS", FACTORS), ("STEPS", 4), ("AROUND", 3)):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setitem(ROLLOUT_SHAPES, "tail", (TINY,))
 
@@ -34,7 +34,7 @@ def setting() -> RolloutSetting:
 @pytest.mark.parametrize("factor", (1, *FACTORS))
 def test_every_rollout_has_the_counts_of_the_plan(setting: RolloutSetting, factor: int) -> None:
     side = TailSide(setting, reuse=False)
-    played, counted = side.play(factor), side.count(factor)
+    played, counted = side.play(Way(factor)), side.count(factor)
     check_counts(played, counted)
     assert len(played.rollouts) == 10 and np.sum(played.rollouts, axis=0)[2] == sum(side.lengths)
     assert len(set(side.lengths)) > 1 and max(side.lengths) == 30
@@ -50,16 +50,28 @@ def test_every_rollout_has_the_counts_of_the_plan(setting: RolloutSetting, facto
 def test_shared_prompts_leave_the_tokens_as_they_are(setting: RolloutSetting) -> None:
     alone, side = TailSide(setting, reuse=False), TailSide(setting)
     for factor in (1, 2):
-        of_both = [one.play(factor) for one in (alone, side)]
+        of_both = [one.play(Way(factor)) for one in (alone, side)]
         first, second = (sum(one.staleness, Counter()).total() for one in of_both)
         assert first == second == sum(side.lengths)
         assert [one.ids() for one in alone.last] == [one.ids() for one in side.last]
 
 
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_stale_cache_prefills_nothing_again_and_draws_the_same_by_weights_that_stay(
+    setting: RolloutSetting, factor: int
+) -> None:
+    side = TailSide(setting)
+    first, second = ((side.play(Way(factor, stale)), side.last) for stale in (False, True))
+    assert sum(first[0].recomputed) > 0 == sum(second[0].recomputed)
+    assert second[0].middle()[3] < first[0].middle()[3]
+    assert [one.ids() for one in first[1]] == [one.ids() for one in second[1]]
+    assert sum(second[0].staleness, Counter()).total() == sum(side.lengths)
+
+
 @pytest.mark.parametrize("column", [1, 2])
 def test_other_counts_stop_the_bench(setting: RolloutSetting, column: int) -> None:
     side = TailSide(setting, reuse=False)
-    played = side.play(2)
+    played = side.play(Way(2))
     played.rollouts[4][column] += 1
     with pytest.raises(RuntimeError, match=r"rollout 4: .*: nothing is timed that is wrong"):
         check_counts(played, side.count(2))
@@ -73,7 +85,7 @@ def test_a_sample_of_another_length_is_refused(setting: RolloutSetting) -> None:
     side = TailSide(setting)
     side.rollout.limits = replace(side.rollout.limits, max_turn_tokens=5)
     with pytest.raises(RuntimeError, match="tokens was asked for, 5 came"):
-        side.play(1)
+        side.play(Way(1))
 
 
 def test_seconds_are_fitted_to_counts() -> None:
@@ -86,8 +98,8 @@ def test_a_row_for_each_number_in_flight(setting: RolloutSetting, monkeypatch: p
     """With seconds that follow from the counts, both ratios are the predicted one."""
     play, proved = TailSide.play, list[Written]()
 
-    def timed(side: TailSide, factor: int) -> Played:
-        played = play(side, factor)
+    def timed(side: TailSide, way: Way) -> Played:
+        played = play(side, way)
         for row in [*played.rollouts, *played.stretches]:
             row[0] = row[1:] @ np.array([2.0, 0.5, 0.25])
         played.cpu_seconds = [float(row[0]) for row in played.rollouts]
@@ -95,9 +107,9 @@ def test_a_row_for_each_number_in_flight(setting: RolloutSetting, monkeypatch: p
 
     monkeypatch.setattr(TailSide, "play", timed)
     rows = measure_tail(setting, 2, float("inf"), proved.extend)
-    assert [row["in_flight"] for row in rows] == [4, 6]
+    assert [(row["in_flight"], row["stale_cache"]) for row in rows] == [(4, False), (6, False), (4, True), (6, True)]
     assert {len(one.positions) for one in proved} <= set(TailSide(setting).lengths)
-    for row, factor in zip(rows, FACTORS, strict=True):
+    for row, factor in zip(rows, FACTORS * 2, strict=True):
         seconds = {name: 2.0 * row[name]["decode_steps"] + 0.5 * row[name]["drawn"] for name in ("whole", "partial")}
         seconds = {name: spent + 0.25 * row[name]["prefilled"] for name, spent in seconds.items()}
         rates = {name: row[name]["drawn"] / spent for name, spent in seconds.items()}
@@ -108,7 +120,7 @@ def test_a_row_for_each_number_in_flight(setting: RolloutSetting, monkeypatch: p
             assert found == pytest.approx(ratio)
         counted = TailSide(setting).count(factor)[3:7]
         assert row["partial"]["counted_steps"] == sum(one.decode_steps for one in counted)
-        assert row["partial"]["recomputed"] > 0 == row["whole"]["recomputed"]
+        assert (row["partial"]["recomputed"] == 0) is row["stale_cache"] and row["whole"]["recomputed"] == 0
         assert row["partial"]["busy"] > row["whole"]["busy"]
 
 
@@ -118,4 +130,4 @@ def test_the_shape_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "tail has none; leave it out" in capsys.readouterr().err
     assert run([*words, "--out", str(tmp_path / "rows.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [(row["shape"], row["rounds"], row["threads"]) for row in rows] == [("tail", 1, 1)] * 2
+    assert [(row["shape"], row["rounds"], row["threads"]) for row in rows] == [("tail", 1, 1)] * 4
