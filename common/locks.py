@@ -4,13 +4,18 @@ leaves none."""
 import errno
 import fcntl
 import os
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
+
+T = TypeVar("T")
+WAIT = 2.0  # seconds
 
 
 class Held(UserError):
@@ -20,6 +25,16 @@ class Held(UserError):
 def lock_folder(folder: Path) -> int:
     """Return an open descriptor with the folder's lock, until it is closed or its process ends. The file stays."""
     return _lock(folder / ".lock", folder, "folder")
+
+
+def share_work(todo: Sequence[T], attempt: Callable[[T], bool]) -> None:
+    """Call `attempt` for each of `todo` until it has returned True for all. It returns False for what another process
+    works on, or what waits for that; where all that is left is so, it is asked again after WAIT seconds."""
+    while todo:
+        left = [one for one in todo if not attempt(one)]
+        if len(left) == len(todo):
+            time.sleep(WAIT)
+        todo = left
 
 
 @contextmanager

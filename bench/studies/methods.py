@@ -43,7 +43,7 @@ from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_bytes, read_json_object
 from thresher.common.jsonl import iter_jsonl, write_jsonl
-from thresher.common.locks import Held, locked_file
+from thresher.common.locks import Held, locked_file, share_work
 from thresher.common.records import read_records
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe
@@ -65,7 +65,6 @@ PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")  # of a step
 LEVEL = 0.05
 MOST_BYTES = 1 << 20  # of the file
 SHIPPED = Path(str(files("thresher.bench.studies"))) / "comparisons"
-POLL = 2.0  # seconds until a process that waits for another looks again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,15 +295,17 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
 def work_through(jobs: Sequence[Job]) -> None:
     """Do all jobs in their order, those aside that another process does, and return once all are done."""
     with console.progress_line("compare-methods", len(jobs)) as line:
-        while todo := [job for job in jobs if not job.done()]:
-            line.to(len(jobs) - len(todo), "")
-            if not any(_taken(job) for job in todo):
-                time.sleep(POLL)  # all that can be done now is done by others
+
+        def attempt(job: Job) -> bool:
+            line.to(sum(one.done() for one in jobs), "")
+            return job.done() or _taken(job)
+
+        share_work(jobs, attempt)
 
 
 def _taken(job: Job) -> bool:
-    """Do the job if no other process does it, and all before it is done; return whether it was done here."""
-    if job.done() or not all(one.done() for one in job.after):
+    """Do the job unless another process does it, or one that comes before it is not done; return whether it is done."""
+    if not all(one.done() for one in job.after):
         return False
     job.out.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shlex
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
-from thresher.common.locks import lock_folder
+from thresher.common.locks import Held, lock_folder, share_work
 from thresher.engine.baselines import load_baseline
 from thresher.engine.episode import System, read_template
 from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, read_manifest
@@ -45,7 +44,6 @@ from thresher.engine.systems import load_system
 from thresher.engine.world.stages import RECIPES
 
 RECORD = "command.json"
-WAIT = 5.0  # seconds until it is asked again whether another process has finished
 
 
 def reproduce(
@@ -72,18 +70,15 @@ def reproduce(
         atomic_write_text(out / f"{paper}-{name}.json", json.dumps(found, indent=2) + "\n")
         return found
 
-    left = [(name, number, one) for name, several in experiments.items() for number, one in enumerate(several, 1)]
-    while left:
-        put_off = []
-        for name, number, one in left:
-            title = f"{name}, {number} of {len(experiments[name])}: {manifest.label(one.row)}, seed {one.seed}"
-            if _run(title, one, scale, out, run_command, refused):
-                write_table(name)
-            else:
-                put_off.append((name, number, one))
-        if len(put_off) == len(left):
-            time.sleep(WAIT)
-        left = put_off
+    def run_one(numbered: tuple[str, int, ExperimentRun]) -> bool:
+        name, number, one = numbered
+        title = f"{name}, {number} of {len(experiments[name])}: {manifest.label(one.row)}, seed {one.seed}"
+        if not _run(title, one, scale, out, run_command, refused):
+            return False
+        write_table(name)
+        return True
+
+    share_work([(name, n, one) for name, several in experiments.items() for n, one in enumerate(several, 1)], run_one)
     found = {name: write_table(name) for name in chosen}
     for name, table in chosen.items():
         if table.curves:
@@ -229,7 +224,7 @@ def locked(command: Command, out: Path) -> Iterator[bool]:
     place.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = lock_folder(place)
-    except UserError:
+    except Held:
         yield False
         return
     try:

@@ -131,7 +131,7 @@ def test_commands_are_done_once_and_before_what_needs_them(file: Path, tmp_path:
 
 def test_what_another_process_does_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is of an open file, so a second one of this process stands for another process."""
-    monkeypatch.setattr("thresher.bench.studies.methods.POLL", 0.01)
+    monkeypatch.setattr("thresher.common.locks.WAIT", 0.01)
     done: list[str] = []
 
     def job(name: str, after: tuple[Job, ...] = ()) -> Job:

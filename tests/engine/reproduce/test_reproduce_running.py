@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from thresher.common import locks
 from thresher.common.errors import UserError
 from thresher.engine.reproduce import run
 from thresher.engine.reproduce.manifest import read_manifest
@@ -65,7 +66,7 @@ def test_killed_at_every_command_it_goes_on_and_does_nothing_twice(tmp_path: Pat
 def test_what_another_process_makes_is_waited_for_while_there_is_other_work(
     tmp_path: Path, run_command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "WAIT", 0.0)
+    monkeypatch.setattr(locks, "WAIT", 0.0)
     manifest = read_manifest("eval_rar")
     training = experiment_runs(manifest, manifest.tables["T2"], Scale("world"), tmp_path)[0].before[-1]
     ran: list[str] = []
