@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 from train_cases import Make, metrics, single_threaded, stored
 
 from thresher.bench.studies.methods import (
+    SHIPPED,
     Comparison,
     Job,
     analysis,
     between,
+    filled,
     jobs_of,
     markdown,
     packed,
@@ -26,6 +29,7 @@ from thresher.bench.studies.methods import (
     unpacked,
     work_through,
 )
+from thresher.cli.main import build_parser
 from thresher.common.errors import UserError
 from thresher.common.locks import locked_file
 from thresher.engine.store.run_folder import tokens_spent
@@ -106,6 +110,20 @@ def test_runs_and_their_settings(file: Path, tmp_path: Path) -> None:
 def test_the_command_line_goes_before_the_file(file: Path) -> None:
     plan = read_comparison(file, [1], [50], ["run.steps=2"])
     assert (plan.seeds, plan.budgets, plan.set[-2:]) == ((1,), (50,), ("optim.lr=1e-3", "run.steps=2"))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in SHIPPED.glob("*.toml")))
+def test_a_shipped_file_fits_the_recipes_and_the_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    plan, out, typed = read_comparison(name, [0]), Path("out"), []
+    for run in runs_of(plan):
+        recipe = recipe_of(plan, out, run)
+        assert (recipe.run.token_budget, recipe.optim.schedule) == (max(plan.budgets), "constant")
+        typed += [filled(text, out, run) for text in plan.prepare]
+    shared = {repr(recipe_of(plan, out, run).optim) for run in runs_of(plan)}
+    assert len(shared) == 1  # no preset brings a learning rate of its own
+    for text in dict.fromkeys(typed):
+        build_parser().parse_args(shlex.split(text))
 
 
 # --- work
