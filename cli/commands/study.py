@@ -25,15 +25,16 @@ class OfModel(Command):
     model: Annotated[str | None, "FOLDER", "with --recipe: short for --set model.path="] = None
     set: Overrides = []
 
-    def chosen(self) -> "ModelRecipe | None":
-        """Return what the flags name. UserError for --model or --set without --recipe."""
+    def chosen(self, device: str | None = None) -> "ModelRecipe | None":
+        """Return what the flags name. device: of the recipe's model. UserError for --model, --set or a device without
+        --recipe."""
         from thresher.bench.studies.runs import ModelRecipe
 
         if self.recipe is not None:
-            return ModelRecipe(self.recipe, self.model, tuple(self.set))
-        if self.model is not None or self.set:
-            flag = "--set" if self.model is None else "--model"
-            raise UserError(f"{flag}: belongs to a recipe; name it with --recipe, such as smollm2/read.toml")
+            return ModelRecipe(self.recipe, self.model, tuple(flags.overrides(self.set, device)))
+        for flag, value in (("--model", self.model), ("--set", self.set), ("--device", device)):
+            if value:
+                raise UserError(f"{flag}: belongs to a recipe; name it with --recipe, such as smollm2/read.toml")
         return None
 
 
@@ -50,12 +51,13 @@ class Kl(
     ] = None
     steps: Annotated[Count | None, "of each training run; default: 30, with --recipe 20"] = None
     seeds: Annotated[list[Seed] | None, "SEED", "of the training runs; default: 0 1, with --recipe 0"] = None
+    device: Annotated[Device | None, "with --recipe: short for --set model.device=; default: the recipe's"] = None
 
     def __call__(self) -> None:
         from thresher.bench.studies.kl import run_study
         from thresher.common.files import read_json_object
 
-        chosen = self.chosen()
+        chosen = self.chosen(self.device)
         steps, seeds = (30, [0, 1]) if chosen is None else (20, [0])
         with signals.on_interrupt(lambda: f"{self.out} keeps what is finished"):
             start = chosen or self.start

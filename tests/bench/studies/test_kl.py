@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def recipe_file(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
     """A recipe without a reference, of a model that searches and answers."""
     path = tmp_path / "recipe.toml"
-    make_recipe(grpo={"beta": 0.0}).write(path)
+    make_recipe(grpo={"beta": 0.0}, model={"device": "cuda"}).write(path)
     return path
 
 
@@ -225,7 +225,7 @@ def test_a_model_is_trained_by_its_recipe(
     shutil.copytree(recipe.model.path, model)
     monkeypatch.setattr(kl, "enumerate_all", partial(enumerate_all, draws=2))
     command = ["study", "kl", "--recipe", str(recipe_file), "--model", str(model), "--steps", "2", "--out", str(out)]
-    command += ["--set", "rollout.max_turns=2"]
+    command += ["--set", "rollout.max_turns=2", "--device", "cpu"]
     assert cli.run(command) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"3 runs of 2 steps (6 steps to do) from {model} by {recipe_file} (k1 and k2 and k3, beta 0.1," in said
@@ -244,6 +244,7 @@ def test_a_model_is_trained_by_its_recipe(
         made, evals = load_recipe(folder / "recipe.toml"), [r["eval"] for r in read_metrics(folder) if "eval" in r]
         assert (made.grpo.kl_value, made.grpo.kl_gradient) == (run["estimator"],) * 2
         assert (made.optim.lr, made.rollout.max_turns, made.model.path) == (recipe.optim.lr, 2, str(model))
+        assert made.model.device == "cpu"
         assert [run["f1_before"], run["f1_after"]] == [evals[0]["f1"], evals[-1]["f1"]] and len(evals) == 2
         own = [line for line in lines if line["estimator"] == run["estimator"]]
         assert run["kl"] == pytest.approx(sum(line["kl_k1"] for line in own) / 2)
@@ -262,11 +263,12 @@ def test_a_model_is_trained_by_its_recipe(
         ("--recipe {recipe} --set grpo.kl_value=k1", "--set grpo.kl_value=k1: the study itself sets grpo.kl_value"),
         ("--recipe {recipe} --set grpo.beta=0", "the study itself sets grpo.beta"),
         ("--recipe {recipe} --model m --set model.path=n", "the study itself sets model.path"),
-        ("--recipe {recipe} --set data.dev=", "recipe.toml: names no held-out questions"),
-        ("--recipe {recipe} --set rollout.max_context=100000", "the model was made for"),
-        ("--recipe {recipe} --model nowhere", "nowhere: "),
+        ("--recipe {recipe} --device cpu --set data.dev=", "recipe.toml: names no held-out questions"),
+        ("--recipe {recipe} --device cpu --set rollout.max_context=100000", "the model was made for"),
+        ("--recipe {recipe} --device cpu --model nowhere", "nowhere: "),
         ("--model m", "--model: belongs to a recipe; name it with --recipe"),
         ("--set grpo.beta=1", "--set: belongs to a recipe; name it with --recipe"),
+        ("--device cpu", "--device: belongs to a recipe; name it with --recipe"),
         ("--recipe {recipe} --start runs/demo", "expected either --recipe or --start, got both"),
     ],
 )
