@@ -534,6 +534,35 @@ def _kl_run(axes: Axes, run: Row, steps: Rows, key: str) -> None:
         )
 
 
+def draw_kl_run(steps: Rows, d_P: Any, path: Path) -> None:
+    """Draw each estimator's mean value with two standard errors and its largest coefficient over a run's stored steps,
+    and a histogram of d over all their tokens. steps, d_P: of studies/kl_run.py."""
+    with _figure(path, 14.4, 4.0, {"axes.titlepad": 10, "axes.titlesize": 10}) as figure:
+        value, coefficient, spread = figure.subplots(1, 3)
+        numbers = [row["step"] for row in steps]
+        for name, color in ESTIMATOR_COLORS.items():
+            found = [row["estimators"][name] for row in steps]
+            # Where the policy drew its tokens itself, k3_ratio has k3's value and k2's coefficient: dashed, to be seen.
+            style: dict[str, Any] = {"color": color, "marker": "o", "ms": 4, "lw": 2.2}
+            style |= {"ls": (0, (4, 3)), "lw": 1.2, "ms": 2, "zorder": 3} if name == "k3_ratio" else {}
+            bars = [2 * (one["standard_error"] or 0.0) for one in found]
+            value.errorbar(numbers, [one["mean"] for one in found], bars, elinewidth=0.8, label=name, **style)
+            largest = [one["c_largest"] or np.nan for one in found]  # 0 has no place on a log axis
+            coefficient.plot(numbers, largest, **style)
+        value.set_yscale("symlog", linthresh=1.0)
+        value.axhline(0, color=AXIS, lw=0.8, zorder=0)
+        value.set_title("Mean value (nats), ± 2 standard errors; linear up to 1")
+        coefficient.set_yscale("log")
+        coefficient.set_title("Largest |dKL / d log π| of a token")
+        for axes in (value, coefficient):
+            axes.set_xlabel("step")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        spread.hist(d_P, bins=80, color=BLUE, log=True)
+        spread.set_title("Tokens by d, all steps")
+        spread.set_xlabel(r"$d = \log \pi - \log \pi_{\mathrm{ref}}$ (nats)")
+        figure.legend(handles=value.get_legend_handles_labels()[0], loc="outside upper left", ncols=4)
+
+
 # study credit
 
 CREDIT_COLORS = {"exact": GREEN, "scaled": BLUE, "biased": ORANGE}

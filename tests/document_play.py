@@ -132,6 +132,7 @@ REDUCED = {
         ("kl.json", "training.png"),
         once=True,
     ),
+    "study kl --run": Row(writes=("kl_run.json", "kl_run.png"), once=True),
     "study credit": Row(("--draws", "1"), ("credit.json", "credit.png"), once=True),
     "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
     "study systems": Row(
@@ -182,7 +183,7 @@ REDUCED = {
 }
 FLAGS_OF_THEIR_OWN = (
     *("--refiner", "recomp", "--resume", "--model", "--chip", "--measure", "--tokens", "--limit", "--device", "--out"),
-    "--recipe",
+    *("--recipe", "--run"),
 )
 
 

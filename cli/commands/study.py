@@ -49,6 +49,9 @@ class Kl(
     start: Annotated[
         str | None, _SUBJECT, "FOLDER", "a folder of `thresher demo`, whose world and warm-up are used"
     ] = None
+    run: Annotated[
+        str | None, _SUBJECT, "folder of `thresher train`: the estimators on its stored tokens, without training"
+    ] = None
     steps: Annotated[Count | None, "of each training run; default: 30, with --recipe 20"] = None
     seeds: Annotated[list[Seed] | None, "SEED", "of the training runs; default: 0 1, with --recipe 0"] = None
     device: Annotated[Device | None, "with --recipe: short for --set model.device=; default: the recipe's"] = None
@@ -58,11 +61,24 @@ class Kl(
         from thresher.common.files import read_json_object
 
         chosen = self.chosen(self.device)
+        if self.run is not None:
+            self._of_run(self.run)
+            return
         steps, seeds = (30, [0, 1]) if chosen is None else (20, [0])
         with signals.on_interrupt(lambda: f"{self.out} keeps what is finished"):
             start = chosen or self.start
             run_study(Path(self.out), start, self.steps or steps, self.seeds or seeds, self.run_command)
         console.answer(read_json_object(Path(self.out) / "kl.json"))
+
+    def _of_run(self, run: str) -> None:
+        from thresher.bench.studies.kl_run import run_study_of_run
+        from thresher.common.files import read_json_object
+
+        for flag, value in (("--steps", self.steps), ("--seeds", self.seeds)):
+            if value is not None:
+                raise UserError(f"{flag}: is of training runs, and --run trains nothing; leave it out")
+        run_study_of_run(Path(self.out), run)
+        console.answer(read_json_object(Path(self.out) / "kl_run.json"))
 
 
 class Credit(

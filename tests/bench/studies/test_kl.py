@@ -1,4 +1,5 @@
-"""`thresher study kl`: what it says about the estimators, held against mathematics; and a study of a tiny world."""
+"""`thresher study kl`: what it says about the estimators, held against mathematics; a study of a tiny world; and one of
+stored tokens, held against arithmetic and against what the run itself recorded."""
 
 import json
 import math
@@ -8,14 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from report_cases import make_run, trajectory
+from train_cases import steps_of
 
 from thresher.bench.studies import kl, runs
 from thresher.bench.studies.kl import CHOICES, curve, curves, enumerate_all, exact, expectation
 from thresher.cli import main as cli
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.store.run_folder import read_metrics
+from thresher.engine.store.run_folder import RunFolder, read_metrics
+from thresher.engine.store.token_stats import TokenStats, write_token_stats
 from thresher.engine.training.train import Progress, train
 from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
@@ -280,3 +285,114 @@ def test_a_model_and_a_recipe_that_do_not_fit_are_refused(
     message = capsys.readouterr().err
     assert wrong in message and message.startswith("thresher")
     assert not out.exists()
+
+
+# the stored tokens of a run
+
+
+def step_of_tokens(run: RunFolder, step: int, *trajectories: tuple[float, dict[str, list[float]]]) -> None:
+    """Store a step: of each trajectory its advantage and the values of its tokens, of which there are 1 or 3."""
+    records, stats = [], []
+    for number, (advantage, values) in enumerate(trajectories):
+        count = len(values["sampled"])
+        records.append(trajectory("ann", True, (count - 1) // 2, group=0, sample=number, advantage=advantage))
+        blank = {"entropy": np.zeros(count, np.float16), "clipped": np.zeros(count, np.bool_)}
+        arrays = {name: np.array(value, np.float32) for name, value in values.items()} | blank
+        stats.append(TokenStats(key=(0, number), values=arrays, branches=np.empty(0, np.float32)))
+    run.write_trajectories(step, records)
+    write_token_stats(run.trajectories / f"step_{step:06d}.safetensors", stats, 2**20)
+
+
+def test_the_figures_of_stored_tokens_are_those_of_arithmetic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out, nan = make_run(tmp_path / "run", grpo={"beta": 0.5, "kl_value": "k3"}), tmp_path / "out", math.nan
+    step_of_tokens(  # d: 0, 1, -1 of advantage 2; 2 of advantage 0, twice as likely as when drawn; one in no update
+        run,
+        4,
+        (2.0, {"sampled": [-4, -4, -4], "recomputed": [-4, -4, -4], "reference": [-4, -5, -3]}),
+        (0.0, {"sampled": [-1 - math.log(2)], "recomputed": [-1], "reference": [-3]}),
+        (1.0, {"sampled": [-1], "recomputed": [nan], "reference": [nan]}),
+    )
+    one: dict[str, list[float]] = {"sampled": [-1], "recomputed": [-1], "reference": [-1]}
+    step_of_tokens(run, 8, (9.0, one | {"advantage": [-0.25]}))
+    step_of_tokens(run, 12, (1.0, {"sampled": [-1], "recomputed": [-1]}))
+    run.write_trajectories(16, [trajectory("ann", True)])
+    assert cli.run(["study", "kl", "--run", str(run.path), "--out", str(out)]) == 0
+
+    found = json.loads((out / "kl_run.json").read_text())
+    assert found["settings"] == {"run": str(run.path), "beta": 0.5, "kl_value": "k3", "kl_gradient": "k3"}
+    assert [row["step"] for row in found["steps"]] == [4, 8] and found["left_out"] == [12, 16]
+    first, second = found["steps"]
+    assert (first["tokens"], first["trajectories"], first["advantage_0_share"]) == (4, 2, 0.25)
+    assert (first["d_mean"], first["d_largest"]) == (0.5, 2) and first["d_std"] == pytest.approx(math.sqrt(1.25))
+    assert first["log_ratio_largest"] == pytest.approx(math.log(2))
+    e = math.e
+    k3 = [0, 1 / e, e - 2, e**-2 + 1]
+    mean, c = sum(k3) / 4, [0, 1 - 1 / e, e - 1, 1 - e**-2]
+    error = math.sqrt(2 * 2) * (k3[3] - mean) / 4  # two trajectories, of which one's sum is minus the other's
+    spread = sum((value - mean) ** 2 for value in k3) / 4
+    ratio = [0, 1 / e, e - 2, 2 * k3[3]]
+    ratio_mean = sum(ratio) / 4
+    ratio_spread = sum((value - ratio_mean) ** 2 for value in ratio) / 4
+    expected = {  # mean, standard error, variance; |c|: mean, largest, share of one token; pull: median, largest
+        "k1": [0.5, 0.75, 1.25, 1, 1, 0.25, 0.25, 0.25],
+        "k2": [0.75, 0.625, 0.5625, 1, 2, 0.5, 0.25, 0.25],
+        "k3": [mean, error, spread, sum(c) / 4, e - 1, c[2] / sum(c), c[1] / 4, c[2] / 4],
+        "k3_ratio": [ratio_mean, (ratio[3] - ratio_mean) / 2, ratio_spread, 1.5, 4, 4 / 6, 0.25, 0.25],
+    }
+    assert first["estimators"].keys() == expected.keys()
+    for name, figures in expected.items():
+        assert list(first["estimators"][name].values()) == pytest.approx(figures, rel=1e-6), name
+    assert second["estimators"]["k1"]["pull_largest"] == 2  # the token's own advantage, not its trajectory's
+    assert list(second["estimators"]["k2"].values()) == [0, None, 0, 0, 0, None, 0, 0]
+    every = found["all"]
+    assert (every["tokens"], every["trajectories"], every["d_mean"]) == (5, 3, pytest.approx(0.4))
+    residuals = [0 - 3 * 0.4, 2 - 0.4, 0 - 0.4]
+    error = math.sqrt(3 / 2 * sum(value**2 for value in residuals)) / 5
+    assert every["estimators"]["k1"]["standard_error"] == pytest.approx(error)
+    assert (out / "kl_run.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "steps 4, 8: 5 tokens of 3 trajectories" in said and "Left out: steps 12, 16," in said
+
+
+def test_a_runs_stored_tokens_have_the_kl_that_the_run_recorded(uninterrupted: Path, tmp_path: Path) -> None:
+    assert cli.run(["study", "kl", "--run", str(uninterrupted), "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "kl_run.json").read_text())
+    assert found["settings"]["kl_value"] == found["settings"]["kl_gradient"] == "k2" and found["left_out"] == []
+    for row, record in zip(found["steps"], steps_of(uninterrupted), strict=True):
+        own = row["estimators"]
+        assert (row["step"], row["tokens"]) == (record["step"], record["loss_tokens"])
+        for name in ("k1", "k2", "k3"):
+            assert own[name]["mean"] == pytest.approx(record[f"kl_{name}"], rel=1e-3, abs=1e-9)
+        assert row["d_largest"] == own["k2"]["c_largest"] == pytest.approx(record["kl_coefficient_largest"], rel=1e-5)
+        assert row["d_largest"] ** 2 / 2 == pytest.approx(record["kl_largest"], rel=1e-5)
+        assert row["log_ratio_largest"] == pytest.approx(record["logprob_gap_max"], rel=1e-2, abs=1e-8)
+    assert found["all"]["tokens"] == sum(row["tokens"] for row in found["steps"])
+    assert found["all"]["d_largest"] == max(row["d_largest"] for row in found["steps"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ("--run run", "run: none of its 1 stored steps has log-probs of a reference; train a run with grpo.beta > 0"),
+        ("--run nowhere", "nowhere: the run folder does not exist"),
+        ("--run run --steps 3", "--steps: is of training runs"),
+        ("--run run --seeds 1", "--seeds: is of training runs"),
+        ("--run run --device cpu", "--device: belongs to a recipe"),
+        ("--run run --set grpo.beta=1", "--set: belongs to a recipe"),
+        ("--run run --start runs/demo", "got both"),
+        ("--run run --recipe r.toml", "got both"),
+        ("--run run --out run/recipe.toml", "in the way"),
+    ],
+)
+def test_a_run_without_what_is_needed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("run"), grpo={"beta": 0.0})
+    step_of_tokens(run, 1, (1.0, {"sampled": [-1], "recomputed": [-1]}))
+    assert cli.run(["study", "kl", "--out", "out", *words.split()]) == 2
+    message = capsys.readouterr().err
+    assert wrong in message and message.startswith("thresher")
+    assert not Path("out").exists()
