@@ -130,7 +130,11 @@ def test_long_work_is_answered_for(command: str, run: Run, tmp_path: Path, monke
     )
     monkeypatch.setattr("thresher.engine.reports.report.print_trajectories", lambda folder: print("shown"))
     monkeypatch.setattr(f"{module}.{function}", lambda *_, **__: returned)
-    needed = {"serve-retriever": ["--index", "i"], "bench train": ["smollm2/read.toml"]}
+    needed = {
+        "serve-retriever": ["--index", "i"],
+        "bench train": ["smollm2/read.toml"],
+        "compare-methods": ["world.toml"],
+    }
     named = needed.get(command, ["--out", str(tmp_path)] if "out" in keys else [])
     status, found, _ = run(*command.split(), *named)
     assert status == 0 and set(keys.split()) <= found.keys()
