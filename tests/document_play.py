@@ -140,6 +140,9 @@ REDUCED = {
         ("table.md", "curves.png", "systems.json"),
         once=True,
     ),
+    "compare-methods": Row(
+        ("--finished", "--rows", "compared.jsonl"), ("rows.jsonl", "table.md", "curves.png", "methods.json"), once=True
+    ),
     "study partial": Row(("--seeds", "0", *STUDIED), ("table.md", "partial.json"), once=True),
     "bench step": Row(("--steps", "1", "--shape", "demo", "--peer", "none", "--out", "step.jsonl"), once=True),
     "bench train": Row(("--peer", "none"), once=True),

@@ -86,6 +86,7 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     _encoders(folder / "models")
     _data(folder)
     _downloads(folder)
+    _compared(folder)
     for name in ("wiki18", "hotpotqa", "2wiki"):
         assert run(["index", "build", "--corpus", "corpus.jsonl", "--dim", "64", "--out", f"indexes/{name}"]) == 0
     _invented(folder / "runs" / "demo", model, 0, "init", "warmup")
@@ -170,6 +171,17 @@ def _data(folder: Path) -> None:
     ]
     write_lines(folder / "musique_train.jsonl", musique)
     _dumps(folder)
+
+
+def _compared(folder: Path) -> None:
+    """Rows of two finished runs of world.toml."""
+    rows = []
+    for seed in (0, 1):
+        named = {"condition": "low", "method": "gigpo", "control": False, "seed": seed}
+        ends = [(0, 0.0, 0.2, "14"), (10**9, 60.0, 0.6, "1e")]
+        curve = [{"tokens": t, "seconds": s, "em": em, "searches": 2.0, "questions": q} for t, s, em, q in ends]
+        rows.append({"name": f"low-gigpo-seed{seed}", **named, "measure": "em", "curve": curve})
+    write_lines(folder / "compared.jsonl", rows)
 
 
 def _dumps(folder: Path) -> None:

@@ -112,6 +112,12 @@ def test_the_command_line_goes_before_the_file(file: Path) -> None:
     assert (plan.seeds, plan.budgets, plan.set[-2:]) == ((1,), (50,), ("optim.lr=1e-3", "run.steps=2"))
 
 
+def test_the_file_that_the_page_shows_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "comparisons.md").read_text("utf-8")
+    plan = read(page.partition("```text\n")[2].partition("```")[0], tmp_path)
+    assert [run.name for run in runs_of(plan)][1] == "low-search_r1-control-seed0"
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in SHIPPED.glob("*.toml")))
 def test_a_shipped_file_fits_the_recipes_and_the_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
