@@ -37,6 +37,7 @@ from thresher.common.jsonl import (
 )
 
 ID_KEYS = ("id", "_id", "docid")
+CHUNK_NUMBER = re.compile(r"#\d+$")
 TSV_COLUMNS = frozenset(("id", "text", "title"))
 
 
@@ -139,6 +140,11 @@ def chunks(passage: Passage, words: int) -> Iterator[Passage]:
     """Cut the text at white space into passages of `words` words, with ids `ID#0`, `ID#1` and on, and the title."""
     for number, match in enumerate(_chunk_pattern(words).finditer(passage.text)):
         yield Passage(f"{passage.id}#{number}", passage.title, match[0])
+
+
+def document_of(id_: str) -> str:
+    """Return the id of the passage that a chunk was cut from; of what is no chunk, its own id."""
+    return CHUNK_NUMBER.sub("", id_)
 
 
 @lru_cache(maxsize=8)

@@ -26,6 +26,7 @@ from thresher.common.jsonl import (
 from thresher.retrieval.passages import EmptyPassage, Passage, to_passage
 from thresher.rewards.text import normalize_answer
 
+NAMED_DOCUMENTS = ("evidence_docs", "gold_docs")  # of the metadata: ids of documents that a search should find
 GOLD_KEYS = ("golden_answers", "answers", "answer")
 OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))
 

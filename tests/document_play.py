@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,7 @@ class Play:
             path.write_text(STEPS_OF_PYTHON.sub("steps=2", step.text), encoding="utf-8")
             runpy.run_path(str(path))
             return
+        step = replace(step, words=expanded(step.words))
         name = command_name(step.words)
         kind = entry_of(step.words)
         assert kind in REDUCED, f"{step.place}: thresher {name} has no row in REDUCED of tests/{Path(__file__).name}"
@@ -262,6 +264,11 @@ class Play:
         if self.server is not None:
             self.server.send_signal(signal.SIGTERM)
             assert self.server.wait(30) == 0
+
+
+def expanded(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words with patterns of existing files expanded, as a shell does."""
+    return tuple(path for word in words for path in (sorted(glob(word)) if "*" in word else ()) or (word,))
 
 
 def command_name(words: tuple[str, ...]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
+from browsecomp_cases import CORPUS, RECORD, obfuscated
 from documents import ROOT
 from gguf_cases import make_model, write_gguf
 from safetensors.torch import load_file
@@ -223,6 +224,12 @@ def _downloads(world: Path) -> None:
     for name in ("train", "dev", "test"):
         with gzip.open(folder / "dpr" / f"nq-{name}.json.gz", "wt", encoding="utf-8") as file:
             json.dump(found, file)
+    more = [{"docid": f"{n}", "text": f"Town {n}.", "url": "http://e"} for n in range(3)]
+    for path, records in (("", [obfuscated(RECORD, "CANARY")]), ("-corpus", [*CORPUS, *more])):
+        data = folder / f"browsecomp-plus{path}" / "data"
+        data.mkdir(parents=True)
+        name = "train" if path else "test"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), data / f"{name}-00000-of-00001.parquet")
     contents = [{"id": one["id"], "contents": f'"{one["title"]}"\n{one["text"]}'} for one in passages]
     write_lines(folder / "wiki-18.jsonl", contents)
 

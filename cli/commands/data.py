@@ -38,6 +38,10 @@ class Convert(
     limit: Annotated[Count | None, "N", "with --in: how many questions"] = None
     seed: Annotated[Integer | None, "draw them at random and shuffle; without: the first ones, in order"] = None
     aliases: Annotated[str | None, "FILE", "2Wiki's id_aliases.json: further gold answers"] = None
+    canary: Annotated[
+        str | None, "TEXT", "BrowseComp-Plus's, the line at the end of its card: its questions are read by it"
+    ] = None
+    documents: Annotated[Texts | None, "--documents", "FILE", "BrowseComp-Plus's corpus, which goes to --corpus"] = None
     corpus: Annotated[str | None, "FILE", "write their passages too, each once, for thresher index build"] = None
     passages: Annotated[
         Natural | None,
@@ -62,7 +66,8 @@ class Convert(
                 self.out,
                 fmt=self.format,
                 on_record=lambda name, records: counter(records, f"of {name}"),
-                **flags.pick(self, "seed aliases corpus skipped passages"),
+                documents=self.documents or (),
+                **flags.pick(self, "seed aliases canary corpus skipped passages"),
             )
         _print_conversion(self.out, figures)
         console.answer(figures)

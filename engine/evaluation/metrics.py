@@ -4,8 +4,10 @@ A measure without a value for a question is None and left out of means. A system
 question without gold answers has no measure against them, and a reward only where the system needs none.
 Parts of the system's own reward are beside these, under their own names. f1_plain is F1 without the rule for yes and
 no (MuSiQue's); recall_X: a gold string is in such a span; the retrieval measures take passages with a gold string as
-positive. Lengths of a trajectory that folds are of all its contexts together: response_tokens are what it sampled, each
-token once; tokens, the prompts of all contexts included. branch_tokens are of all branches, trained or not.
+positive. recall_X_docs: of the documents that a question's metadata names, the share that was found by its searches or
+shown in its prompt, whole or as a chunk. Lengths of a trajectory that folds are of all its contexts together:
+response_tokens are what it sampled, each token once; tokens, the prompts of all contexts included. branch_tokens are of
+all branches, trained or not.
 """
 
 from collections import Counter
@@ -15,6 +17,8 @@ from statistics import stdev
 from typing import Any
 
 from thresher.engine.scoring.score import Scored
+from thresher.retrieval.passages import document_of
+from thresher.retrieval.questions import NAMED_DOCUMENTS
 from thresher.rewards.measures import (
     answer_recalled,
     char_f1,
@@ -62,6 +66,8 @@ NAMES = {  # in the order of tables; the second word is how a value is shown
     f"ndcg@{CUTOFF}": (f"NDCG@{CUTOFF} of the passages", "share"),
     f"recall@{CUTOFF}": (f"Recall@{CUTOFF} of the passages", "share"),
     "recall_passages": ("Answer recall of all passages", "share"),
+    "recall_evidence_docs": ("Evidence documents that its searches found", "share"),
+    "recall_gold_docs": ("Gold documents that its searches found", "share"),
     "actions": ("Actions", "number"),
     "invalid_actions": ("Invalid actions", "number"),
     "searches": ("Valid searches", "number"),
@@ -106,6 +112,7 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
         "tokens": float(len(trajectory)),
     }
     values |= {name: _value(parts[name]) for name in COUNTS if name in parts}
+    values |= document_recalls(entry)
     if attempt.verdict is not None and golds:
         values["verdict"] = float(attempt.verdict)
     if attempt.entailment is not None and entry.rated:
@@ -132,6 +139,19 @@ def parts_of(entry: Scored) -> Values:
     """Return the parts of the system's own reward; None for one that nobody measured."""
     parts = entry.result.parts if entry.rated else {}
     return {name: _value(part) for name, part in parts.items() if name not in NOT_PARTS}
+
+
+def document_recalls(entry: Scored) -> Values:
+    """Return the shares of the documents named in the question's metadata that its passages are of; none without."""
+    ids = [id_ for search in entry.trajectory.searches for id_ in search.get("passages", ())]
+    ids += [passage.id for passage in entry.question.passages]
+    found = {*ids, *map(document_of, ids)}
+    named = {key: entry.question.metadata.get(key) for key in NAMED_DOCUMENTS}
+    return {
+        f"recall_{key}": sum(id_ in found for id_ in wanted) / len(wanted)
+        for key, wanted in named.items()
+        if isinstance(wanted, list) and wanted
+    }
 
 
 def ranking_measures(relevant: Sequence[bool]) -> Values:

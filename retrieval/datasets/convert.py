@@ -19,12 +19,14 @@ from typing import Any
 from thresher.common.errors import UserError
 from thresher.common.files import need_room
 from thresher.common.jsonl import Record, read_head, write_jsonl
+from thresher.retrieval.datasets.browsecomp import iter_documents
 from thresher.retrieval.datasets.containers import iter_rows, plain
 from thresher.retrieval.datasets.formats import QuestionFormat, Row, Skipped, content_id, detect, find_format, require
 from thresher.retrieval.passages import Passage
-from thresher.retrieval.questions import Question, passage_record, question_record
+from thresher.retrieval.questions import NAMED_DOCUMENTS, Question, passage_record, question_record
 
 AUTO = "auto"
+BROWSECOMP = "browsecomp-plus"
 ID_AGAIN = "the id was used before"
 SAMPLE = 100  # records of a file by which the room for its questions is planned
 GZIPPED = 0.2  # of a text's size; rather too small, for what would fit must not be refused
@@ -80,28 +82,35 @@ def convert(
     fmt: str = AUTO,
     seed: int | None = None,
     aliases: str | Path | None = None,
+    canary: str | None = None,
+    documents: Sequence[str | Path] = (),
     corpus: str | Path | None = None,
     skipped: str | Path | None = None,
     passages: int | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> dict[str, Any]:
-    """Write questions to `out`, pooled passages to `corpus`, skipped records to `skipped`; return figures.
+    """Write questions to `out`, passages to `corpus`, skipped records to `skipped`; return figures.
 
     passages: how many of its passages, the first ones, a question keeps; None for all. fmt: a name of `formats`, or
-    auto, which looks at every file. aliases: 2Wiki's second file.
+    auto, which looks at every file. aliases: 2Wiki's second file. canary: what BrowseComp-Plus is read by. documents:
+    files of its corpus, which go to `corpus` in place of the questions' passages.
     """
-    named = None if fmt == AUTO else find_format(fmt)
+    chosen_format = None if fmt == AUTO else find_format(fmt)
     outputs = [Path(path) for path in (out, corpus, skipped) if path is not None]
-    _check_paths(sources, outputs, aliases)
+    _check_paths(sources, outputs, [*documents, *(() if aliases is None else (aliases,))])
+    if documents and corpus is None:
+        raise UserError("--documents is written to --corpus; give --corpus FILE")
     known = {} if aliases is None else read_aliases(aliases)
-    planned = sum(planned_bytes(source, fmt=named, aliases=known, passages=passages) for source in sources)
+    planned = sum(
+        planned_bytes(source, fmt=chosen_format, aliases=known, canary=canary, passages=passages) for source in sources
+    )
     need_room(Path(out), _written(out, planned), "the questions")
     pool = Pool()
     tallies = [Tally(name=source.name or "questions", asked=source.count) for source in sources]
 
     def chosen() -> Iterator[Question]:
         for source, tally in zip(sources, tallies, strict=True):
-            read = read_source(source, tally, fmt=named, aliases=known, on_record=on_record)
+            read = read_source(source, tally, fmt=chosen_format, aliases=known, canary=canary, on_record=on_record)
             for question in draw(read, source.count, None if seed is None else f"{seed}/{source.name or ''}"):
                 tally.kept += 1
                 yield _named(question, source.name)
@@ -110,6 +119,7 @@ def convert(
     if seed is not None and len(sources) > 1:
         found = draw(found, None, f"{seed}")
     counts: Counter[str] = Counter()
+    named_by: dict[str, str] = {}  # a document -> a question
 
     def records() -> Iterator[Record]:
         for question in found:
@@ -118,19 +128,28 @@ def convert(
             counts["with passages"] += bool(pooled.passages)
             counts["with gold indices"] += pooled.gold_indices is not None
             counts["passages"] += len(pooled.passages)
+            if documents:
+                named = (id_ for key in NAMED_DOCUMENTS for id_ in question.metadata.get(key, ()))
+                named_by.update(dict.fromkeys(named, question.id))
             yield question_record(pooled)
         # Checked before the file appears, which it does once this ends.
-        _check_outcome(tallies, corpus, pool, aliases)
+        _check_outcome(tallies, None if documents else corpus, pool, aliases, canary, documents)
+        if documents and corpus is not None:
+            need_room(
+                Path(corpus), _written(corpus, sum(Path(path).stat().st_size for path in documents)), "the corpus"
+            )
+            kept = _documents(documents, named_by, counts, on_record)
+            counts["documents in the corpus"] = write_jsonl(corpus, kept)
 
     written = write_jsonl(out, records())
-    if corpus is not None:
+    if corpus is not None and not documents:
         write_jsonl(corpus, map(passage_record, pool.passages.values()))
     if skipped is not None:
         keys = ("where", "id", "reason")
         found_out = ((tally.name, record) for tally in tallies for record in tally.skipped)
         write_jsonl(skipped, ({"source": name, **dict(zip(keys, record, strict=True))} for name, record in found_out))
     figures = {"questions": written, **counts, "sources": [tally.figures() for tally in tallies]}
-    if corpus is not None:
+    if corpus is not None and not documents:
         figures |= {"passages in the corpus": len(pool.passages), "passages given another id": pool.renamed}
     return figures
 
@@ -141,6 +160,7 @@ def read_source(
     *,
     fmt: QuestionFormat | None = None,
     aliases: Mapping[str, tuple[str, ...]] | None = None,
+    canary: str | None = None,
     on_record: OnRecord = lambda name, records: None,
 ) -> Iterator[Question]:
     """Yield every question of a source, in order, ids differing; what is left out goes into `tally`. fmt: None to look
@@ -151,7 +171,14 @@ def read_source(
         tally.formats.append(reader.name)
         for where, record in iter_rows(path):
             require(reader, record, where)
-            row = Row(fields=record, where=where, number=tally.records, aliases=aliases or {}, notes=tally.notes)
+            row = Row(
+                fields=record,
+                where=where,
+                number=tally.records,
+                aliases=aliases or {},
+                canary=canary,
+                notes=tally.notes,
+            )
             tally.records += 1
             on_record(tally.name, tally.records)
             try:
@@ -159,7 +186,7 @@ def read_source(
                 if question.id in seen:
                     raise Skipped(ID_AGAIN)
             except Skipped as skip:
-                tally.skipped.append((where, row.id("id", "_id", "QuestionId", "question_id"), str(skip)))
+                tally.skipped.append((where, row.id("id", "_id", "QuestionId", "question_id", "query_id"), str(skip)))
                 continue
             seen.add(question.id)
             yield question
@@ -170,6 +197,7 @@ def planned_bytes(
     *,
     fmt: QuestionFormat | None = None,
     aliases: Mapping[str, tuple[str, ...]] | None = None,
+    canary: str | None = None,
     passages: int | None = None,
 ) -> float:
     """Estimate the bytes of a source's questions as JSON lines from the first records of every file; too few where a
@@ -180,7 +208,7 @@ def planned_bytes(
         if questions >= most:
             break
         tally = Tally(name="")
-        first = read_source(MixSource(paths=(path,)), tally, fmt=fmt, aliases=aliases)
+        first = read_source(MixSource(paths=(path,)), tally, fmt=fmt, aliases=aliases, canary=canary)
         sample = islice(first, int(min(SAMPLE, most)))
         cut = sample if passages is None else (first_passages(question, passages) for question in sample)
         found = [_size(question_record(question)) for question in cut]
@@ -244,6 +272,24 @@ class Pool:
         return self.passages.setdefault(id_, replace(passage, id=id_))
 
 
+def _documents(
+    paths: Sequence[str | Path], named_by: dict[str, str], counts: Counter[str], on_record: OnRecord
+) -> Iterator[Record]:
+    """Yield the corpus's records. UserError at the end for a document that a question names and that is not among
+    them."""
+    empty: list[str] = []
+    for number, passage in enumerate(iter_documents(paths, empty), 1):
+        named_by.pop(passage.id, None)
+        on_record("the corpus", number)
+        yield passage_record(passage)
+    counts["documents without text, left out"] = len(empty)
+    for id_, question in named_by.items():
+        raise UserError(
+            f"{', '.join(map(str, paths))}: of the documents that questions name {len(named_by):,} are absent, such as "
+            f"{id_!r} of question {question!r}; give all files of the corpus"
+        )
+
+
 def read_aliases(path: str | Path) -> dict[str, tuple[str, ...]]:
     """Read 2Wiki's id_aliases.json: {"Q_id", "aliases": [..], "demonyms": [..]}, one a line or in a list."""
     first = next(iter_rows(path), None)
@@ -264,7 +310,14 @@ def _named(question: Question, name: str | None) -> Question:
     return replace(question, id=f"{name}/{question.id}", metadata={**question.metadata, "dataset": name})
 
 
-def _check_outcome(tallies: Sequence[Tally], corpus: str | Path | None, pool: Pool, aliases: str | Path | None) -> None:
+def _check_outcome(
+    tallies: Sequence[Tally],
+    corpus: str | Path | None,
+    pool: Pool,
+    aliases: str | Path | None,
+    canary: str | None,
+    documents: Sequence[str | Path],
+) -> None:
     """Raise UserError where nothing is left to write, or what was asked for is not in it, or the corpus has no room."""
     if not any(tally.kept for tally in tallies):
         reasons = Counter(reason for tally in tallies for _, _, reason in tally.skipped)
@@ -276,19 +329,22 @@ def _check_outcome(tallies: Sequence[Tally], corpus: str | Path | None, pool: Po
         raise UserError(f"{corpus}: none of these questions comes with passages; leave --corpus out")
     if aliases is not None and not any("2wiki" in tally.formats for tally in tallies):
         raise UserError(f"{aliases}: aliases are for 2WikiMultiHopQA, and no such file was read; leave --aliases out")
+    formats = {name for tally in tallies for name in tally.formats}
+    if canary is not None and BROWSECOMP not in formats:
+        raise UserError("--canary is for BrowseComp-Plus, and no such file was read; leave --canary out")
+    if documents and formats != {BROWSECOMP}:
+        raise UserError("--documents is the corpus of BrowseComp-Plus, and another set was read; leave --documents out")
     if corpus is not None:
         texts = sum(len(passage.title) + len(passage.text) for passage in pool.passages.values())
         need_room(Path(corpus), _written(corpus, texts), "the corpus")
 
 
-def _check_paths(sources: Sequence[MixSource], outputs: Sequence[Path], aliases: str | Path | None) -> None:
+def _check_paths(sources: Sequence[MixSource], outputs: Sequence[Path], others: Sequence[str | Path]) -> None:
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--mix names {name!r} twice; give every source its own name")
-    inputs = {path.resolve() for source in sources for path in source.paths} | {
-        Path(path).resolve() for path in (aliases,) if path is not None
-    }
+    inputs = {path.resolve() for source in sources for path in source.paths} | {Path(path).resolve() for path in others}
     for number, path in enumerate(outputs):
         if path.resolve() in inputs or path.resolve() in {other.resolve() for other in outputs[:number]}:
             raise UserError(f"{path}: is read or written under another name too; choose another path to write")

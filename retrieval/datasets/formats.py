@@ -15,6 +15,7 @@
     FlashRAG    {"id", "question", "golden_answers", "metadata"}; a HotpotQA context in its metadata becomes passages
     Bamboogle   a table with the columns Question and Answer; or {"question", "answer"}
     NQ-open     {"question", "answer": [..]}
+    BrowseComp-Plus  as browsecomp.py says; its documents stay in the metadata, as ids of the corpus
     plain       {"question", "answer" or "answers": a string or a list}, whatever else there is
 
 A reader returns a `Question`, or raises `Skipped` (a well-formed record without a question, counted by reason) or
@@ -36,9 +37,10 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.jsonl import Record, as_object, checked_string, id_field, json_kind
+from thresher.retrieval.datasets.browsecomp import is_obfuscated, reveal
 from thresher.retrieval.datasets.containers import iter_rows, listed, parsed, plain
 from thresher.retrieval.passages import Passage, join_sentences
-from thresher.retrieval.questions import GOLD_KEYS, Question, to_question
+from thresher.retrieval.questions import GOLD_KEYS, NAMED_DOCUMENTS, Question, to_question
 
 UNANSWERABLE = "not answerable from its paragraphs"
 FACT_ABSENT = "supporting titles that no given paragraph has"
@@ -73,13 +75,14 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record. number: its place in the source, from 0. aliases: other names of an answer, by its id (2Wiki). notes:
-    counts of omissions."""
+    """One record. number: its place in the source, from 0. aliases: other names of an answer, by its id (2Wiki).
+    canary: what BrowseComp-Plus is obfuscated with. notes: counts of omissions."""
 
     fields: Record
     where: str
     number: int = 0
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    canary: str | None = None
     notes: Counter[str] = field(default_factory=Counter)
 
     def id(self, *keys: str) -> str:
@@ -273,6 +276,30 @@ def read_bamboogle(row: Row) -> Question:
     return row.read(ID_KEYS, (answer,), (row.fields.get(answer),), question=question)
 
 
+def read_browsecomp(row: Row) -> Question:
+    """Read BrowseComp-Plus, obfuscated or in clear. The ids of its evidence and gold documents go into the metadata."""
+    fields = dict(row.fields)
+    if row.canary is None and is_obfuscated(fields["query"]):
+        raise UserError(
+            f'{row.where}: "query" is obfuscated; give thresher data convert --canary TEXT, the line at the end of the '
+            "data set's card"
+        )
+    for key in ("query", "answer"):
+        fields[key] = reveal(fields[key], row.canary, f'{row.where}: "{key}"')
+    named = {key: _document_ids(row, key) for key in NAMED_DOCUMENTS}
+    used = ("answer", "negative_docs", *NAMED_DOCUMENTS)
+    return replace(row, fields=fields).read(("query_id",), used, (fields["answer"],), question="query", more=named)
+
+
+def _document_ids(row: Row, key: str) -> list[str]:
+    ids: dict[str, None] = {}
+    for number, item in enumerate(listed(row.fields.get(key), f'{row.where}: "{key}"'), 1):
+        place = f'{row.where}: "{key}", item {number}'
+        id_ = reveal(as_object(item, place).get("docid"), row.canary, f'{place}: "docid"')
+        ids[id_field({"docid": id_}, 0, place, key="docid")] = None
+    return list(ids)
+
+
 def read_plain(row: Row) -> Question:
     """Read whatever has a question and an answer, NQ-open included."""
     key = next((key for key in GOLD_KEYS if key in row.fields), "answer")
@@ -413,6 +440,10 @@ def _is_bamboogle(record: Record) -> bool:
     return _asks(record) and isinstance(record.get("answer"), str) and not _has(record, (*RICHER, *GIVEN))
 
 
+def _is_browsecomp(record: Record) -> bool:
+    return record.keys() >= {"query_id", "query", "answer"} and _has(record, NAMED_DOCUMENTS)
+
+
 def _is_bare(record: Record) -> bool:
     return record.keys() <= {"id", "_id", "question", "answer"}
 
@@ -443,6 +474,7 @@ FORMATS = (
     QuestionFormat("flashrag", "FlashRAG's questions", read_flashrag, _asks_with("golden_answers", without=GIVEN)),
     QuestionFormat("bamboogle", "Bamboogle", read_bamboogle, _is_bamboogle, lambda r: "Question" in r),
     QuestionFormat("nq-open", "NQ-open", read_plain, _asks_with("answer", list, without=(*RICHER, *GIVEN)), _is_bare),
+    QuestionFormat("browsecomp-plus", "BrowseComp-Plus", read_browsecomp, _is_browsecomp),
     QuestionFormat("plain", "plain questions and answers", read_plain, _is_plain),
 )
 NAMES = tuple(fmt.name for fmt in FORMATS)

@@ -1,5 +1,6 @@
 """Shared metrics: what is measured of a trajectory, by hand, and what has no value and counts for nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,22 @@ def test_evidence() -> None:
     assert (empty["compression"], empty["no_evidence"]) == (None, 1.0)
     assert (empty["recall_evidence"], empty["recall_rationale"]) == (0.0, 0.0)
     assert "compression" not in measures("eviomni", said)  # of no passages
+
+
+def test_named_documents_are_found_by_any_search_or_in_the_prompt() -> None:
+    entry = scored("search_r1", "<answer>Paris</answer>")
+    entry.trajectory.searches = [{"query": "x", "passages": ["11#0", "7"]}, {"query": "y", "passages": ["11#4", "9#9"]}]
+    values = measures_of(replace(entry, question=named(evidence_docs=["11", "7", "8", "9#9"], gold_docs=["8"])))
+    assert (values["recall_evidence_docs"], values["recall_gold_docs"]) == (0.75, 0.0)
+    shown_too = named((Passage("8", "T", "t."),), evidence_docs=["11", "7", "8", "9"], gold_docs=["8"])
+    values = measures_of(replace(entry, question=shown_too))
+    assert (values["recall_evidence_docs"], values["recall_gold_docs"]) == (1.0, 1.0)
+    assert "recall_evidence_docs" not in measures_of(replace(entry, question=named(evidence_docs=[])))
+    assert "recall_gold_docs" not in measures_of(entry)
+
+
+def named(passages: tuple[Passage, ...] = (), **documents: list[str]) -> Question:
+    return Question("q", "?", ("Paris",), dict(documents), passages)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsecomp_cases import RECORD as BROWSECOMP
 
 from thresher.common.errors import UserError
 from thresher.retrieval.datasets import containers
@@ -142,6 +143,16 @@ CASES: list[tuple[str, dict[str, Any], Question]] = [
     ("native", NATIVE, Question("test_0", "q?", ("a", "b"), {"hops": 2}, (Passage("1", "T", "t."),), (1,))),
     ("bamboogle", BAMBOOGLE, Question("9", "q?", ("a",))),
     ("nq-open", NQ, Question("9", "q?", ("a", "b"))),
+    (
+        "browsecomp-plus",
+        BROWSECOMP,
+        Question(
+            "769",
+            "Who is the mayor of the town?",
+            ("Anna Bell",),
+            {"evidence_docs": ["11", "22"], "gold_docs": ["22"]},
+        ),
+    ),
     ("plain", PLAIN, Question("3", "q?", ("a",), {"level": "easy"})),
     ("plain", {"question": "q?", "answer": 1999, "answers": [1999, 2.5]}, Question("9", "q?", ("1999", "2.5"))),
 ]

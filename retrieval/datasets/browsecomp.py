@@ -1,0 +1,58 @@
+"""BrowseComp-Plus: text that its makers obfuscate, and the corpus that its questions are asked of.
+
+The questions' file holds {"query_id", "query", "answer", "evidence_docs", "gold_docs", "negative_docs"}, the last three
+lists of {"docid", "text", "url"}. All strings but "query_id" are base64 of UTF-8, each byte XORed with the SHA-256 of a
+published string, the canary, over and over. The corpus is {"docid", "text", "url"} in clear. Most of its texts begin
+with lines between two of `---`, of which the first is `title: ..`.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from itertools import cycle
+from pathlib import Path
+
+from thresher.common.errors import UserError
+from thresher.retrieval.datasets.containers import iter_rows
+from thresher.retrieval.passages import EmptyPassage, Passage, to_passage
+
+TITLE = re.compile(r"---\s*\ntitle:[ \t]*([\"']?)(.+?)\1[ \t]*\n")
+
+
+def is_obfuscated(text: object) -> bool:
+    """Return whether a question is base64; one in clear has spaces."""
+    try:
+        return isinstance(text, str) and len(base64.b64decode(text, validate=True)) > 0
+    except ValueError:
+        return False
+
+
+def reveal(text: object, canary: str | None, where: str) -> object:
+    """Return the text in clear; itself without a canary. UserError, starting with `where`, for another canary."""
+    if canary is None or not isinstance(text, str):
+        return text
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise UserError(f"{where} is not obfuscated (it is no base64); leave --canary out") from None
+    try:
+        key = cycle(hashlib.sha256(canary.encode()).digest())
+        return bytes(a ^ b for a, b in zip(data, key, strict=False)).decode()
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{where} is no text under this --canary; give the whole canary line at the end of the data set's card"
+        ) from None
+
+
+def iter_documents(paths: Iterable[str | Path], empty: list[str]) -> Iterator[Passage]:
+    """Yield the corpus as passages with the titles of their texts. The ids of documents without text go to `empty`."""
+    for path in paths:
+        for row, (where, record) in enumerate(iter_rows(path)):
+            if record.get("docid") is None:
+                raise UserError(f'{where}: expected a document with "docid" and "text"; give files of the corpus')
+            title = TITLE.match(record["text"]) if isinstance(record.get("text"), str) else None
+            try:
+                yield to_passage({**record, "title": title[2] if title else ""}, row, where)
+            except EmptyPassage:
+                empty.append(str(record["docid"]))
