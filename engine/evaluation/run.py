@@ -415,6 +415,8 @@ def _trajectory(record: Mapping[str, Any]) -> Trajectory:
     _require(all(isinstance(text, str) for text in (found.question_id, found.reason, *branches)))
     _require(_whole(found.group) and _whole(found.sample) and isinstance(found.searches, list))
     _require(all(isinstance(search, dict) and isinstance(search["query"], str) for search in found.searches))
+    listed = [search.get("passages", []) for search in found.searches]
+    _require(all(isinstance(ids, list) and all(isinstance(id_, str) for id_ in ids) for ids in listed))
     _require(isinstance(found.tools, list) and all(isinstance(call, dict) for call in found.tools))
     _require(all(isinstance(call["error"], bool) for call in found.tools))
     _require(all(isinstance(call[key], str) for call in found.tools for key in ("name", "text")))
