@@ -147,6 +147,24 @@ def test_what_was_retrieved_is_ranked_over_all_searches(searching: list[str], tm
     assert seen == 4
 
 
+def test_documents_that_questions_name_are_looked_for_in_what_searches_found(
+    searching: list[str], asked: Path, tmp_path: Path, script: Any
+) -> None:
+    def evaluated(name: str) -> list[dict[str, Any]]:
+        script(SAID)
+        assert cli.run([*searching, "--out", str(tmp_path / name)]) == 0
+        return stored(tmp_path / name / "trajectories.jsonl")
+
+    found = [[id_ for search in record["searches"] for id_ in search["passages"]] for record in evaluated("before")]
+    lines = [json.loads(line) for line in asked.read_text().splitlines()]
+    named = [[ids[-1] if ids else "other", "absent"] for ids in found]
+    records = [{**line, "metadata": {"evidence_docs": ids}} for line, ids in zip(lines, named, strict=True)]
+    asked.write_text("".join(json.dumps(record) + "\n" for record in records))
+    shares = [record["measures"]["recall_evidence_docs"] for record in evaluated("after")]
+    assert shares == [0.5 if ids else 0.0 for ids in found] and shares.count(0.5) == 4
+    assert json.loads((tmp_path / "after" / "metrics.json").read_text())["recall_evidence_docs"] == pytest.approx(2 / 7)
+
+
 def with_given(asked: Path, tiny_index: Any) -> Path:
     """Three passages a question, the last of them gold."""
     path = asked.with_name("given.jsonl")
