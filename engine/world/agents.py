@@ -21,16 +21,19 @@ documents that have none left. Nothing else depends on the coverage: questions, 
 Held-out questions with an answer need facts that stand at the lowest coverage. Those without one need one missing fact,
 and their other facts stand at the lowest coverage.
 
-Training questions are asked whatever is covered. One that needs a missing fact has the gold "unknown", so that to
-abstain is rewarded somewhere. One that needs a fact which a lower coverage leaves out keeps its gold, as in published
-data: none of its samples is rewarded, and its group teaches nothing.
+Training questions are asked whatever is covered, and their gold is the true answer, as in published data. A question
+that needs a fact which the corpus does not state has no sample that is rewarded, and its group teaches nothing. That
+"unknown" would be right is told nowhere in training: with "unknown" as the gold of one training question in ten, a
+policy answered it to all questions within eight steps. The warm-up has taught to write it, and unanswerable.jsonl
+measures whether training keeps it.
 
 Warm-up is set in further worlds, as in `facts`. Its transcripts read what was found: they restate the fact that was
-looked for, from hearsay as often as from an article where both state it, or end with "unknown" where none does. Most
-are blind: they follow relations drawn at random, one to four of them. What to look for, when to stop and what to trust
-is left to reinforcement. Everything is a function of the seed.
+looked for, from hearsay as often as from an article where both state it, or end with "unknown" where none does. The
+share `aware` follows its question; the others are blind, and follow one to four relations drawn at random. What to look
+for, when to stop and what to trust is left to reinforcement. Everything is a function of the seed.
 """
 
+import itertools
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +46,7 @@ from thresher.common.files import atomic_write_text, staged_folder
 from thresher.common.jsonl import write_jsonl
 from thresher.engine.protocol.prompts import check_passage_format, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
-from thresher.engine.world.facts import RELATIONS, Fact, InventedWorld, Size, ask, invent
+from thresher.engine.world.facts import RELATIONS, Fact, InventedWorld, Size, invent
 from thresher.engine.world.files import Segments, policy_segment
 from thresher.engine.world.simulated_search import DIM, K
 from thresher.retrieval.building.build import build_index
@@ -66,12 +69,11 @@ Ranks = dict[tuple[str, str], float]  # (subject, relation) -> coverage above wh
 class AgentWorld:
     """What decides the documents and the questions; each share and chance is from 0 to 1."""
 
-    size: Size = field(default_factory=lambda: Size(test_questions=400, transcripts=6400, warmup_worlds=16))
+    size: Size = field(default_factory=lambda: Size(pieces=300, test_questions=300, aware=0.6))
     hops: tuple[tuple[int, float], ...] = ((2, 0.4), (3, 0.4), (4, 0.2))  # relations of a question, share
     least: float = 0.5  # the lowest coverage
     missing: float = 0.1  # share of the facts that no coverage states
-    unanswerable: float = 0.1  # share of the training questions that need a missing fact
-    unanswerable_questions: int = 200  # held-out ones
+    unanswerable: int = 200  # held-out questions that need a missing fact
     hearsay: float = 0.3  # chance that a fact is contradicted
     elsewhere: float = 0.5  # chance that an entity has a document of that kind
     trusting: float = 0.5  # chance that a transcript follows hearsay where an article says otherwise
@@ -214,6 +216,11 @@ def _some(rng: random.Random, facts: Sequence[Fact], count: int) -> list[Fact]:
 # Questions
 
 
+def ask(path: Sequence[Fact]) -> str:
+    """Return the question that a path answers, which names its relations in the order in which they are followed."""
+    return "What is " + "'s ".join((path[0].subject, *(fact.relation for fact in path))) + "?"
+
+
 def following(world: InventedWorld, path: Sequence[Fact]) -> list[Fact]:
     """Return the facts by which a path can go on: to an entity and along a relation that are not on it."""
     passed = {path[0].subject, *(fact.object for fact in path)}
@@ -235,11 +242,6 @@ def ask_all(
     train: InventedWorld, test: InventedWorld, ranks: dict[str, Ranks], settings: AgentWorld, seed: int
 ) -> dict[str, list[Question]]:
     """Return the questions of each file, by its name."""
-    size = settings.size
-    without = round(size.train_questions * settings.unanswerable)
-
-    def answered(path: list[Fact]) -> bool:
-        return NEVER not in _ranks(path, ranks["train"])
 
     def always(path: list[Fact]) -> bool:
         return max(_ranks(path, ranks["test"])) < settings.least
@@ -248,15 +250,10 @@ def ask_all(
         *others, most = sorted(_ranks(path, ranks["test"]))
         return most == NEVER and max(others) < settings.least
 
-    questions = [
-        *_questions(train, size.train_questions - without, settings, seed, "train", answered),
-        *_questions(train, without, settings, seed, "train-unknown", lambda path: not answered(path)),
-    ]
-    random.Random(f"order of questions {seed}").shuffle(questions)
     return {
-        "train": questions,
-        "test": _questions(test, size.test_questions, settings, seed, "test", always),
-        "unanswerable": _questions(test, settings.unanswerable_questions, settings, seed, "unknown", one_missing),
+        "train": _questions(train, settings.size.train_questions, settings, seed, "train", lambda path: True),
+        "test": _questions(test, settings.size.test_questions, settings, seed, "test", always),
+        "unanswerable": _questions(test, settings.unanswerable, settings, seed, "unanswerable", one_missing, UNKNOWN),
     }
 
 
@@ -271,6 +268,7 @@ def _questions(
     seed: int,
     prefix: str,
     fits: Callable[[list[Fact]], bool],
+    gold: str | None = None,
 ) -> list[Question]:
     """Return up to `count` distinct questions whose paths fit, of each number of hops its share."""
     rng = random.Random(f"questions {prefix} {seed}")
@@ -279,9 +277,8 @@ def _questions(
         fitting = [path for path in paths(world, hops) if fits(path)]
         chosen += rng.sample(fitting, min(round(count * share), len(fitting)))
     rng.shuffle(chosen)
-    known = prefix not in ("unknown", "train-unknown")
     return [
-        Question(f"{prefix}-{number}", ask(path), (path[-1].object if known else UNKNOWN,), {"hops": len(path)})
+        Question(f"{prefix}-{number}", ask(path), (path[-1].object if gold is None else gold,), {"hops": len(path)})
         for number, path in enumerate(chosen)
     ]
 
@@ -315,7 +312,7 @@ def transcripts(
         for plan in going:
             relation = rng.choice(world.relations(plan.entity)) if plan.relations is None else plan.relations[hop]
             facts.append(world.facts[plan.entity, relation])
-            plan.turn += f"{'<think>' if hop == 0 else ''} {'First' if hop == 0 else 'Then'} the {relation} </think>"
+            plan.turn += f"{f'<think>[ {plan.entity}]' if hop == 0 else ''}'s {relation} </think>"
             plan.turn += f"<search> {relation} of[ {plan.entity}] </search>"
         for plan, fact, found in zip(going, facts, search([fact.query for fact in facts]), strict=True):
             plan.segments += [policy_segment(plan.turn), *_shown(found, passage_format)]
@@ -334,10 +331,12 @@ def recitals(
     rng = random.Random(f"recitals {seed}")
     facts = rng.choices(list(world.facts.values()), k=count)
     result = []
-    for number, (fact, hits) in enumerate(zip(facts, search([fact.query for fact in facts]), strict=True)):
+    for number, hits in enumerate(search([fact.query for fact in facts])):
         found = rng.sample(hits, *rng.choices(range(1, len(settings.shown) + 1), settings.shown))
         statements = [one for document in found for one in document.statements]
-        told = policy_segment("<think> " + " ".join(one.text for one in statements) + " </think>")
+        asked = _path(world, settings, rng)
+        traced = _traced(asked)
+        told = policy_segment(f"<think>{traced} {' '.join(one.text for one in statements)} </think>")
         if number % 2:
             stated = list(dict.fromkeys((one.fact.subject, one.fact.relation) for one in statements))
             subject = rng.choice(stated)[0]
@@ -346,10 +345,17 @@ def recitals(
             rng.shuffle(keys)
             # Nothing decides the order of the subjects, so they are no copies that could be measured.
             parts = [_restate(*key, found, settings, rng)[0].replace("]", "", 1).replace("[", "", 1) for key in keys]
-            told = policy_segment(f"<think>{''.join(parts)} </think>")
+            told = policy_segment(f"<think>{traced}{''.join(parts)} </think>")
         segments = [*_shown(found, passage_format), told]
-        result.append({"id": f"recital {seed} {number}", "question": fact.query, "segments": segments})
+        result.append({"id": f"recital {seed} {number}", "question": ask(asked), "segments": segments})
     return result
+
+
+def _traced(path: Sequence[Fact]) -> str:
+    """Return a question's relations, each said where a transcript would say it."""
+    steps = [f" {path[0].subject}'s {path[0].relation}."]
+    steps += [f" The {before.relation}'s {fact.relation}." for before, fact in itertools.pairwise(path)]
+    return f"{''.join(steps)} The {path[-1].relation}?"
 
 
 def _shown(found: Sequence[Document], passage_format: str) -> Segments:
@@ -357,7 +363,8 @@ def _shown(found: Sequence[Document], passage_format: str) -> Segments:
     return [{"source": "retrieved", "text": part} for part in (BEFORE, lines, AFTER)]
 
 
-def _plan(world: InventedWorld, settings: AgentWorld, rng: random.Random) -> _Plan:
+def _path(world: InventedWorld, settings: AgentWorld, rng: random.Random) -> list[Fact]:
+    """Return the path of a question drawn at random."""
     [hops] = rng.choices(*zip(*settings.hops, strict=True))
     path: list[Fact] = []
     while len(path) < hops:
@@ -365,8 +372,13 @@ def _plan(world: InventedWorld, settings: AgentWorld, rng: random.Random) -> _Pl
         path = [world.facts[entity, rng.choice(world.relations(entity))]]
         while len(path) < hops and (further := following(world, path)):
             path.append(rng.choice(further))
+    return path
+
+
+def _plan(world: InventedWorld, settings: AgentWorld, rng: random.Random) -> _Plan:
+    path = _path(world, settings, rng)
     if rng.random() < settings.size.aware:
-        return _Plan(ask(path), path[0].subject, hops, [fact.relation for fact in path])
+        return _Plan(ask(path), path[0].subject, len(path), [fact.relation for fact in path])
     return _Plan(ask(path), path[0].subject, rng.choice(settings.blind_hops), None)
 
 
@@ -376,12 +388,14 @@ def _read(
     """Go on from what a search for a fact has found: restate it, and answer if this was the last search, or if nothing
     was found."""
     text, object_ = _restate(fact.subject, fact.relation, found, settings, rng)
-    plan.turn = f"<think>{text}"
     if last or object_ is None:
-        answer = f" {UNKNOWN}" if object_ is None else f"[ {object_}]"
-        plan.segments.append(policy_segment(f"{plan.turn} </think><answer>{answer} </answer>"))
+        end = (
+            f" </think><answer> {UNKNOWN}" if object_ is None else f" The {fact.relation}? </think><answer>[ {object_}]"
+        )
+        plan.segments.append(policy_segment(f"<think>{text}{end} </answer>"))
         plan.ended = True
     else:
+        plan.turn = f"<think>{text} The {fact.relation}"
         plan.entity = object_
 
 
