@@ -161,13 +161,20 @@ def run_comparison(
     run_command: runs a command from its arguments. rows_file: rows of runs that are not repeated. train_more: False
     compares what is finished."""
     check_out(out)
-    known = [] if rows_file is None else stored_rows(rows_file, plan)
+    known = []
+    for number, row in () if rows_file is None else iter_jsonl(rows_file):
+        check_row(row, f"{rows_file}: line {number}", plan)
+        known.append(row)
     names = {row["name"] for row in known}
     started, runs = time.perf_counter(), runs_of(plan)
     if train_more:
         work_through(jobs_of(plan, out, [run for run in runs if run.name not in names], run_command))
-    rows = known + [read_json_object(path) for path in sorted((out / "rows").glob("*.json"))]
     order = {run.name: place for place, run in enumerate(runs)}
+    rows = list(known)
+    for path in sorted((out / "rows").glob("*.json")):
+        if path.stem in order and path.stem not in names:
+            rows.append(read_json_object(path))
+            check_row(rows[-1], str(path), plan)
     rows = sorted((row for row in rows if row["name"] in order), key=lambda row: order[row["name"]])
     if not rows:
         raise UserError(f"{out}: no run is finished; run the command without --finished")
@@ -184,20 +191,24 @@ def run_comparison(
     return found
 
 
-def stored_rows(path: str | Path, plan: Comparison) -> list[dict[str, Any]]:
-    """Read rows.jsonl. UserError for a row that has not the measure, or does not reach the largest budget."""
-    rows = []
-    for number, row in iter_jsonl(path):
-        where = f"{path}: line {number}"
-        if not isinstance(row.get("curve"), list) or row.get("measure") != plan.measure:
-            raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
-        if row["curve"][-1]["tokens"] < max(plan.budgets):
-            raise UserError(
-                f"{where}: its run ended at {row['curve'][-1]['tokens']:,} tokens, below the largest of budgets, "
-                f"{max(plan.budgets):,}; leave the row out, or that budget"
-            )
-        rows.append(row)
-    return rows
+def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
+    """Raise UserError for a row that has not the measure or the settings of its run, or does not reach the largest
+    budget. where: its place, named first."""
+    if not isinstance(row.get("curve"), list) or row.get("measure") != plan.measure:
+        raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
+    run = next((run for run in runs_of(plan) if run.name == row.get("name")), None)
+    if run is not None and row.get("settings") != (expected := settings_of(plan, run)):
+        other = next((text for text in expected if text not in row.get("settings", ())), "fewer")
+        raise UserError(f"{where}: its run had other settings than the file has now ({other}); choose another --out")
+    if not _reaches(row, plan):
+        raise UserError(
+            f"{where}: its run ended at {row['curve'][-1]['tokens']:,} tokens, below the largest of budgets, "
+            f"{max(plan.budgets):,}; leave the row out, or that budget"
+        )
+
+
+def _reaches(row: Mapping[str, Any], plan: Comparison) -> bool:
+    return bool(row["curve"][-1]["tokens"] >= max(plan.budgets))
 
 
 # Runs
@@ -252,15 +263,14 @@ def _command(typed: str, after: tuple[Job, ...], run_command: Callable[[list[str
     return Job(into.name, into, into.exists, run, after)
 
 
+def settings_of(plan: Comparison, run: Run) -> list[str]:
+    """Return a run's settings as the file has them, without its seed and budget."""
+    own = [*plan.conditions.get(run.condition, ()), *plan.methods[run.method], *(plan.control if run.control else ())]
+    return [*plan.set, *own]
+
+
 def recipe_of(plan: Comparison, out: Path, run: Run) -> Recipe:
-    settings = [
-        *plan.set,
-        *plan.conditions.get(run.condition, ()),
-        *plan.methods[run.method],
-        *(plan.control if run.control else ()),
-        f"run.seed={run.seed}",
-        f"run.token_budget={max(plan.budgets)}",
-    ]
+    settings = [*settings_of(plan, run), f"run.seed={run.seed}", f"run.token_budget={max(plan.budgets)}"]
     return read_run_recipe(plan.recipe, [filled(text, out, run) for text in settings])
 
 
@@ -277,9 +287,15 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
                     line.total = progress.steps
                     line.to(progress.step, f"reward {progress.record['reward']:.3f}")
 
-            if not (folder / "summary.json").exists():
-                train(case.recipe, folder, folder.exists(), watch)
+            train(
+                case.recipe, folder, folder.exists(), watch
+            )  # of a finished run only a larger budget changes anything
         found = row_of(plan, run, RunFolder(folder))
+        if not _reaches(found, plan):
+            raise UserError(
+                f"{folder}: ended after run.steps = {found['steps']} with {found['curve'][-1]['tokens']:,} tokens, below "
+                f"the largest of budgets, {max(plan.budgets):,}; set a larger run.steps"
+            )
         row.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(row, json.dumps(found) + "\n")
         first, *_, last = found["curve"]
@@ -289,7 +305,10 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
             soft_wrap=True,
         )
 
-    return Job(run.name, folder, row.exists, train_it, after)
+    def done() -> bool:
+        return row.exists() and _reaches(read_json_object(row), plan)
+
+    return Job(run.name, folder, done, train_it, after)
 
 
 def work_through(jobs: Sequence[Job]) -> None:
@@ -297,8 +316,10 @@ def work_through(jobs: Sequence[Job]) -> None:
     with console.progress_line("compare-methods", len(jobs)) as line:
 
         def attempt(job: Job) -> bool:
-            line.to(sum(one.done() for one in jobs), "")
-            return job.done() or _taken(job)
+            if not (job.done() or _taken(job)):
+                return False
+            line.to(line.done + 1, job.name)
+            return True
 
         share_work(jobs, attempt)
 
@@ -344,6 +365,7 @@ def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
         "name": run.name,
         **asdict(run),
         "measure": plan.measure,
+        "settings": settings_of(plan, run),
         "steps": len(steps),
         "sampled_tokens": sum(step["sampled_tokens"] for step in steps),
         "curve": curve,

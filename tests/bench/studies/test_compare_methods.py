@@ -253,6 +253,34 @@ def test_rows_of_another_comparison_are_refused(file: Path, compared: Path, tmp_
             run_comparison(plan, tmp_path / "out", copying, compared / "rows.jsonl")
 
 
+def test_rows_of_other_settings_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
+    plan = read(file.read_text().replace("optim.lr=1e-3", "optim.lr=2e-3"), tmp_path)
+    for out, rows in ((compared, None), (tmp_path / "out", compared / "rows.jsonl")):
+        with pytest.raises(UserError, match=r"its run had other settings than the file has now \(optim.lr=2e-3\)"):
+            run_comparison(plan, out, copying, rows, train_more=False)
+
+
+def test_a_larger_budget_goes_on_with_the_same_runs(file: Path, compared: Path, tmp_path: Path) -> None:
+    small = read_comparison(file, [0], [300])
+    run_comparison(small, tmp_path / "out", copying)
+    run_comparison(read_comparison(file, [0]), tmp_path / "out", copying)
+    found, expected = (
+        [{**row, "curve": row["curve"][-1]["em"]} for row in stored(at / "rows.jsonl")]
+        for at in (tmp_path / "out", compared)
+    )
+    assert [(row["name"], row["steps"], row["curve"]) for row in found] == [
+        (row["name"], row["steps"], row["curve"]) for row in expected if row["seed"] == 0
+    ]
+
+
+def test_a_run_that_ends_before_its_budget_is_refused(file: Path, tmp_path: Path) -> None:
+    plan = read_comparison(file, [0], None, ["run.steps=1"])
+    with pytest.raises(
+        UserError, match=r"ended after run.steps = 1 with .* below the largest of budgets, 600; set a larger"
+    ):
+        run_comparison(plan, tmp_path / "out", copying)
+
+
 def test_nothing_finished_is_no_comparison(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run is finished"):
         run_comparison(read_comparison(file), tmp_path / "out", copying, train_more=False)
