@@ -287,14 +287,12 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
                     line.total = progress.steps
                     line.to(progress.step, f"reward {progress.record['reward']:.3f}")
 
-            train(
-                case.recipe, folder, folder.exists(), watch
-            )  # of a finished run only a larger budget changes anything
+            train(case.recipe, folder, folder.exists(), watch)  # a finished run goes on to a larger budget
         found = row_of(plan, run, RunFolder(folder))
         if not _reaches(found, plan):
             raise UserError(
-                f"{folder}: ended after run.steps = {found['steps']} with {found['curve'][-1]['tokens']:,} tokens, below "
-                f"the largest of budgets, {max(plan.budgets):,}; set a larger run.steps"
+                f"{folder}: ended after run.steps = {found['steps']} with {found['curve'][-1]['tokens']:,} tokens, "
+                f"below the largest of budgets, {max(plan.budgets):,}; set a larger run.steps"
             )
         row.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(row, json.dumps(found) + "\n")

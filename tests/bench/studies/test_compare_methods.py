@@ -238,11 +238,11 @@ def test_a_killed_run_goes_on_from_its_checkpoint(file: Path, compared: Path, tm
     run_comparison(plan, out, copying)
     (first, *_), expected = stored(out / "rows.jsonl"), stored(compared / "rows.jsonl")[0]
     assert len(stored(out / "runs" / first["name"] / "starts.jsonl")) == 2
-    timed = {"at", "commit", "machine"}
+    other = {"at", "commit", "machine", "settings"}  # this one also saves each step
     for row in (first, expected):
         for point in row["curve"]:
             del point["seconds"]
-    assert {k: v for k, v in first.items() if k not in timed} == {k: v for k, v in expected.items() if k not in timed}
+    assert {k: v for k, v in first.items() if k not in other} == {k: v for k, v in expected.items() if k not in other}
 
 
 def test_rows_of_another_comparison_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
