@@ -187,6 +187,8 @@ def replayed(recipe: Recipe, run: str | Path) -> Recipe:
         raise UserError(f"--replay: expected {key}, for what it decides is not stored")
     if recipe.run.async_:
         raise UserError("--replay: expected run.async = false, for the groups behind the last step are not stored")
+    if recipe.run.token_budget is not None:
+        raise UserError("--replay: expected no run.token_budget, for what a step prefills depends on when tools answer")
     stored = load_recipe(RunFolder(Path(run)).recipe_file)
     if stored.run.keep_trajectories != 1:
         raise UserError(f"--replay {run}: expected run.keep_trajectories = 1, got {stored.run.keep_trajectories}")

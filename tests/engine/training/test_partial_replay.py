@@ -51,12 +51,14 @@ def test_a_run_is_repeated_whenever_its_tools_had_answered(slow: Recipe) -> None
         "shared_tokens",
         "sampled_tokens",
         "tool_calls",
+        "tokens_spent",
     }  # others drew, too
     for name in ("again", "killed"):
         assert versions(name) == versions("run")
         first, second = of_the_run("run"), of_the_run(name)
         for one in (first, second):
             one["metrics"] = [{k: v for k, v in record.items() if k not in counts} for record in one["metrics"]]
+            one["summary"] = {k: v for k, v in one["summary"].items() if k not in counts}
         assert first.keys() == second.keys()
         assert [key for key in first if first[key] != second[key]] == []
     assert any(record["staleness_mean"] for record in steps_of(Path("run")))
@@ -68,6 +70,8 @@ def test_what_cannot_be_repeated_is_refused(slow: Recipe, make_recipe: Make) -> 
         train(slow_with(slow, run={"seed": 4}), "other", replay="run")
     with pytest.raises(UserError, match=r"expected grpo.refill = false, for groups set aside are not stored"):
         train(slow_with(slow, grpo={"refill": True}), "other", replay="run")
+    with pytest.raises(UserError, match=r"expected no run.token_budget, for what a step prefills depends on when"):
+        train(slow_with(slow, run={"token_budget": 9, "steps": 4}), "other", replay="run")
     with pytest.raises(UserError, match=r"none/recipe.toml"):
         train(slow, "other", replay="none")
     Path("run/trajectories/step_000002.jsonl").unlink()
