@@ -12,7 +12,7 @@ A question follows two to four relations, none twice. A document is a few senten
 
     Amber Lattice               Its facts, and a fact whose object it is.
     Amber Lattice, elsewhere    Facts whose object it is, and facts about others with one of its two words.
-    Amber Lattice, hearsay      "It is said that Amber Lattice has author Bel Dorin.", which contradicts the article
+    Amber Lattice, hearsay      "Amber Lattice may have author Bel Dorin.", which contradicts the article
                                 and is not true; and a fact whose object it is.
 
 *Coverage* is the share of the facts that the corpus states, of those that are not *missing*; these it never states. A
@@ -28,9 +28,10 @@ policy answered it to all questions within eight steps. The warm-up has taught t
 measures whether training keeps it.
 
 Warm-up is set in further worlds, as in `facts`. Its transcripts read what was found: they restate the fact that was
-looked for, from hearsay as often as from an article where both state it, or end with "unknown" where none does. The
-share `aware` follows its question; the others are blind, and follow one to four relations drawn at random. What to look
-for, when to stop and what to trust is left to reinforcement. Everything is a function of the seed.
+looked for, from an article or, at the chance `trusting`, from hearsay where both state it, or end with "unknown" where
+none does. The share `aware` follows its question. The others are blind: one to four times they look for the first
+relation of the entity at hand. What to look for, when to stop and what to trust is left to reinforcement. Everything is
+a function of the seed.
 """
 
 import itertools
@@ -57,7 +58,6 @@ from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record
 
 UNKNOWN = "unknown"
-SAID = "It is said that "
 NEVER = 1.0  # rank of a missing fact
 ABSENT = 1  # relations of a recital of which nothing is said
 PROMPT = "Question: {question}\n"
@@ -69,17 +69,17 @@ Ranks = dict[tuple[str, str], float]  # (subject, relation) -> coverage above wh
 class AgentWorld:
     """What decides the documents and the questions; each share and chance is from 0 to 1."""
 
-    size: Size = field(default_factory=lambda: Size(pieces=300, test_questions=300, aware=0.6))
+    size: Size = field(default_factory=lambda: Size(pieces=60, test_questions=200, aware=0.35))
     hops: tuple[tuple[int, float], ...] = ((2, 0.4), (3, 0.4), (4, 0.2))  # relations of a question, share
     least: float = 0.5  # the lowest coverage
     missing: float = 0.1  # share of the facts that no coverage states
     unanswerable: int = 200  # held-out questions that need a missing fact
     hearsay: float = 0.3  # chance that a fact is contradicted
     elsewhere: float = 0.5  # chance that an entity has a document of that kind
-    trusting: float = 0.5  # chance that a transcript follows hearsay where an article says otherwise
+    trusting: float = 0.35  # chance that a transcript follows hearsay where an article says otherwise
     recitals: int = 6400
     shown: tuple[float, ...] = (0.5, 0.3, 0.2)  # shares of the recitals that show one document, two, ..
-    blind_hops: tuple[int, ...] = (1, 2, 3, 4)  # searches of a blind transcript
+    blind_hops: tuple[int, ...] = (1, 2, 3, 4)  # searches of a blind transcript, each for an entity's first relation
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ class Statement:
 
     @property
     def text(self) -> str:
-        return (SAID if self.said else "") + self.fact.sentence
+        fact = self.fact
+        return f"{fact.subject} may have {fact.relation} {fact.object}." if self.said else fact.sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +311,7 @@ def transcripts(
         going = [plan for plan in plans if not plan.ended]
         facts = []
         for plan in going:
-            relation = rng.choice(world.relations(plan.entity)) if plan.relations is None else plan.relations[hop]
+            relation = world.relations(plan.entity)[0] if plan.relations is None else plan.relations[hop]
             facts.append(world.facts[plan.entity, relation])
             plan.turn += f"{f'<think>[ {plan.entity}]' if hop == 0 else ''}'s {relation} </think>"
             plan.turn += f"<search> {relation} of[ {plan.entity}] </search>"
@@ -326,8 +327,8 @@ def transcripts(
 def recitals(
     world: InventedWorld, count: int, settings: AgentWorld, seed: str, search: SearchDocuments, passage_format: str
 ) -> list[dict[str, Any]]:
-    """Return `count` transcripts that show documents of a search, and tell what these say: every second one sentence by
-    sentence, the others fact by fact in any order."""
+    """Return `count` transcripts that show documents of a search, tell what these say, every second one sentence by
+    sentence, the others fact by fact in any order, and answer with the object told last."""
     rng = random.Random(f"recitals {seed}")
     facts = rng.choices(list(world.facts.values()), k=count)
     result = []
@@ -336,7 +337,8 @@ def recitals(
         statements = [one for document in found for one in document.statements]
         asked = _path(world, settings, rng)
         traced = _traced(asked)
-        told = policy_segment(f"<think>{traced} {' '.join(one.text for one in statements)} </think>")
+        told = f" {' '.join(one.text for one in statements)}"
+        relation, object_ = statements[-1].fact.relation, statements[-1].fact.object
         if number % 2:
             stated = list(dict.fromkeys((one.fact.subject, one.fact.relation) for one in statements))
             subject = rng.choice(stated)[0]
@@ -344,9 +346,11 @@ def recitals(
             keys = [*stated, *absent[:ABSENT]]
             rng.shuffle(keys)
             # Nothing decides the order of the subjects, so they are no copies that could be measured.
-            parts = [_restate(*key, found, settings, rng)[0].replace("]", "", 1).replace("[", "", 1) for key in keys]
-            told = policy_segment(f"<think>{traced}{''.join(parts)} </think>")
-        segments = [*_shown(found, passage_format), told]
+            parts = [_restate(*key, found, settings, rng) for key in keys]
+            told = "".join(text.replace("]", "", 1).replace("[", "", 1) for text, _ in parts)
+            relation, object_ = keys[-1][1], parts[-1][1]
+        segment = policy_segment(f"<think>{traced}{told}{_answer(relation, object_)}")
+        segments = [*_shown(found, passage_format), segment]
         result.append({"id": f"recital {seed} {number}", "question": ask(asked), "segments": segments})
     return result
 
@@ -389,14 +393,18 @@ def _read(
     was found."""
     text, object_ = _restate(fact.subject, fact.relation, found, settings, rng)
     if last or object_ is None:
-        end = (
-            f" </think><answer> {UNKNOWN}" if object_ is None else f" The {fact.relation}? </think><answer>[ {object_}]"
-        )
-        plan.segments.append(policy_segment(f"<think>{text}{end} </answer>"))
+        plan.segments.append(policy_segment(f"<think>{text}{_answer(fact.relation, object_)}"))
         plan.ended = True
     else:
         plan.turn = f"<think>{text} The {fact.relation}"
         plan.entity = object_
+
+
+def _answer(relation: str, object_: str | None) -> str:
+    """Return the end of a transcript that answers with an object, or with "unknown" where there is none."""
+    if object_ is None:
+        return f" </think><answer> {UNKNOWN} </answer>"
+    return f" The {relation}? </think><answer>[ {object_}] </answer>"
 
 
 def _restate(
