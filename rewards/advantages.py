@@ -22,7 +22,7 @@ Groups are the caller's numbers, never equal prompts, so that two copies of a pr
 Leave-one-out is the group's rule times n / (n - 1), since R_i - mean of the others = n / (n - 1) (R_i - mean). With
 scale "none" every baseline gives an unbiased policy gradient: "leave_one_out" and "none" exactly, "group" and "batch"
 times (n - 1) / n of the group or batch. A scale other than "none" is a statistic of the same rewards and biases it
-(docs/results/credit.md). Papers average over tokens for "batch"; here a trajectory counts once.
+(docs/results/estimators.md). Papers average over tokens for "batch"; here a trajectory counts once.
 """
 
 import math

@@ -23,7 +23,7 @@ that it is subtracted from, so it charges the mean reward of later turns for goi
 2505.11821). A division by a standard deviation of the same returns biases each of them and is left out. With gamma < 1
 none is the gradient of a discounted return, whose turn k would also be weighted by gamma^(k-1).
 
-The functions are pure, floats in and out. docs/results/credit.md has what each rule does in expectation, enumerated.
+The functions are pure, floats in and out. docs/results/estimators.md has each rule's expectation, enumerated.
 """
 
 import math

@@ -6,7 +6,7 @@ shown last: the question, or what a search found. Turns of a group with one stat
     A_ik = (R_i - mean R) / std R + omega (G_ik - mean_S G) / std_S G          eq. 3, 7 and 8
     G_ik = gamma^(K_i - k) R_i        K_i turns, rewarded at the last          eq. 5
 
-A turn that is alone in its state has the first part only. docs/results/credit.md has what the rule gives in
+A turn that is alone in its state has the first part only. docs/results/estimators.md has what the rule gives in
 expectation.
 
 Preset: omega 1, gamma .95, G 5, 256 questions, 4 turns of 512 tokens, k3 with beta 1e-3, lr 1e-6 after a warm-up over
