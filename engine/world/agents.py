@@ -338,7 +338,8 @@ def recitals(
         asked = _path(world, settings, rng)
         traced = _traced(asked)
         told = f" {' '.join(one.text for one in statements)}"
-        relation, object_ = statements[-1].fact.relation, statements[-1].fact.object
+        relation = statements[-1].fact.relation
+        object_: str | None = statements[-1].fact.object
         if number % 2:
             stated = list(dict.fromkeys((one.fact.subject, one.fact.relation) for one in statements))
             subject = rng.choice(stated)[0]
