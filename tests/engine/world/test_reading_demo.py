@@ -214,7 +214,7 @@ def test_a_model_learns_from_articles_or_from_given_questions(
     assert re.search(r"<br>Before: .*<br>After: .*<br>Gold: ", (out / "report.html").read_text())
 
 
-def stop_at_one(trainer: Any, step: int) -> bool:
+def stop_at_one(trainer: Any, step: int, last: bool) -> bool:
     if step == 1:
         raise UserError("far enough")
     return True
