@@ -12,7 +12,7 @@ import pytest
 from thresher.cli.main import run
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.world.agents import UNKNOWN, AgentWorld, invent_agents
-from thresher.engine.world.facts import Size
+from thresher.engine.world.facts import RELATIONS, Size
 
 SIZE = Size(people=60, places=40, works=60, pieces=40, train_questions=60, test_questions=40, warmup_worlds=2)
 SETTINGS = AgentWorld(size=SIZE, unanswerable=20, recitals=24, hearsay=0.5)
@@ -168,6 +168,16 @@ def test_flags_that_do_not_go_together_are_refused(
     assert run(["data", "invent", *words.split(), "--out", str(tmp_path / "world")]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "world").exists()
+
+
+def test_transcripts_that_do_not_follow_their_question_take_an_entitys_first_relation(tmp_path: Path) -> None:
+    settings = AgentWorld(
+        size=Size(people=60, places=40, works=60, pieces=40, warmup_worlds=2, transcripts=40, aware=0.0), recitals=2
+    )
+    invent_agents(tmp_path / "world", 3, 1.0, " {text}", settings)
+    text = (tmp_path / "world" / "warmup.jsonl").read_text("utf-8")
+    searched = re.findall(r"<search> (\w+) of ", text)
+    assert len(searched) > 40 and set(searched) <= {relations[0] for relations in map(list, RELATIONS.values())}
 
 
 def test_a_recital_answers_with_the_object_told_last(worlds: dict[float, Path]) -> None:
