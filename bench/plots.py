@@ -744,7 +744,8 @@ def draw_methods(rows: Rows, measure: str, budget: float, path: Path) -> None:
                     if own:
                         _band(axes, own, axis, measure, PALETTE[methods.index(method) % len(PALETTE)], method, control)
                 axes.set_title(", ".join(filter(None, (condition, f"{measure} over {axis}"))))
-                axes.set_ylim(0, None)
+                if measure != "reward":
+                    axes.set_ylim(0, None)
             line[0].axvline(budget, color=GREY, lw=0.8)
         grid[0][0].legend(fontsize=8, frameon=False)
         for axes, label in zip(grid[-1], ("computed tokens", "seconds of rollouts, rewards and updates"), strict=True):
@@ -765,5 +766,8 @@ def _band(axes: Axes, curves: Sequence[Rows], axis: str, measure: str, color: st
         label=None if control else method,
     )
     if len(curves) > 1 and not control:
-        halves = [seed_interval(list(column)).half or 0.0 for column in values_SP.T]
-        axes.fill_between(places, values_SP.mean(0) - halves, values_SP.mean(0) + halves, color=color, alpha=0.12, lw=0)
+        halves = np.array([seed_interval(list(column)).half or 0.0 for column in values_SP.T])
+        band = values_SP.mean(0) + np.outer((-1, 1), halves)
+        if measure != "reward":  # em and f1 lie between 0 and 1
+            band = band.clip(0, 1)
+        axes.fill_between(places, *band, color=color, alpha=0.12, lw=0)

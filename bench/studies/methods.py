@@ -1,6 +1,7 @@
 """`thresher compare-methods FILE`: methods x conditions x seeds from one file, at equal computed tokens.
 
     prepare   commands of the file, once, or once a seed where they name {seed}     data, an index, a base
+    made/     init.txt ..                                                            what made them
     runs/     low-gigpo-seed0/ .. low-gigpo-control-seed0/ ..                        ordinary run folders
     rows/     low-gigpo-seed0.json ..                                                 what a finished run leaves
     rows.jsonl, table.md, curves.png, methods.json
@@ -167,8 +168,9 @@ def run_comparison(
         known.append(row)
     names = {row["name"] for row in known}
     started, runs = time.perf_counter(), runs_of(plan)
+    jobs = jobs_of(plan, out, [run for run in runs if run.name not in names], run_command)
     if train_more:
-        work_through(jobs_of(plan, out, [run for run in runs if run.name not in names], run_command))
+        work_through(jobs)
     order = {run.name: place for place, run in enumerate(runs)}
     rows = list(known)
     for path in sorted((out / "rows").glob("*.json")):
@@ -234,7 +236,7 @@ def jobs_of(plan: Comparison, out: Path, runs: Sequence[Run], run_command: Calla
         before: list[Job] = []
         for text in plan.prepare:
             if (typed := filled(text, out, run)) not in made:
-                made[typed] = _command(typed, tuple(before), run_command)
+                made[typed] = _command(typed, filled(text, Path("{out}"), run), out, tuple(before), run_command)
                 jobs.append(made[typed])
             before.append(made[typed])
         jobs.append(_training(plan, out, run, tuple(before)))
@@ -249,16 +251,26 @@ def filled(text: str, out: Path, run: Run) -> str:
     return text
 
 
-def _command(typed: str, after: tuple[Job, ...], run_command: Callable[[list[str]], None]) -> Job:
+def _command(
+    typed: str, as_written: str, out: Path, after: tuple[Job, ...], run_command: Callable[[list[str]], None]
+) -> Job:
+    """Return the job of a command. UserError where its folder was made by another one. as_written: with {out}."""
     words = shlex.split(typed)
     if "--out" not in words[:-1]:
         raise UserError(f"prepare: expected a command with --out FOLDER, got {typed}")
     into = Path(words[words.index("--out") + 1])
+    record = out / "made" / f"{into.name}.txt"
+    if into.exists() and record.exists() and (before := record.read_text("utf-8").strip()) != as_written:
+        raise UserError(
+            f"{into}: made by another command than the file has now ({before}); take another --out, or restore it"
+        )
 
     def run() -> None:
         again = [*words, *(["--resume"] if to_be_resumed(words[0], into) else [])]
         console.console.print(f"$ thresher {shlex.join(again)}", style="bold", markup=False, soft_wrap=True)
         run_command(again)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(record, as_written + "\n")
 
     return Job(into.name, into, into.exists, run, after)
 

@@ -260,6 +260,12 @@ def test_rows_of_other_settings_are_refused(file: Path, compared: Path, tmp_path
             run_comparison(plan, out, copying, rows, train_more=False)
 
 
+def test_what_another_command_made_is_refused(file: Path, compared: Path, tmp_path: Path) -> None:
+    plan = read(file.read_text().replace("copy --from", "copy --of"), tmp_path)
+    with pytest.raises(UserError, match=r"own0: made by another command than the file has now \(copy --from"):
+        run_comparison(plan, compared, copying, train_more=False)
+
+
 def test_a_larger_budget_goes_on_with_the_same_runs(file: Path, compared: Path, tmp_path: Path) -> None:
     small = read_comparison(file, [0], [300])
     run_comparison(small, tmp_path / "out", copying)
