@@ -125,7 +125,8 @@ def _begin(decoder: Decoder, one: _Playing, of: dict[TokenSequence, _Playing]) -
     decoder.release(one.sequence, keep=True)
     context = one.sequence.ids
     ids = [*context, *one.plan.scored]
-    scored = TokenSequence(SharedPrompt(ids), 0, one.plan.draw, most=len(ids), scored_from=len(context))
+    places = {"scored_from": len(context), "keep_at": len(context) - 1}
+    scored = TokenSequence(SharedPrompt(ids), 0, one.plan.draw, most=len(ids), **places)
     of[scored] = one
     decoder.score(scored)
 

@@ -205,8 +205,8 @@ class BlockPool:
                 node = RadixNode(block, tokens, after, ready)
                 after.children.setdefault(tokens[0], []).append(node)
                 self._nodes[block] = node
-            elif node.block == block and len(tokens) > len(node.tokens):
-                node.tokens = tokens
+            elif node.block == block and (len(tokens) > len(node.tokens) or (ready and not node.ready)):
+                node.tokens, node.ready = tokens, node.ready or ready
             path.append(node)
             after = node
         return path

@@ -298,7 +298,7 @@ class Decoder:
         cached = int(self.batch.cached_B[slot])
         self.batch.close(sequence)
         self.scheduler.leave(sequence, cached, blocks, keep)
-        if keep:
+        if keep and not sequence.scored_from:  # nothing begins with a text that was scored
             self._keep_states(sequence, sequence.ids[:cached], slot)
         del self._sequence_in[slot]
         self._slots_N = None
@@ -339,10 +339,13 @@ class Decoder:
 
     def _runs(self) -> QueryRuns:
         """Return the new rows: first decoding sequences' tokens, then prompts and appended text, the oldest first, up
-        to the forward's rows."""
+        to the forward's rows. A run ends where its states are to be kept."""
         slot_N = self._slot_order()
         start_N = self.batch.cached_B[slot_N]
         count_N = self._wanted_rows(slot_N)
+        for sequence in self._scoring if self.has_states else ():
+            if (before := sequence.keep_at - self.batch.cached_B[sequence.slot]) > 0:
+                count_N[slot_N == sequence.slot] = before
         order, long = np.argsort(count_N > 1, kind="stable"), int((count_N > 1).sum())
         count_N += self.batch.drafted_B[slot_N]
         slot_N, start_N, count_N = slot_N[order], start_N[order], count_N[order]
@@ -427,11 +430,14 @@ class Decoder:
 
     def _score(self, runs: QueryRuns, hidden_TH: torch.Tensor | None) -> list[Scores]:
         """Launch the log-probs of the ids to be scored that the step's rows predict: at each temperature, one product
-        with the head for all sequences. hidden_TH: of the rows, which lie run after run."""
+        with the head for all sequences. States are kept of one whose run ends at `keep_at`. hidden_TH: of the rows,
+        which lie run after run."""
         found: dict[float, list[tuple[TokenSequence, Ints]]] = {}
         row_N = np.cumsum(runs.count_N) - runs.count_N
         for sequence in self._scoring:
             for run in np.flatnonzero(runs.table_N == sequence.slot):
+                if runs.start_N[run] + runs.count_N[run] == sequence.keep_at:
+                    self.keep_states(sequence)
                 # A row predicts the id behind it.
                 place_R = int(runs.start_N[run]) + 1 + np.arange(runs.count_N[run])
                 row_R = np.arange(row_N[run], row_N[run] + len(place_R))

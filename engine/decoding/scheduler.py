@@ -53,8 +53,9 @@ class TokenSequence:
     stop, room: the turn's stop strings, and its largest number of tokens. finish: why the last turn ended, "stop",
     "eos" or "length"; hit: the stop that ended it. prefilled: tokens computed for it without being drawn, recomputed
     ones included. earlier: what was written before for the same question, in which drafts are looked up. scored_from:
-    above 0, nothing is drawn, and `logprobs` are those of the ids from there on. carried: how many of its ids
-    earlier rollouts have computed. version: of the weights that it began under, where the pool outlives them.
+    above 0, nothing is drawn, and `logprobs` are those of the ids from there on. keep_at: of such a sequence, behind
+    how many ids the states are kept for others. carried: how many of its ids earlier rollouts have computed. version:
+    of the weights that it began under, where the pool outlives them.
     """
 
     prompt: SharedPrompt
@@ -82,6 +83,7 @@ class TokenSequence:
     drafted: int = 0
     accepted: int = 0
     scored_from: int = 0
+    keep_at: int = 0
     carried: int = 0
     version: int = 0
 
@@ -230,7 +232,7 @@ class Scheduler:
     def _remember(self, sequence: TokenSequence, ids: Sequence[int], blocks: Sequence[int], ready: bool) -> None:
         """Note in the pool's tree what the sequence's blocks hold, or are about to hold."""
         page_size = self.pool.page_size
-        if sequence.node is None or not self.pool.contains(sequence.node):
+        if sequence.node is None or not self.pool.contains(sequence.node) or sequence.node_end > len(ids):
             sequence.node, sequence.node_end = self.pool.root_of(sequence.version), 0
         path = self.pool.insert(ids, blocks, sequence.node, sequence.node_end, ready)
         for number, node in enumerate(path):

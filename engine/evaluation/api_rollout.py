@@ -285,7 +285,7 @@ class ApiWriter:
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         self.due.append((sample, stop))
 
-    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
+    def score(self, sample: Sample, ids: list[int], scored_from: int, present: int) -> None:
         raise UserError(
             f"{self.rollout.system.name} asks for log-probs of a text (Score), which a server does not give; play it "
             "with a model folder"

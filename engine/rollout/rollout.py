@@ -231,9 +231,10 @@ class TurnWriter(Protocol):
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         """Begin a turn of `sample.room` tokens at most. lead: bytes before it that belong to its text."""
 
-    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
-        """Begin to compute the log-probs of the ids from `scored_from` on, in a context that is those before. UserError
-        where there are none to be had."""
+    def score(self, sample: Sample, ids: list[int], scored_from: int, present: int) -> None:
+        """Begin to compute the log-probs of the ids from `scored_from` on, in a context that is those before. present:
+        how many of them are the sample's context, which its next turn begins with. UserError where no log-probs are to
+        be had."""
 
     def step(self) -> list[tuple[Sample, Written]]:
         """Write on; return the turns that have ended, and what has been scored."""
@@ -478,9 +479,10 @@ class DecoderWriter:
             self.decoder.keep_states(self.sequences[sample])
         self.begun[sample] = BegunTurn(self.sequences[sample], stop, sample.room, lead)
 
-    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
+    def score(self, sample: Sample, ids: list[int], scored_from: int, present: int) -> None:
         version, prompt = sample.group.version, SharedPrompt(ids)
         sequence = TokenSequence(prompt, 0, self.draw, most=len(ids), scored_from=scored_from, version=version)
+        sequence.keep_at = max(present - 1, 0)  # the next turn feeds its last token
         self.begun[sample] = BegunTurn(sequence)
 
     def step(self) -> list[tuple[Sample, Written]]:
@@ -746,8 +748,10 @@ class Play:
         where = f"question {sample.job.question.id}: {self.runner.system.name} asks for a Score"
         if not isinstance(text, str) or not text:
             raise UserError(f"{where} of {shown(text)}; expected a text that is not empty")
+        present = 0
         if isinstance(context, str):
-            ids = present_ids(sample.trajectory) + tokenizer.encode_template(context)
+            ids = present_ids(sample.trajectory)
+            present, ids = len(ids), ids + tokenizer.encode_template(context)
         else:
             ids = self._truncated_context(sample, context)[1]
         if not ids:
@@ -763,7 +767,7 @@ class Play:
         written = sum(1 for _ in turns(sample.trajectory))
         sample.score = {"context": template, "text": text, "turns": written}
         self.writer.release(sample, keep=True)
-        self.writer.score(sample, ids + text_ids, len(ids))
+        self.writer.score(sample, ids + text_ids, len(ids), present)
 
     def serve(self, ready: "Sequence[tuple[Sample, object]]") -> None:
         """Answer the episodes' requests until each writes, ends or waits for a search; then search for all at once.

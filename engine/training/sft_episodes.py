@@ -161,7 +161,7 @@ class ScriptedWriter:
     def begin_turn(self, sample: Sample, stop: tuple[str, ...], lead: bytes) -> None:
         self.due.append((sample, stop))
 
-    def score(self, sample: Sample, ids: list[int], scored_from: int) -> None:
+    def score(self, sample: Sample, ids: list[int], scored_from: int, present: int) -> None:
         self.scored.append((sample, Written([], [0.0] * (len(ids) - scored_from))))
 
     def step(self) -> list[tuple[Sample, Written]]:

@@ -122,6 +122,27 @@ def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
         torch.testing.assert_close(got, expected, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("make", [Decoder, DeviceDecoder])
+def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
+    make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of appended text nothing is computed twice; a score costs its text, and a turn the token that it feeds first."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
+    turns = TurnPlan(room=10, appended=((1, 2, 3) * 9,)), TurnPlan(room=10, appended=((4, 5) * 30,)), TurnPlan(room=10)
+    prompts, plans = [[0, 1, 2, 3, 4, 5] * 4], [Plan(prompt=0, seed=seed, turns=turns) for seed in range(3)]
+    prefilled = []
+    for text in ((), (5, 0, 1, 1, 2)):
+        scored = [replace(plan, scored=text) for plan in plans]
+        sizes = {"num_blocks": blocks(prompts, scored, 40), "page_size": 16, "max_running": 60, "speculate": 0}
+        decoder = make(policy, tokenizer, **sizes)
+        play(decoder, prompts, scored)
+        prefilled.append(decoder.clock.prefilled_tokens)
+    plain, with_scores = prefilled
+    # Three samples with three turns each. The first scores of all three begin at once, and each computes the prompt.
+    assert with_scores - plain <= 9 * (len(text) + 2) + 3 * len(prompts[0])
+
+
 def test_a_prompt_is_kept_before_its_drafts(
     policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
