@@ -10,7 +10,7 @@ Where all differences that are not 0 have one size (exact match), that test is t
 McNemar's; where they are few, all patterns are counted; else some are drawn, and the pattern found counts among them.
 
 A value of None is a question without a value (a compression ratio without evidence): it is drawn with the rest and left
-out of its draw's mean. There is no correction for comparing many measures.
+out of its draw's mean. Nothing but `holm` corrects for comparing many measures.
 
 A comparison over questions is of two models as they are. It says nothing of another seed of a training, which may come
 out elsewhere for all questions at once. Where there are several seeds, the seed is the unit: `compare_seeds` takes one
@@ -119,8 +119,8 @@ def least_p(seeds: int) -> float:
 
 
 def visible_difference(gaps: Sequence[float]) -> float:
-    """Return the smallest difference that so many seeds in pairs, with gaps that spread so much, show at 5% in four
-    cases of five: (t_.975 + t_.8) s / sqrt(n). gaps: two or more."""
+    """Return the minimum detectable effect of a paired t-test over so many seeds, whose gaps spread so much, at 5% with
+    a power of .8: (t_.975 + t_.8) s / sqrt(n). gaps: two or more."""
     return (T_975[min(len(gaps), MOST_SEEDS) - 2] + T_800[min(len(gaps), MOST_SEEDS) - 2]) * _standard_error(gaps)
 
 
@@ -138,9 +138,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def two_way_interval(
     values_SQ: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL
 ) -> tuple[float, float]:
-    """Return the interval of a mean over seeds and questions, all seeds having the same questions: seeds are drawn with
-    replacement, and questions are, and the mean is taken of what both have drawn. It is never narrower, but for chance,
-    than by seeds or by questions alone."""
+    """Return the two-way bootstrap interval of a mean over seeds and questions, all seeds having the same questions:
+    seeds are drawn with replacement, and questions are, and the mean is taken of what both have drawn.
+
+    It is too narrow for few seeds: where seeds alone spread, its width is .39, .61, .76 and .81 of Student's with 3, 5,
+    8 and 10 seeds. Questions count as independent."""
     values = np.array(values_SQ, np.float64)
     seeds, questions = values.shape
     generator = np.random.default_rng(seed)

@@ -1,28 +1,30 @@
 """`thresher compare-methods FILE`: methods x conditions x seeds from one file, at equal computed tokens.
 
     prepare   commands of the file, once, or once a seed where they name {seed}     data, an index, a base
-    made/     init.txt ..                                                            what made them
+    NAME.command, beside each folder that such a command made                        the command
     runs/     low-gigpo-seed0/ .. low-gigpo-control-seed0/ ..                        ordinary run folders
-    rows/     low-gigpo-seed0.json ..                                                 what a finished run leaves
+    rows/     low-gigpo-seed0.json ..                                                what a finished run leaves
     rows.jsonl, table.md, curves.png, methods.json
 
 Every run has the recipe's settings, those of the file, of its condition and of its method, and ends by run.token_budget
 at the largest budget. A control is the same run with the file's `control` settings, such as shuffled rewards. Runs of a
 seed have the same base and the same questions in the same order, so that methods are compared in pairs, a pair a seed.
+A run whose numbers are not finite any more ends there, and its last evaluation counts from there on.
 
 Several processes may run the same command: each takes a run that none has taken, so that one a GPU, or one a core,
 share the work. A process that is killed loses the steps of its run since its last checkpoint.
 
-What is compared, fixed before any run: the measure on the held-out questions at each budget, between the evaluations
-before and behind it by their tokens, linearly. Of a method less the baseline
+The analysis, fixed before any run: the measure on the held-out questions at each budget, interpolated linearly over
+tokens between the neighbouring evaluations. For a method minus the baseline, or minus its own control
 
     seeds        the differences, one a seed; their mean; Student's 95% interval
-    interval     the 2.5% and 97.5% of means over seeds and questions that are both drawn with replacement
-    visible      the smallest difference that so many seeds show in four cases of five, by the spread of these
+    interval     two-way bootstrap: 2.5% and 97.5% of means over seeds and questions, both drawn with replacement
+    MDE          minimum detectable effect of a paired t-test over these seeds at 5%, with a power of .8
     p, Holm      a sign flip test over seeds; the same by Holm's correction for all methods of that condition and budget
 
 A difference is claimed where Holm's p is at most .05, the interval lies to one side of 0, and the difference is at
-least the visible one. A method is said to learn where the same holds for it less its control.
+least the MDE. The last is strict: a true difference as large as the MDE is claimed in about half of the cases. At equal
+seconds nothing is claimed.
 
 Axes: S seeds, Q questions.
 """
@@ -33,6 +35,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +53,7 @@ from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import FieldError, Section, from_dict
 from thresher.engine.store.run_folder import RunFolder, step_name, to_be_resumed, tokens_spent
+from thresher.engine.training.step import Diverged
 from thresher.engine.training.train import Progress, train
 from thresher.rewards.statistics import (
     MOST_SEEDS,
@@ -182,7 +186,7 @@ def run_comparison(
         raise UserError(f"{out}: no run is finished; run the command without --finished")
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "rows.jsonl", rows)
-    found = analysis(plan, rows) | {"runs": len(rows), "of": len(order), "seconds": time.perf_counter() - started}
+    found = analysis(plan, rows) | {"seconds": time.perf_counter() - started}
     from thresher.bench.plots import draw_methods  # matplotlib takes a second
 
     draw_methods(rows, plan.measure, max(plan.budgets), out / "curves.png")
@@ -194,10 +198,12 @@ def run_comparison(
 
 
 def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
-    """Raise UserError for a row that has not the measure or the settings of its run, or does not reach the largest
-    budget. where: its place, named first."""
+    """Raise UserError for a row that has not the measure, the recipe, the commands or the settings of its run, or does
+    not reach the largest budget. where: its place, named first."""
     if not isinstance(row.get("curve"), list) or row.get("measure") != plan.measure:
         raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
+    if {"recipe": row.get("recipe"), "prepare": row.get("prepare")} != origin_of(plan):
+        raise UserError(f"{where}: its run had another recipe, or other commands in prepare; choose another --out")
     run = next((run for run in runs_of(plan) if run.name == row.get("name")), None)
     if run is not None and row.get("settings") != (expected := settings_of(plan, run)):
         other = next((text for text in expected if text not in row.get("settings", ())), "fewer")
@@ -210,7 +216,12 @@ def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
 
 
 def _reaches(row: Mapping[str, Any], plan: Comparison) -> bool:
-    return bool(row["curve"][-1]["tokens"] >= max(plan.budgets))
+    return "diverged" in row or bool(row["curve"][-1]["tokens"] >= max(plan.budgets))
+
+
+def origin_of(plan: Comparison) -> dict[str, str]:
+    """Return what a row says of the file besides its settings: the recipe's name, and a digest of `prepare`."""
+    return {"recipe": plan.recipe, "prepare": sha256("\n".join(plan.prepare).encode()).hexdigest()[:16]}
 
 
 # Runs
@@ -236,7 +247,7 @@ def jobs_of(plan: Comparison, out: Path, runs: Sequence[Run], run_command: Calla
         before: list[Job] = []
         for text in plan.prepare:
             if (typed := filled(text, out, run)) not in made:
-                made[typed] = _command(typed, filled(text, Path("{out}"), run), out, tuple(before), run_command)
+                made[typed] = _command(typed, filled(text, Path("{out}"), run), tuple(before), run_command)
                 jobs.append(made[typed])
             before.append(made[typed])
         jobs.append(_training(plan, out, run, tuple(before)))
@@ -251,15 +262,13 @@ def filled(text: str, out: Path, run: Run) -> str:
     return text
 
 
-def _command(
-    typed: str, as_written: str, out: Path, after: tuple[Job, ...], run_command: Callable[[list[str]], None]
-) -> Job:
+def _command(typed: str, as_written: str, after: tuple[Job, ...], run_command: Callable[[list[str]], None]) -> Job:
     """Return the job of a command. UserError where its folder was made by another one. as_written: with {out}."""
     words = shlex.split(typed)
     if "--out" not in words[:-1]:
         raise UserError(f"prepare: expected a command with --out FOLDER, got {typed}")
     into = Path(words[words.index("--out") + 1])
-    record = out / "made" / f"{into.name}.txt"
+    record = into.with_name(f"{into.name}.command")
     if into.exists() and record.exists() and (before := record.read_text("utf-8").strip()) != as_written:
         raise UserError(
             f"{into}: made by another command than the file has now ({before}); take another --out, or restore it"
@@ -269,7 +278,6 @@ def _command(
         again = [*words, *(["--resume"] if to_be_resumed(words[0], into) else [])]
         console.console.print(f"$ thresher {shlex.join(again)}", style="bold", markup=False, soft_wrap=True)
         run_command(again)
-        record.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(record, as_written + "\n")
 
     return Job(into.name, into, into.exists, run, after)
@@ -299,8 +307,12 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
                     line.total = progress.steps
                     line.to(progress.step, f"reward {progress.record['reward']:.3f}")
 
-            train(case.recipe, folder, folder.exists(), watch)  # a finished run goes on to a larger budget
-        found = row_of(plan, run, RunFolder(folder))
+            try:
+                train(case.recipe, folder, folder.exists(), watch)  # a finished run goes on to a larger budget
+                diverged = {}
+            except Diverged as error:
+                diverged = {"diverged": str(error)}
+        found = row_of(plan, run, RunFolder(folder)) | diverged
         if not _reaches(found, plan):
             raise UserError(
                 f"{folder}: ended after run.steps = {found['steps']} with {found['curve'][-1]['tokens']:,} tokens, "
@@ -311,7 +323,7 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
         first, *_, last = found["curve"]
         console.console.print(
             f"{run.name}: {plan.measure} {first[plan.measure]:.3f} -> {last[plan.measure]:.3f} in {found['steps']} "
-            f"steps, {last['tokens']:,} tokens, {last['seconds']:.0f} s",
+            f"steps, {last['tokens']:,} tokens, {last['seconds']:.0f} s{', diverged' if diverged else ''}",
             soft_wrap=True,
         )
 
@@ -375,6 +387,7 @@ def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
         "name": run.name,
         **asdict(run),
         "measure": plan.measure,
+        **origin_of(plan),
         "settings": settings_of(plan, run),
         "steps": len(steps),
         "sampled_tokens": sum(step["sampled_tokens"] for step in steps),
@@ -426,9 +439,18 @@ def analysis(plan: Comparison, rows: Sequence[Mapping[str, Any]]) -> dict[str, A
         own = [row for row in rows if row["condition"] == condition]
         if own:
             tables += [_table(plan, own, condition, "tokens", budget) for budget in sorted(plan.budgets)]
-            fewest = min(row["curve"][-1]["seconds"] for row in own)
+            whole = [row for row in own if "diverged" not in row] or own
+            fewest = min(row["curve"][-1]["seconds"] for row in whole)
             tables.append(_table(plan, own, condition, "seconds", fewest))
-    return {"measure": plan.measure, "baseline": plan.baseline, "tables": tables}
+    return {
+        "measure": plan.measure,
+        "baseline": plan.baseline,
+        "runs": len(rows),
+        "of": len(runs_of(plan)),
+        "commits": sorted({row["commit"] for row in rows}),
+        "diverged": [row["name"] for row in rows if "diverged" in row],
+        "tables": tables,
+    }
 
 
 def _table(plan: Comparison, rows: Sequence[Mapping[str, Any]], condition: str, axis: str, at: float) -> dict[str, Any]:
@@ -454,8 +476,8 @@ def _table(plan: Comparison, rows: Sequence[Mapping[str, Any]], condition: str, 
     for against in ("baseline", "own control"):
         found = [line[against] for line in lines if line.get(against)]
         for one, p in zip(found, holm([one["p"] for one in found]), strict=True):
-            one["holm"] = p
-            one["claimed"] = claimed(one)
+            one["holm"], one["least"] = p, len(found) * least_p(len(one["seeds"]))
+            one["claimed"] = axis == "tokens" and claimed(one)
     return {"condition": condition, "axis": axis, "at": at, "lines": lines}
 
 
@@ -499,25 +521,26 @@ def claimed(found: Mapping[str, Any]) -> bool:
 
 def verdict(method: str, other: str, found: Mapping[str, Any], measure: str) -> str:
     """Return in words what a difference shows."""
-    gap, seen = found["difference"], found["visible"]
-    if seen is None:
-        return f"{method}: {gap:+.3f} to {other} on one seed, which says nothing of another"
+    gap, seeds = found["difference"], len(found["seeds"])
     if found["claimed"]:
         return f"{method} is {'above' if gap > 0 else 'below'} {other} by {abs(gap):.3f} (Holm's p {found['holm']:.3g})"
-    return (
-        f"{method} is not told from {other}: {gap:+.3f}, where differences of {seen:.3f} and more would be seen"
-        if abs(gap) < seen
-        else f"{method} is not told from {other}: {gap:+.3f}, Holm's p {found['holm']:.3g}"
-    )
+    if found["least"] > LEVEL:
+        return f"{method} - {other}: {gap:+.3f}; {seeds} seed{'s' * (seeds > 1)} can support no claim"
+    about = f"Holm's p {found['holm']:.3g}, MDE {found['visible']:.3f}"
+    return f"{method} - {other}: {gap:+.3f}, no difference shown ({about})"
 
 
 def markdown(plan: Comparison, found: Mapping[str, Any]) -> str:
-    """Return all tables, each with a verdict a method."""
-    parts = []
+    """Return all tables; those at equal tokens have a verdict a method."""
+    parts = [f"{found['runs']} of {found['of']} runs, of {', '.join(found['commits'])}.", ""]
+    if found["diverged"]:
+        parts += [f"Diverged, and counted by their last evaluation: {', '.join(found['diverged'])}.", ""]
     for table in found["tables"]:
         where = f"{table['condition']}, " if table["condition"] else ""
         at = f"{table['at']:,.0f} {table['axis']}"
-        parts += [f"## {where}{at}", "", *_lines(plan, table), "", *_verdicts(plan, table), ""]
+        parts += [f"## {where}{at}", "", *_lines(plan, table), ""]
+        if table["axis"] == "tokens":
+            parts += [*_verdicts(plan, table), ""]
     seeds = max(len(line["seeds"]) for table in found["tables"] for line in table["lines"])
     parts += [f"With {seeds} seeds no two-sided p is below {least_p(seeds):.3g} before Holm's correction."]
     if seeds > MOST_SEEDS:
@@ -529,7 +552,7 @@ def _lines(plan: Comparison, table: Mapping[str, Any]) -> list[str]:
     shown = "".join(f" {name} |" for name in plan.shown)
     lines = [
         f"| method | seeds | {plan.measure} of each seed | mean |{shown} less {plan.baseline} | seeds and questions "
-        "| visible | p, Holm | less its control | visible | p, Holm |",
+        "| MDE | p, Holm | less its control | MDE | p, Holm |",
         "|---" * (11 + len(plan.shown)) + "|",
     ]
     for line in table["lines"]:

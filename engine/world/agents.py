@@ -12,8 +12,8 @@ A question follows two to four relations, none twice. A document is a few senten
 
     Amber Lattice               Its facts, and a fact whose object it is.
     Amber Lattice, elsewhere    Facts whose object it is, and facts about others with one of its two words.
-    Amber Lattice, hearsay      "Amber Lattice may have author Bel Dorin.", which contradicts the article
-                                and is not true; and a fact whose object it is.
+    Amber Lattice, hearsay      "Amber Lattice may have author Bel Dorin.", which is false, whether or not an
+                                article states the true fact; and a fact whose object it is.
 
 *Coverage* is the share of the facts that the corpus states, of those that are not *missing*; these it never states. A
 fact has one rank, so the corpus of a lower coverage is that of a higher one without some sentences, and without the
@@ -21,11 +21,11 @@ documents that have none left. Nothing else depends on the coverage: questions, 
 Held-out questions with an answer need facts that stand at the lowest coverage. Those without one need one missing fact,
 and their other facts stand at the lowest coverage.
 
-Training questions are asked whatever is covered, and their gold is the true answer, as in published data. A question
-that needs a fact which the corpus does not state has no sample that is rewarded, and its group teaches nothing. That
-"unknown" would be right is told nowhere in training: with "unknown" as the gold of one training question in ten, a
-policy answered it to all questions within eight steps. The warm-up has taught to write it, and unanswerable.jsonl
-measures whether training keeps it.
+Training questions are asked whatever is covered, and their gold is the true answer, as in published data. Where the
+corpus does not state a fact that a question needs, no sample is right but by a guess, and by exact match its group
+teaches nothing: coverage is the share of training questions with a signal. Training never shows that "unknown" would be
+right: with "unknown" as the gold of one training question in ten, a policy answered it to all questions within eight
+steps. The warm-up has taught to write it; `thresher eval` with unanswerable.jsonl tells whether training keeps it.
 
 Warm-up is set in further worlds, as in `facts`. Its transcripts read what was found: they restate the fact that was
 looked for, from an article or, at the chance `trusting`, from hearsay where both state it, or end with "unknown" where
@@ -74,7 +74,7 @@ class AgentWorld:
     least: float = 0.5  # the lowest coverage
     missing: float = 0.1  # share of the facts that no coverage states
     unanswerable: int = 200  # held-out questions that need a missing fact
-    hearsay: float = 0.3  # chance that a fact is contradicted
+    hearsay: float = 0.3  # chance that hearsay says something false in place of a fact
     elsewhere: float = 0.5  # chance that an entity has a document of that kind
     trusting: float = 0.35  # chance that a transcript follows hearsay where an article says otherwise
     recitals: int = 6400

@@ -33,6 +33,7 @@ from thresher.cli.main import build_parser
 from thresher.common.errors import UserError
 from thresher.common.locks import locked_file
 from thresher.engine.store.run_folder import tokens_spent
+from thresher.engine.training.step import Diverged
 from thresher.rewards.statistics import visible_difference
 
 HEAD = """
@@ -260,6 +261,40 @@ def test_rows_of_other_settings_are_refused(file: Path, compared: Path, tmp_path
             run_comparison(plan, out, copying, rows, train_more=False)
 
 
+def test_rows_of_another_recipe_or_other_commands_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
+    for change in (("recipe.toml", "other.toml"), ("copy --from", "copy --of")):
+        plan = read(file.read_text().replace(*change), tmp_path)
+        with pytest.raises(UserError, match="its run had another recipe, or other commands in prepare"):
+            run_comparison(plan, tmp_path / "out", copying, compared / "rows.jsonl", train_more=False)
+
+
+def test_a_run_that_diverges_counts_by_its_last_evaluation(
+    file: Path, compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thresher.bench.studies import methods
+
+    whole = methods.train
+
+    def train(recipe: Any, folder: Path, *rest: Any) -> Any:
+        def watch(progress: Any) -> None:
+            if recipe.grpo.scale == "none" and progress.step == 2 and "eval" in progress.record:
+                raise Diverged("step 3: a loss is not finite")
+
+        return whole(recipe, folder, False, watch)
+
+    monkeypatch.setattr(methods, "train", train)
+    run_comparison(read_comparison(file, [0]), tmp_path / "out", copying)
+    rows = {row["name"]: row for row in stored(tmp_path / "out" / "rows.jsonl")}
+    assert [name for name, row in rows.items() if "diverged" in row] == ["none-seed0", "none-control-seed0"]
+    assert rows["none-seed0"]["curve"][-1]["step"] == 2 and rows["plain-seed0"]["curve"][-1]["tokens"] >= 600
+    found = json.loads((tmp_path / "out" / "methods.json").read_text())
+    assert found["diverged"] == ["none-seed0", "none-control-seed0"]
+    assert found["tables"][2]["at"] == min(
+        row["curve"][-1]["seconds"] for row in rows.values() if "diverged" not in row
+    )
+    assert "Diverged, and counted by their last evaluation: none-seed0" in (tmp_path / "out" / "table.md").read_text()
+
+
 def test_what_another_command_made_is_refused(file: Path, compared: Path, tmp_path: Path) -> None:
     plan = read(file.read_text().replace("copy --from", "copy --of"), tmp_path)
     with pytest.raises(UserError, match=r"own0: made by another command than the file has now \(copy --from"):
@@ -323,7 +358,8 @@ def made_up(effects: dict[str, Sequence[float]], control: float, questions: int 
                     for n, v in ((0, [0.0] * questions), (9, values))
                 )
                 curve = [before | {"tokens": 0, "seconds": 0.0}, behind | {"tokens": 1000, "seconds": 9.0}]
-                rows.append({"condition": "", "method": method, "control": is_control, "seed": seed, "curve": curve})
+                run = {"condition": "", "method": method, "control": is_control, "seed": seed, "commit": "c0ffee"}
+                rows.append(run | {"curve": curve})
     return rows
 
 
@@ -350,7 +386,10 @@ def test_what_is_claimed_and_what_is_not(tmp_path: Path) -> None:
     assert all(line["own control"]["claimed"] for line in lines.values())
     text = markdown(plan, found)
     assert "- above is above plain by 0.300 (Holm's p 0.0156)." in text
-    assert "- same is not told from plain: +0.004, where differences of 0." in text
+    about = f"Holm's p {same['holm']:.3g}, MDE {same['visible']:.3f}"
+    assert f"- same - plain: +0.004, no difference shown ({about})." in text
+    tokens, seconds = text.split("## 9 seconds")
+    assert tokens.startswith("48 of 48 runs, of c0ffee.") and "- above" not in seconds
     assert "With 8 seeds no two-sided p is below 0.00781 before Holm's correction." in text
 
 
@@ -368,5 +407,5 @@ def test_one_seed_says_nothing_of_another(tmp_path: Path) -> None:
     text = HEAD.format(recipe="r.toml").replace("[0, 1]", "[0]").replace("[300, 600]", "[1000]")
     plan = read(text, tmp_path)
     found = analysis(plan, made_up({"plain": [0.4], "none": [0.9]}, 0.1))
-    assert "none: +0.500 to plain on one seed, which says nothing of another" in markdown(plan, found)
+    assert "none - plain: +0.500; 1 seed can support no claim" in markdown(plan, found)
     assert not any(line.get("baseline", {}).get("claimed") for line in found["tables"][0]["lines"])
