@@ -337,9 +337,6 @@ def recitals(
         statements = [one for document in found for one in document.statements]
         asked = _path(world, settings, rng)
         traced = _traced(asked)
-        told = f" {' '.join(one.text for one in statements)}"
-        relation = statements[-1].fact.relation
-        object_: str | None = statements[-1].fact.object
         if number % 2:
             stated = list(dict.fromkeys((one.fact.subject, one.fact.relation) for one in statements))
             subject = rng.choice(stated)[0]
@@ -350,6 +347,9 @@ def recitals(
             parts = [_restate(*key, found, settings, rng) for key in keys]
             told = "".join(text.replace("]", "", 1).replace("[", "", 1) for text, _ in parts)
             relation, object_ = keys[-1][1], parts[-1][1]
+        else:
+            told = f" {' '.join(one.text for one in statements)}"
+            relation, object_ = statements[-1].fact.relation, statements[-1].fact.object
         segment = policy_segment(f"<think>{traced}{told}{_answer(relation, object_)}")
         segments = [*_shown(found, passage_format), segment]
         result.append({"id": f"recital {seed} {number}", "question": ask(asked), "segments": segments})
