@@ -52,7 +52,7 @@ from thresher.common.records import read_records
 from thresher.engine.assemble import read_run_recipe
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.tables import FieldError, Section, from_dict
-from thresher.engine.store.run_folder import RunFolder, step_name, to_be_resumed, tokens_spent
+from thresher.engine.store.run_folder import SPENT, RunFolder, step_name, to_be_resumed, tokens_spent
 from thresher.engine.training.step import Diverged
 from thresher.engine.training.train import Progress, train
 from thresher.rewards.statistics import (
@@ -361,8 +361,9 @@ def _taken(job: Job) -> bool:
 
 
 def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
-    """Return a finished run in one record. curve: of each evaluation the step, the tokens and seconds until then, the
-    measures, and the measure of each question; seconds are those of rollouts, rewards and updates."""
+    """Return a finished run in one record. Tokens are sums over its steps, zero_advantage_groups the groups of a step
+    that teach nothing, on average. curve: of each evaluation the step, the tokens and seconds until then, the measures,
+    and the measure of each question; seconds are those of rollouts, rewards and updates."""
     curve: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     for record in folder.metrics():
@@ -390,7 +391,8 @@ def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
         **origin_of(plan),
         "settings": settings_of(plan, run),
         "steps": len(steps),
-        "sampled_tokens": sum(step["sampled_tokens"] for step in steps),
+        **{kind: sum(step.get(kind) or 0 for step in steps) for kind in SPENT},
+        "zero_advantage_groups": round(fmean(step["zero_advantage_groups"] for step in steps), 3) if steps else None,
         "curve": curve,
     }
 

@@ -46,6 +46,7 @@ from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import RunSection
 
 # What is said of records that are not as they were written, where a run is to go on.
+SPENT = ("prefilled_tokens", "sampled_tokens", "computed_tokens")  # of a step's record: what run.token_budget counts
 REMEDY = "put a copy back, or go back by --resume --resume-from STEP to a checkpoint, with the records as they are"
 
 
@@ -443,8 +444,7 @@ def tokens_spent(records: Iterable[Mapping[str, Any]]) -> int:
     """Return the tokens that these steps computed, as run.token_budget counts them: prefilled and sampled in rollouts,
     and those of the updates, where a shared one counts once. Evaluations, reference and old log-probs are not
     counted."""
-    kinds = ("prefilled_tokens", "sampled_tokens", "computed_tokens")
-    return sum(record.get(kind) or 0 for record in records if "eval" not in record for kind in kinds)
+    return sum(record.get(kind) or 0 for record in records if "eval" not in record for kind in SPENT)
 
 
 def expected_steps(run: RunSection, step: int, spent: int) -> int:

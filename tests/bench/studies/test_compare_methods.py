@@ -32,7 +32,7 @@ from thresher.bench.studies.methods import (
 from thresher.cli.main import build_parser
 from thresher.common.errors import UserError
 from thresher.common.locks import locked_file
-from thresher.engine.store.run_folder import tokens_spent
+from thresher.engine.store.run_folder import SPENT, tokens_spent
 from thresher.engine.training.step import Diverged
 from thresher.rewards.statistics import visible_difference
 
@@ -196,7 +196,9 @@ def test_every_run_ends_by_the_largest_budget_and_leaves_a_row(file: Path, compa
     for row in rows:
         *_, before, last = row["curve"]
         run = compared / "runs" / row["name"]
-        assert before["tokens"] < 600 <= last["tokens"] == tokens_spent(metrics(run))
+        assert (
+            before["tokens"] < 600 <= last["tokens"] == tokens_spent(metrics(run)) == sum(row[kind] for kind in SPENT)
+        )
         evaluated = [record["eval"] for record in metrics(run) if "eval" in record]
         for point, found in zip(row["curve"], evaluated, strict=True):
             values = unpacked(point["questions"])
