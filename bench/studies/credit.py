@@ -59,7 +59,7 @@ WORLDS: tuple[World, ...] = (
         "read more": ((0.0, None), (1.0, None)),
     },
 )
-DRAWS, SPREAD, SHIFT = 5, 1.0, 0.7  # policies; standard deviations of their logits, and of the step since sampling
+DRAWS, SPREAD, SHIFT = 50, 1.0, 0.7  # policies; standard deviations of their logits, and of the step since sampling
 FLOOR = 1e-6  # of a deviation: a recipe's default
 CLIP = 0.2
 EXACT = 1e-12
