@@ -575,7 +575,7 @@ CREDIT_LABELS = {
 
 def draw_credit(rows: Rows, path: Path) -> None:
     """Draw how far the direction of each rule's expected gradient is off, and its variance: the median of the policies
-    a dot, the range a bar. rows: of studies/credit.py, each in the first setting that it was enumerated in."""
+    a dot, the middle half a bar. rows: of studies/credit.py, each in the first setting that it was enumerated in."""
     with _figure(path, 10.6, 1.2 + 0.24 * len(rows), {"axes.grid.axis": "x", "axes.titlepad": 10}) as figure:
         panels = (
             ("direction", "Bias in direction", "|mean − s · truth| / |s · truth|"),
@@ -584,7 +584,7 @@ def draw_credit(rows: Rows, path: Path) -> None:
         for axes, (key, title, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
             for place, row in enumerate(rows):
                 figures, color = next(iter(row["settings"].values()))[key], CREDIT_COLORS[row["finding"]]
-                low, middle, high = (figures[part] for part in ("smallest", "median", "largest"))
+                low, middle, high = (figures[part] for part in ("low", "median", "high"))
                 axes.plot([low, high], [place, place], color=color, lw=5, alpha=0.3)
                 axes.plot(middle, place, "o", ms=5, color=color, clip_on=False, zorder=4)
             axes.axhline(sum(not row["part"] for row in rows) - 0.5, color=AXIS, lw=0.8)

@@ -15,7 +15,7 @@ state; states are shared between paths, so that anchor states exist. For a rule 
 Advantages are the product's own (rewards/advantages.py, rewards/credit.py), and so are ratio and clip
 (kernels/objective.py). An action is one token.
 
-    credit.json      each rule: the figures over all policies, smallest, median, largest
+    credit.json      each rule: the figures over all policies: smallest, quartiles, largest
     credit.png       direction and variance of each rule
 
 Axes: B batches or forests, N trajectories or nodes of a batch, T trajectories of a prompt, K turns (padded), P logits.
@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -410,7 +409,8 @@ def policies(draws: int, seed: int) -> list[tuple[Policy, Policy]]:
 
 def enumerate_all(draws: int = DRAWS, seed: int = 0) -> list[dict[str, Any]]:
     """Return a row for each rule: its name, what is expected of it, and by setting its figures over the policies,
-    {"smallest", "median", "largest"} each. "finding": "exact", "scaled" or "biased", of the policies together."""
+    {"smallest", "low", "median", "high", "largest"} each, low and high the quartiles. "finding": "exact", "scaled" or
+    "biased", of the policies together."""
     drawn = policies(draws, seed)
     batches = {name: Batches(WORLDS[:prompts], size) for name, (prompts, size) in BATCHES.items()}
     truths = {n: [true_gradient(WORLDS[:n], new) for new, _ in drawn] for n in (1, 2)}
@@ -437,7 +437,8 @@ def _over_policies(found: Sequence[Figures]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in Figures._fields:
         values = [getattr(one, name) for one in found]
-        result[name] = {"smallest": min(values), "median": median(values), "largest": max(values)}
+        low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+        result[name] = {"smallest": min(values), "low": low, "median": middle, "high": high, "largest": max(values)}
     scaled = result["direction"]["largest"] < EXACT and result["scale"]["largest"] - result["scale"]["smallest"] < EXACT
     exact = result["bias"]["largest"] < EXACT
     return result | {"finding": "exact" if exact else "scaled" if scaled else "biased"}
@@ -453,7 +454,7 @@ def run_study(out: Path, draws: int = DRAWS, seed: int = 0) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "credit.json", {**facts(), "dtype": "float64", "policies": draws, "seed": seed, "rows": rows})
     draw_credit(rows, out / "credit.png")
-    columns = ("rule", "in expectation", "scale", "bias in direction", "range", "cosine", "variance", "turns")
+    columns = ("rule", "in expectation", "scale", "bias in direction", "middle half", "cosine", "variance", "turns")
     for title, part in (("Rules", False), ("Leave-one-out with one thing more", True)):
         chosen = [row for row in rows if row["part"] == part]
         console.table(f"{title}: against the policy gradient, median of {draws} policies", columns, table_of(chosen))
@@ -466,7 +467,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     for row in rows:
         figures = next(iter(row["settings"].values()))
         biased = row["finding"] == "biased"
-        low, middle, high = (figures["direction"][part] for part in ("smallest", "median", "largest"))
+        low, middle, high = (figures["direction"][part] for part in ("low", "median", "high"))
         table.append(
             (
                 row["rule"],

@@ -86,10 +86,10 @@ class Credit(
     group=STUDY,
     help="compare rules of credit with the policy gradient, enumerated",
     place=15,
-    example="thresher study credit --draws 20",
+    example="thresher study credit --draws 200",
 ):
     out: Annotated[str, "folder for credit.json and credit.png"] = "runs/study-credit"
-    draws: Annotated[Count, "random policies"] = 5
+    draws: Annotated[Count, "random policies"] = 50
     seed: Annotated[Seed, "of the policies"] = 0
 
     def __call__(self) -> None:

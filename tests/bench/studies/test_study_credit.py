@@ -21,7 +21,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         for name, figures in row["settings"].items():
             assert (name == FORESTS) == row["rule"].startswith("tree")
             for part in (one for key, one in figures.items() if key != "finding"):
-                assert part["smallest"] <= part["median"] <= part["largest"]  # bound: their order
+                assert (
+                    part["smallest"] <= part["low"] <= part["median"] <= part["high"] <= part["largest"]
+                )  # bound: their order
     assert (out / "credit.png").read_bytes().startswith(b"\x89PNG")
 
 
