@@ -18,7 +18,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    PercentFormatter,
+    StrMethodFormatter,
+)
 
 from thresher.common.files import atomic_path
 from thresher.engine.reports.charts import BLUE, DPI, GREEN, GREY, ORANGE, PALETTE, PURPLE, RED, SKY, STYLE
@@ -747,6 +755,8 @@ def draw_methods(rows: Rows, measure: str, budget: float, path: Path) -> None:
                 if measure != "reward":
                     axes.set_ylim(0, None)
             line[0].axvline(budget, color=GREY, lw=0.8)
+            line[0].xaxis.set_major_locator(MaxNLocator(5))
+            line[0].xaxis.set_major_formatter(EngFormatter(sep=""))
         grid[0][0].legend(fontsize=8, frameon=False)
         for axes, label in zip(grid[-1], ("computed tokens", "seconds of rollouts, rewards and updates"), strict=True):
             axes.set_xlabel(label)
