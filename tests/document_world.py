@@ -176,16 +176,17 @@ def _data(folder: Path) -> None:
 
 def _compared(folder: Path) -> None:
     """Rows of two finished runs of world.toml."""
-    from thresher.bench.studies.methods import Run, read_comparison, settings_of
+    from thresher.bench.studies.methods import Run, origin_of, read_comparison, settings_of
 
+    plan = read_comparison("world.toml")
     rows = []
     for seed in (0, 1):
         named = {"condition": "low", "method": "gigpo", "control": False, "seed": seed}
         ends = [(0, 0.0, 0.2, "14"), (10**9, 60.0, 0.6, "1e")]
         curve = [{"tokens": t, "seconds": s, "em": em, "searches": 2.0, "questions": q} for t, s, em, q in ends]
         run = Run(seed, "low", "gigpo", control=False)
-        settings = settings_of(read_comparison("world.toml"), run)
-        rows.append({"name": run.name, **named, "measure": "em", "settings": settings, "curve": curve})
+        head = {"name": run.name, **named, "commit": "c0ffee", "measure": "em"}
+        rows.append(head | origin_of(plan) | {"settings": settings_of(plan, run), "curve": curve})
     write_lines(folder / "compared.jsonl", rows)
 
 
