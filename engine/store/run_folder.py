@@ -45,8 +45,8 @@ from thresher.common.records import RecordLog, mark_of, read_object, read_record
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import RunSection
 
-# What is said of records that are not as they were written, where a run is to go on.
 SPENT = ("prefilled_tokens", "sampled_tokens", "computed_tokens")  # of a step's record: what run.token_budget counts
+# What is said of records that are not as they were written, where a run is to go on.
 REMEDY = "put a copy back, or go back by --resume --resume-from STEP to a checkpoint, with the records as they are"
 
 
