@@ -44,6 +44,13 @@ def policy() -> Policy:
     return policy.requires_grad_(False)
 
 
+@pytest.fixture(autouse=True)
+def _no_interpreted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend by torch where there is no GPU: Triton's interpreter would take minutes."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
+
+
 def requests() -> list[GenerateRequest]:
     """Samples of three prompts, the third of 150 tokens, with two settings each."""
     prompts = [[0, 1, 2, 3, 4, 5] * 4, [1, 2, 3] * 7, [(7 * place * place) % 6 for place in range(150)]]
@@ -82,12 +89,8 @@ def test_no_bit_depends_on_what_runs_beside_a_sample(policy: Policy, tokenizer: 
 
 
 @pytest.mark.parametrize("speculate", [0, 3])
-def test_steps_that_are_launched_ahead_agree(
-    speculate: int, policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_are_launched_ahead_agree(speculate: int, policy: Policy, tokenizer: Tokenizer) -> None:
     """A GPU's decoder: drafts behind the last token of a prompt whose state others take, and tokens taken back."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)  # the interpreter would take minutes
     prompts, plans = random_world(Random(3), 6, 10)
     wanted = alone(policy, tokenizer, prompts, plans)
     sizes = {"num_blocks": blocks(prompts, plans, 4), "page_size": 16, "max_running": 6, "speculate": speculate}
@@ -101,8 +104,6 @@ def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
     make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts are scored behind states that were kept, cut off by a step's rows, and their states go on to no sample."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     prompts, plans = random_world(Random(4), 6, 8)
     wanted = alone(policy, tokenizer, prompts, plans)
     texts = [tuple(Random(seed).choices(range(6), k=20)) for seed in range(8)]
@@ -124,11 +125,9 @@ def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
 
 @pytest.mark.parametrize("make", [Decoder, DeviceDecoder])
 def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
-    make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    make: type[Decoder], policy: Policy, tokenizer: Tokenizer
 ) -> None:
     """Of appended text nothing is computed twice; a score costs its text, and a turn the token that it feeds first."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     turns = TurnPlan(room=10, appended=((1, 2, 3) * 9,)), TurnPlan(room=10, appended=((4, 5) * 30,)), TurnPlan(room=10)
     prompts, plans = [[0, 1, 2, 3, 4, 5] * 4], [Plan(prompt=0, seed=seed, turns=turns) for seed in range(3)]
     prefilled = []
@@ -143,12 +142,8 @@ def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
     assert with_scores - plain <= 9 * (len(text) + 2) + 3 * len(prompts[0])
 
 
-def test_a_prompt_is_kept_before_its_drafts(
-    policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_kept_before_its_drafts(policy: Policy, tokenizer: Tokenizer) -> None:
     """A GPU's first step of a prompt feeds its last token and three drafts; three others then take what was before."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(paged_cuda, "_runs_triton", lambda q: False)
     prompts, turn = [[0, 1, 2, 3, 4, 5] * 5], TurnPlan(room=20)
     draws = [SamplingParams(float(seed > 1)) for seed in range(1, 5)]
     plans = [Plan(prompt=0, seed=seed, turns=(turn,), draw=draw) for seed, draw in enumerate(draws)]
