@@ -144,8 +144,9 @@ def read_comparison(
     path = Path(path)
     if not path.exists() and path.parent == Path() and (SHIPPED / path).is_file():
         path = SHIPPED / path
+    content = read_bytes(path, MOST_BYTES)
     try:
-        tables = tomllib.loads(read_bytes(path, MOST_BYTES).decode("utf-8-sig"))
+        tables = tomllib.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise UserError(f"{path}: expected a comparison in TOML, but {error}; fix the file") from None
     plan = from_dict(Comparison, tables, str(path))
@@ -203,7 +204,9 @@ def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
     if not isinstance(row.get("curve"), list) or row.get("measure") != plan.measure:
         raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
     if {"recipe": row.get("recipe"), "prepare": row.get("prepare")} != origin_of(plan):
-        raise UserError(f"{where}: its run had another recipe, or other commands in prepare; choose another --out")
+        raise UserError(
+            f"{where}: its run had another recipe, or other commands in prepare; leave it out, or take another --out"
+        )
     run = next((run for run in runs_of(plan) if run.name == row.get("name")), None)
     if run is not None and row.get("settings") != (expected := settings_of(plan, run)):
         other = next((text for text in expected if text not in row.get("settings", ())), "fewer")

@@ -86,6 +86,11 @@ def test_a_bad_file_is_refused_by_its_key(tmp_path: Path, old: str, new: str, sa
         read(HEAD.format(recipe="r.toml").replace(old, new), tmp_path)
 
 
+def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^\S*none.toml: no such file; check the path"):
+        read_comparison(tmp_path / "none.toml")
+
+
 def test_a_command_without_a_folder_is_refused(file: Path, tmp_path: Path) -> None:
     plan = read(file.read_text().replace("copy --out {out}/shared", "copy"), tmp_path)
     with pytest.raises(UserError, match="prepare: expected a command with --out FOLDER, got copy"):

@@ -1,7 +1,7 @@
 """Layers with states in a rollout: whatever runs beside a sample, is drafted, preempted or found again, its bits are
 the same; and where the tree of blocks says that a beginning's states lie."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -24,6 +24,7 @@ from thresher.policy.config import DeltaShape
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer, train_bpe
 
+SCORED_ID = 200  # in no prompt, and no sample draws it
 TYPES = ("linear_attention", "full_attention", "linear_attention")
 
 
@@ -125,13 +126,21 @@ def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
 
 @pytest.mark.parametrize("make", [Decoder, DeviceDecoder])
 def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
-    make: type[Decoder], policy: Policy, tokenizer: Tokenizer
+    make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of appended text nothing is computed twice; a score costs its text, and a turn the token that it feeds first."""
     turns = TurnPlan(room=10, appended=((1, 2, 3) * 9,)), TurnPlan(room=10, appended=((4, 5) * 30,)), TurnPlan(room=10)
     prompts, plans = [[0, 1, 2, 3, 4, 5] * 4], [Plan(prompt=0, seed=seed, turns=turns) for seed in range(3)]
     prefilled = []
-    for text in ((), (5, 0, 1, 1, 2)):
+    kept: list[Sequence[int]] = []
+    keep_state = BlockPool.keep_state
+
+    def keeping(pool: BlockPool, ids: Sequence[int], version: int = 0) -> int | None:
+        kept.append(ids)
+        return keep_state(pool, ids, version)
+
+    monkeypatch.setattr(BlockPool, "keep_state", keeping)
+    for text in ((), (SCORED_ID,) * 5):
         scored = [replace(plan, scored=text) for plan in plans]
         sizes = {"num_blocks": blocks(prompts, scored, 40), "page_size": 16, "max_running": 60, "speculate": 0}
         decoder = make(policy, tokenizer, **sizes)
@@ -140,6 +149,7 @@ def test_a_turn_begins_with_the_states_before_a_text_that_was_scored(
     plain, with_scores = prefilled
     # Three samples with three turns each. The first scores of all three begin at once, and each computes the prompt.
     assert with_scores - plain <= 9 * (len(text) + 2) + 3 * len(prompts[0])
+    assert kept and not any(SCORED_ID in ids for ids in kept)  # nothing begins with such a text
 
 
 def test_a_prompt_is_kept_before_its_drafts(policy: Policy, tokenizer: Tokenizer) -> None:

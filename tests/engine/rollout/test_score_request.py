@@ -13,6 +13,8 @@ from rollout_cases import EOS, Make, Written, make_jobs, record, system_of
 
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import GrpoSection
+from thresher.engine.decoding.decoder import Decoder
+from thresher.engine.decoding.scheduler import TokenSequence
 from thresher.engine.episode import BranchPrompt, Episode, EpisodeConfig, Feedback, Generate, KeptSpan, Prompt, Score
 from thresher.engine.evaluation.api_rollout import chat_rollout
 from thresher.engine.evaluation.run import Generated, read_generated, write_generated
@@ -93,6 +95,25 @@ def test_it_is_a_fresh_forward_s_and_changes_no_sample(
     # No row of the update is of it.
     sequences, without = (build_train_sequences(x, [1.0] * len(jobs), GrpoSection()) for x in (trajectories, plain))
     assert sequences == without
+
+
+def test_the_next_turn_s_context_is_what_is_kept(
+    tiny_rollout: Make, tiny_questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but its last token, which the turn feeds; of a context that no turn goes on from, nothing."""
+    asked: list[tuple[list[int], int]] = []
+    begin = Decoder.score
+
+    def beginning(decoder: Decoder, sequence: TokenSequence) -> None:
+        asked.append((sequence.ids, sequence.keep_at))
+        begin(decoder, sequence)
+
+    monkeypatch.setattr(Decoder, "score", beginning)
+    (job,) = make_jobs(tiny_questions[:1], 1)
+    (trajectory,) = tiny_rollout(SYSTEM).run([job], 1.0)
+    prompt, turn, line = (segment.ids for segment in trajectory.segments[:3])
+    goes_on = [ids[: keep_at + 1] for ids, keep_at in asked if keep_at]
+    assert goes_on == [prompt, prompt + turn + line] and [keep_at for _, keep_at in asked][2] == 0
 
 
 def test_it_is_stored_and_read_back(written: Written, tiny_tokenizer: Tokenizer) -> None:
