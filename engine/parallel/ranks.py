@@ -131,7 +131,7 @@ def joined() -> Iterator[Ranks]:
 
     Collectives use gloo on a CPU, NCCL between GPUs. Ranks other than 0 print nothing. An error in the block is raised
     on the rank that failed first; ranks that fail after it raise SystemExit. UserError for an environment that torchrun
-    does not make.
+    does not make, and for ranks that do not meet.
     """
     ranks = _from_environment()
     if not ranks.is_distributed:
@@ -140,7 +140,13 @@ def joined() -> Iterator[Ranks]:
     gpus = torch.cuda.device_count()
     if ranks.local < gpus:
         torch.cuda.set_device(ranks.local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        _wait_for_torchrun()
+        raise UserError(_apart(error)) from None
     store = dist.distributed_c10d._get_default_store()
     console.quiet = not ranks.is_main
     try:
@@ -151,8 +157,7 @@ def joined() -> Iterator[Ranks]:
         raise SystemExit(error.status if isinstance(error, Interrupted) else 130) from None
     except Exception as error:
         if not _fails_first(store, ranks):
-            with suppress(KeyboardInterrupt):  # torchrun ends those that are left
-                time.sleep(_LAST_WORDS)
+            _wait_for_torchrun()
             raise SystemExit(1) from None
         reason = UserError(_lost(error)) if _is_lost_connection(error) else error
         _record(reason)
@@ -173,6 +178,12 @@ def _from_environment() -> Ranks:
         ) from None
 
 
+def _wait_for_torchrun() -> None:
+    """Give the rank that failed first time to print its error; torchrun ends those that are left."""
+    with suppress(KeyboardInterrupt):
+        time.sleep(_LAST_WORDS)
+
+
 def _fails_first(store: Any, ranks: Ranks) -> bool:
     """Note that this rank fails; return False if another did before. A store that is gone counts as one, rank 0's."""
     try:
@@ -190,8 +201,22 @@ def _is_lost_connection(error: Exception) -> bool:
 
 
 def _lost(error: Exception) -> str:
-    detail = str(error).strip().splitlines()[0]
-    return f"another rank has ended without a word, as a process does that is killed ({detail}); go on with --resume"
+    return (
+        f"another rank has ended without a word, as a process does that is killed ({_first_line(error)}); go on with "
+        "--resume"
+    )
+
+
+def _apart(error: Exception) -> str:
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"the ranks did not meet at {address} ({_first_line(error)}): one of them has ended, or cannot reach that "
+        "address; start all of them again with torchrun"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _record(error: Exception) -> None:

@@ -291,7 +291,7 @@ def play_ranks(call: Callable[[], int]) -> int:
             for one in left:
                 one.kill(signal.SIGKILL)
         time.sleep(0.002)
-    ends = sorted((one.wait() for one in ranks), key=lambda ended: ended.seconds)
+    ends = [one.wait() for one in sorted(ranks, key=lambda one: one.begun + one.wait().seconds)]
     for ended in ends:
         print(ended.out, end="", flush=True)
         print(ended.err, end="", file=sys.stderr, flush=True)

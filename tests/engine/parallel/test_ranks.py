@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,30 @@ def test_an_environment_that_is_not_torchruns_is_refused(
         monkeypatch.setenv(name, value)
     expected = "expected numbers in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as torchrun sets them"
     with pytest.raises(UserError, match=expected), joined():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            dist.DistNetworkError("Failed to recv, got 0 bytes.\nat 5"),
+            r"the ranks did not meet at here:1234 \(Failed to recv, got 0 bytes\.\): one of them has ended, or cannot ",
+        ),
+        (RuntimeError("[enforce] gloo/transport/tcp/pair.cc: refused"), "the ranks did not meet at here:1234"),
+        (RuntimeError("shapes differ"), "^shapes differ$"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_named(
+    monkeypatch: pytest.MonkeyPatch, torchrun: Path, error: RuntimeError, expected: str
+) -> None:
+    def apart(*_: str, **__: timedelta) -> None:
+        raise error
+
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1234"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", apart)
+    with pytest.raises(RuntimeError if "shapes" in str(error) else UserError, match=expected), joined():
         pass
 
 
