@@ -47,7 +47,7 @@ from thresher.engine.training.step import questions_of_step
 from thresher.policy.model import hf_views
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
-from thresher.rewards.statistics import seed_interval, visible_difference
+from thresher.rewards.statistics import minimum_detectable_effect, seed_interval
 
 # Keys that TRL's trainer is given, or that change nothing that it could see; those beside them have their defaults.
 FREE = {
@@ -351,7 +351,7 @@ def show(rows: Sequence[Row]) -> None:
             if last and len(gaps) > 1:
                 console.print(
                     f"step {last}, {name}: {side} - {first} is {seed_interval(gaps)}, {len(gaps)} seeds in pairs; "
-                    f"{visible_difference(gaps):.3f} is the smallest difference that they show in four cases of five",
+                    f"minimum detectable effect {minimum_detectable_effect(gaps):.3f}, with a power of .8",
                     soft_wrap=True,
                 )
     if TRL in sides and first != TRL:

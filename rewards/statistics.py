@@ -118,7 +118,7 @@ def least_p(seeds: int) -> float:
     return 2.0 ** (1 - seeds)
 
 
-def visible_difference(gaps: Sequence[float]) -> float:
+def minimum_detectable_effect(gaps: Sequence[float]) -> float:
     """Return the minimum detectable effect of a paired t-test over so many seeds, whose gaps spread so much, at 5% with
     a power of .8: (t_.975 + t_.8) s / sqrt(n). gaps: two or more."""
     return (T_975[min(len(gaps), MOST_SEEDS) - 2] + T_800[min(len(gaps), MOST_SEEDS) - 2]) * _standard_error(gaps)

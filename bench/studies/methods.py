@@ -60,9 +60,9 @@ from thresher.rewards.statistics import (
     compare_seeds,
     holm,
     least_p,
+    minimum_detectable_effect,
     seed_interval,
     two_way_interval,
-    visible_difference,
 )
 
 HEAD = ("at", "commit", "machine", "torch")  # of a run's start
@@ -512,7 +512,7 @@ def _difference(
         "difference": found.difference,
         "student": None if found.low is None else [found.low, found.high],
         "interval": [low, high],
-        "visible": visible_difference(gaps) if len(gaps) > 1 else None,
+        "mde": minimum_detectable_effect(gaps) if len(gaps) > 1 else None,
         "p": found.p,
     }
 
@@ -520,7 +520,7 @@ def _difference(
 def claimed(found: Mapping[str, Any]) -> bool:
     """Return whether a difference is claimed, by the rule at the head of this file."""
     low, high = found["interval"]
-    apart, seen = low > 0 or high < 0, found["visible"]
+    apart, seen = low > 0 or high < 0, found["mde"]
     return bool(found["holm"] <= LEVEL and apart and seen is not None and abs(found["difference"]) >= seen)
 
 
@@ -531,7 +531,7 @@ def verdict(method: str, other: str, found: Mapping[str, Any], measure: str) -> 
         return f"{method} is {'above' if gap > 0 else 'below'} {other} by {abs(gap):.3f} (Holm's p {found['holm']:.3g})"
     if found["least"] > LEVEL:
         return f"{method} - {other}: {gap:+.3f}; {seeds} seed{'s' * (seeds > 1)} can support no claim"
-    about = f"Holm's p {found['holm']:.3g}, MDE {found['visible']:.3f}"
+    about = f"Holm's p {found['holm']:.3g}, MDE {found['mde']:.3f}"
     return f"{method} - {other}: {gap:+.3f}, no difference shown ({about})"
 
 
@@ -578,7 +578,7 @@ def _cells(found: Mapping[str, Any] | None, interval: bool) -> list[str]:
     return [
         f"{found['difference']:+.3f}{half}",
         *([f"{low:+.3f} to {high:+.3f}"] if interval else []),
-        "-" if found["visible"] is None else f"{found['visible']:.3f}",
+        "-" if found["mde"] is None else f"{found['mde']:.3f}",
         f"{found['p']:.3g}, {found['holm']:.3g}",
     ]
 

@@ -157,7 +157,7 @@ def test_the_table_compares_sides_by_seeds(tmp_path: Path, capsys: pytest.Captur
         {"bench": "train", **one} for one in rows
     ]
     said = " ".join(capsys.readouterr().out.split())
-    assert "step 2, F1: shuffled - ours is -0.200 ± 0.248, 3 seeds in pairs; 0.310 is the smallest difference" in said
+    assert "step 2, F1: shuffled - ours is -0.200 ± 0.248, 3 seeds in pairs; minimum detectable effect 0.310," in said
 
 
 def test_rows_without_evaluations_are_refused(tmp_path: Path, make: Make) -> None:

@@ -16,11 +16,11 @@ from thresher.rewards.statistics import (
     holm,
     intervals,
     least_p,
+    minimum_detectable_effect,
     overlap,
     seed_interval,
     sign_flip_test,
     two_way_interval,
-    visible_difference,
     wilson,
 )
 
@@ -158,7 +158,7 @@ def test_means_over_seeds_have_students_interval() -> None:
     assert seed_interval([0.1, 0.9] * 8).half == pytest.approx(2.262 * (16 * 0.16 / 15) ** 0.5 / 4), (
         "more than the table has"
     )
-    assert visible_difference([0.1, 0.2, 0.3]) == pytest.approx((4.303 + 1.061) * 0.1 / 3**0.5)
+    assert minimum_detectable_effect([0.1, 0.2, 0.3]) == pytest.approx((4.303 + 1.061) * 0.1 / 3**0.5)
 
 
 def test_seeds_are_compared_as_single_values() -> None:

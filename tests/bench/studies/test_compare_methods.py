@@ -34,7 +34,7 @@ from thresher.common.errors import UserError
 from thresher.common.locks import locked_file
 from thresher.engine.store.run_folder import SPENT, tokens_spent
 from thresher.engine.training.step import Diverged
-from thresher.rewards.statistics import visible_difference
+from thresher.rewards.statistics import minimum_detectable_effect
 
 HEAD = """
 recipe = "{recipe}"
@@ -387,13 +387,13 @@ def test_what_is_claimed_and_what_is_not(tmp_path: Path) -> None:
     above, same = lines["above"]["baseline"], lines["same"]["baseline"]
     assert above["claimed"] and above["difference"] == pytest.approx(0.3)
     assert above["p"] == pytest.approx(2 / 2**8) and above["holm"] == pytest.approx(2 * above["p"])
-    assert above["visible"] == pytest.approx(visible_difference(above["gaps"]))
+    assert above["mde"] == pytest.approx(minimum_detectable_effect(above["gaps"]))
     assert above["interval"][0] < above["student"][0] < 0.3 < above["student"][1] < above["interval"][1]
-    assert not same["claimed"] and abs(same["difference"]) < same["visible"]
+    assert not same["claimed"] and abs(same["difference"]) < same["mde"]
     assert all(line["own control"]["claimed"] for line in lines.values())
     text = markdown(plan, found)
     assert "- above is above plain by 0.300 (Holm's p 0.0156)." in text
-    about = f"Holm's p {same['holm']:.3g}, MDE {same['visible']:.3f}"
+    about = f"Holm's p {same['holm']:.3g}, MDE {same['mde']:.3f}"
     assert f"- same - plain: +0.004, no difference shown ({about})." in text
     tokens, seconds = text.split("## 9 seconds")
     assert tokens.startswith("48 of 48 runs, of c0ffee.") and "- above" not in seconds
@@ -406,7 +406,7 @@ def test_a_difference_below_the_visible_one_is_not_claimed(tmp_path: Path) -> No
     text = HEAD.format(recipe="r.toml").replace("[0, 1]", str(list(range(11)))).replace("[300, 600]", "[1000]")
     found = analysis(read(text, tmp_path), made_up({"plain": [0.4] * 11, "none": [0.4 + gap for gap in gaps]}, 0.4))
     line = next(line for line in found["tables"][0]["lines"] if line["method"] == "none")
-    assert line["baseline"]["holm"] < 0.05 and abs(line["baseline"]["difference"]) < line["baseline"]["visible"]
+    assert line["baseline"]["holm"] < 0.05 and abs(line["baseline"]["difference"]) < line["baseline"]["mde"]
     assert not line["baseline"]["claimed"]
 
 
