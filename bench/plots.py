@@ -757,6 +757,8 @@ def draw_methods(rows: Rows, measure: str, budget: float, path: Path) -> None:
             line[0].axvline(budget, color=GREY, lw=0.8)
             line[0].xaxis.set_major_locator(MaxNLocator(5))
             line[0].xaxis.set_major_formatter(EngFormatter(sep=""))
+        if any(row["control"] for row in rows):
+            grid[0][0].plot([], [], color=GREY, lw=1.2, ls=":", label="control")
         grid[0][0].legend(fontsize=8, frameon=False)
         for axes, label in zip(grid[-1], ("computed tokens", "seconds of rollouts, rewards and updates"), strict=True):
             axes.set_xlabel(label)
