@@ -146,7 +146,9 @@ def joined() -> Iterator[Ranks]:
         if not _is_lost_connection(error):
             raise
         _wait_for_torchrun()
-        raise UserError(_apart(error)) from None
+        apart = UserError(_not_met(error))
+        _record(apart)
+        raise apart from None
     store = dist.distributed_c10d._get_default_store()
     console.quiet = not ranks.is_main
     try:
@@ -207,7 +209,7 @@ def _lost(error: Exception) -> str:
     )
 
 
-def _apart(error: Exception) -> str:
+def _not_met(error: Exception) -> str:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return (
         f"the ranks did not meet at {address} ({_first_line(error)}): one of them has ended, or cannot reach that "

@@ -400,7 +400,7 @@ def test_what_is_claimed_and_what_is_not(tmp_path: Path) -> None:
     assert "With 8 seeds no two-sided p is below 0.00781 before Holm's correction." in text
 
 
-def test_a_difference_below_the_visible_one_is_not_claimed(tmp_path: Path) -> None:
+def test_a_difference_below_the_minimum_detectable_effect_is_not_claimed(tmp_path: Path) -> None:
     """Eleven small gaps of one sign have a p of .001, and a larger spread than their mean."""
     gaps = (0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.005, 0.3, 0.005, 0.005)
     text = HEAD.format(recipe="r.toml").replace("[0, 1]", str(list(range(11)))).replace("[300, 600]", "[1000]")

@@ -181,8 +181,14 @@ def test_ranks_that_do_not_meet_are_named(
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", apart)
-    with pytest.raises(RuntimeError if "shapes" in str(error) else UserError, match=expected), joined():
+    waits: list[float] = []
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(sleep=waits.append))
+    of_its_own = "shapes" in str(error)
+    with pytest.raises(RuntimeError if of_its_own else UserError, match=expected), joined():
         pass
+    # The rank that ended first has time to print its error; torchrun reads the reason of this one.
+    assert len(waits) == (not of_its_own)
+    assert torchrun.exists() != of_its_own and (of_its_own or "did not meet" in torchrun.read_text())
 
 
 # how it ends
