@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptContext:
     """A system with its prompt, limits and tokenizer, for any writer of turns. `system_digest` is that of a user's own
-    system file, None for a built-in system; `tools_digest` that of the files of tools, None without any."""
+    system file, None for a built-in system."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -48,7 +48,6 @@ class PromptContext:
     limits: Limits
     system_digest: str | None = None
     tools: Toolbox = field(default_factory=Toolbox)
-    tools_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,6 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
         ),
         system_digest=digest,
         tools=load_tools(recipe.tools, rollout.tools_replay, _say, recipe.run),
-        tools_digest=tools_digest(recipe),
     )
 
 

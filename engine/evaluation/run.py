@@ -66,7 +66,7 @@ from thresher.engine.protocol.trajectory import Segment, Trajectory, are_scores,
 from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.run_folder import Best
-from thresher.engine.systems import PLAIN, is_path, own_digest
+from thresher.engine.systems import PLAIN, own_digest, own_files
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
@@ -74,7 +74,7 @@ from thresher.rewards.papers.evinote import evinote_claims
 from thresher.rewards.reward import Source
 from thresher.rewards.text import contains_answer
 
-NOTES = ("summary", "evidence", "extract", "evaluate", "analysis")  # tags of texts that may entail an answer
+NOTES = ("summary", "evidence", "extract", "evaluate", "refine", "analysis")  # tags of texts that may entail an answer
 ANSWERS = "answers.jsonl"
 REMEDY = "delete this line and those behind it, and they are generated again"
 # Keys of the recipe that no trajectory depends on, or that the evaluation sets itself.
@@ -526,9 +526,9 @@ def rewarded_by(context: PromptContext) -> str:
         section = context.recipe.need(SystemSection)
         return f"{section.name}, {context.system_digest[:16]}, {dict(sorted(section.options.items()))}"
     if context.system.name == PLAIN:  # functions of a user's, by name, and by the content of their files
-        options = context.recipe.need(SystemSection).options
-        files = [name.rpartition(":")[0] for name in options.get("rewards", ()) if is_path(name.rpartition(":")[0])]
-        return f"{PLAIN}, {[str(own_digest(file))[:16] for file in files]}, {dict(sorted(options.items()))}"
+        section = context.recipe.need(SystemSection)
+        digests = [str(own_digest(file))[:16] for file in own_files(section)]
+        return f"{PLAIN}, {digests}, {dict(sorted(section.options.items()))}"
     given = context.system.reward_group or context.system.reward
     reward, switches = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
     # As stored by evaluations that are older than the folder of the papers' rewards.

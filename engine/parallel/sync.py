@@ -19,7 +19,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.parallel.ranks import Ranks, trainers_of
 from thresher.engine.scoring.score import Judges, VerdictJudge
 from thresher.engine.store.run_folder import RunFolder
-from thresher.engine.systems import own_digest
+from thresher.engine.systems import own_digest, own_files
 
 
 def check_config_sync(recipe: Recipe, ranks: Ranks, out: str | Path, checkpoint: Path | None) -> None:
@@ -59,17 +59,10 @@ def _indivisible(recipe: Recipe, parts: Sequence[tuple[str, int]]) -> str | None
 
 def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> Iterator[tuple[str, Any]]:
     """Yield the values that have to be equal on all ranks, each with the name under which it is reported."""
-    yield from _leaves(recipe.to_dict(), "the recipe's ")
+    yield from ((f"the recipe's {key}", value) for key, value in recipe.keys().items())
     yield "--out", str(Path(out).resolve())
     yield "the checkpoint to resume from", None if checkpoint is None else checkpoint.name
-    if recipe.data is not None:
-        yield "the content of data.train", _digest(recipe.data.train)
-        if recipe.data.dev is not None:
-            yield "the content of data.dev", _digest(recipe.data.dev)
-    if recipe.system is not None:
-        yield "the content of the system's file", own_digest(recipe.system.name)
-        if recipe.system.template is not None:
-            yield "the content of system.template", _digest(recipe.system.template)
+    yield from ((f"the content of {path}", digest) for path, digest in file_digests(recipe).items())
     for name, folder in (("model.path", Path(recipe.model.path)), ("the checkpoint", checkpoint)):
         if folder is not None:
             yield f"config.json of {name}", _digest(folder / "config.json")
@@ -77,16 +70,25 @@ def _what_counts(recipe: Recipe, out: str | Path, checkpoint: Path | None) -> It
     yield "torch's version", torch.__version__
 
 
-def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def file_digests(recipe: Recipe) -> dict[str, str]:
+    """Return the SHA-256, in hex, of each file that decides what a run samples and learns, by its path: questions,
+    templates, and the user's Python files, those that they import from beside them included."""
+    system, tools, tables = recipe.system, (recipe.tools or {}).values(), []
+    named = own_files(system) if system is not None else []
+    named.append(recipe.grpo.objective.rpartition(":")[0])
+    if recipe.data is not None:
+        tables += [recipe.data.train, recipe.data.dev]
+    if system is not None:
+        tables.append(system.template)
+    if recipe.rollout.tools_replay is None:  # else none is called
+        named += [tool.function.rpartition(":")[0] for tool in tools if tool.function is not None]
+        tables += [tool.template for tool in tools]
+    found = {path: _digest(path) for path in tables if path is not None}
+    return found | {path: digest for path in named if (digest := own_digest(path)) is not None}
 
 
 def _digest(path: str | Path) -> str:
-    return hashlib.sha256(read_bytes(Path(path))).hexdigest()[:12]
+    return hashlib.sha256(read_bytes(Path(path))).hexdigest()
 
 
 def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.common.errors import UserError
+from thresher.engine.config.sections import SystemSection
 from thresher.engine.config.tables import from_dict
 from thresher.engine.episode import System, read_preset
 from thresher.engine.systems._own_file import (
@@ -31,6 +32,7 @@ __all__ = [
     "load_own_function",
     "load_system",
     "own_digest",
+    "own_files",
     "preset_of",
 ]
 
@@ -67,6 +69,14 @@ def preset_of(name: str) -> dict[str, dict[str, Any]]:
     if name == PLAIN:
         return read_preset(Path(__file__).with_name("_plain.toml"))
     return load_system(name, {}).preset
+
+
+def own_files(section: SystemSection) -> list[str]:
+    """Return the paths of the user's own files that a recipe's [system] names: the system's, or those of rewards."""
+    if section.name != PLAIN:
+        return [section.name] if is_path(section.name) else []
+    files = (name.rpartition(":")[0] for name in section.options.get("rewards", ()))
+    return [file for file in files if is_path(file)]
 
 
 def built_in(name: str) -> tuple[type, Callable[[Any], System]]:

@@ -20,13 +20,12 @@ from thresher.common.errors import UserError
 from thresher.common.files import Unwritable
 from thresher.common.machine import KEEP_MEMORY, RETURN_MEMORY, cpu_memory, set_malloc
 from thresher.common.signals import Interrupted, check, defer_signals
-from thresher.engine.assemble import RunContext, load_judges, load_questions, load_retrieval, load_run_context
+from thresher.engine.assemble import load_judges, load_questions, load_retrieval, load_run_context
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.config.sections import SystemSection
 from thresher.engine.evaluation.evaluate import evaluate
 from thresher.engine.evaluation.metrics import measured, summary_of
 from thresher.engine.parallel.ranks import SINGLE, Ranks, trainers_of
-from thresher.engine.parallel.sync import check_config_sync, judges_of, open_run
+from thresher.engine.parallel.sync import check_config_sync, file_digests, judges_of, open_run
 from thresher.engine.planning.memory import check_disk
 from thresher.engine.planning.plan import check_memory
 from thresher.engine.protocol.trajectory import Trajectory
@@ -129,8 +128,9 @@ def train(
     trains = ranks.rank < trainers
     updater = load_updater(decided, context, checkpoint, own, trains)
     retriever = load_retrieval(recipe, context.system)
+    files = file_digests(recipe)
     if checkpoint:
-        _check_unchanged(checkpoint, retriever.identity if retriever else None, context)
+        _check_unchanged(checkpoint, retriever.identity if retriever else None, files)
     judges = load_judges(recipe, context.system, Path(out) / "replies.jsonl", allow_keys, rewarded_only=True)
     train_questions, dev_questions = load_questions(recipe, context.system)
     rollout = context.rollout(retriever)
@@ -161,7 +161,7 @@ def train(
             run.truncate_after(done)
             run.append_start(start_record(run, checkpoint, recipe.model.device == "cuda", told))
         _announce(recipe, out, ranks)
-        trainer = Trainer(step, dev_questions, run, ranks, own, samples=not (recipe.run.async_ and trains))
+        trainer = Trainer(step, dev_questions, run, files, ranks, own, samples=not (recipe.run.async_ and trains))
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         trackers = tracking(run.path, recipe.run.trackers if ranks.is_main else (), done)
         under_way = "a step that is being learned is finished, and saved"
@@ -199,20 +199,22 @@ def replayed(recipe: Recipe, run: str | Path) -> Recipe:
 
 
 class Trainer:
-    """The loop of one run: steps, evaluations and checkpoints, into its folder. own: the ranks that do the same as this
-    one; None: all. samples: whether this rank evaluates; where not, it trains alone (run.async)."""
+    """The loop of one run: steps, evaluations and checkpoints, into its folder. files: digests of what decides the run,
+    which a resumed run is held to. own: the ranks that do the same as this one. samples: whether this rank evaluates;
+    where not, it trains alone (run.async)."""
 
     def __init__(
         self,
         grpo_step: GrpoStep,
         dev_questions: Sequence[Question],
         run: RunFolder,
-        ranks: Ranks = SINGLE,
-        own: Ranks | None = None,
-        samples: bool = True,
+        files: Mapping[str, str],
+        ranks: Ranks,
+        own: Ranks,
+        samples: bool,
     ) -> None:
         self.grpo_step, self.dev_questions, self.run_folder, self.ranks = grpo_step, dev_questions, run, ranks
-        self.own, self.samples = own or ranks, samples
+        self.files, self.own, self.samples = files, own, samples
         self.context, self.rollout, self.updater = grpo_step.context, grpo_step.rollout, grpo_step.updater
         self.recipe = self.context.recipe
         self.warned_truncation = self.warned_no_signal = False
@@ -300,8 +302,7 @@ class Trainer:
         state = {
             "seconds": time.perf_counter() + offset,
             "index": retriever.identity if retriever else None,
-            "system": self.context.system_digest,
-            "tools": self.context.tools_digest,
+            "files": dict(self.files),
             "metrics": self.run_folder.metrics_mark(),
         }
         folder = self.run_folder.checkpoints
@@ -435,21 +436,17 @@ def _announce(recipe: Recipe, out: str | Path, ranks: Ranks) -> None:
     )
 
 
-def _check_unchanged(checkpoint: Checkpoint, index: str | None, context: RunContext) -> None:
-    """Raise UserError where a server's index or the user's own system file is not that of the checkpoint."""
+def _check_unchanged(checkpoint: Checkpoint, index: str | None, files: Mapping[str, str]) -> None:
+    """Raise UserError where a server's index, or a file that decides the run, is not that of the checkpoint."""
     before = checkpoint.state.get("index")
     if before is not None and before != index:
         raise UserError(
             f"retrieval.url: the server has another index ({index or 'unnamed'}) than the one that the run has "
             f"searched ({before}); start it with that one"
         )
-    if checkpoint.state.get("tools") not in (None, context.tools_digest):
-        raise UserError(
-            "[tools]: a tool's file has changed since the run's last checkpoint was trained with it; put the old one "
-            "back, or start a new run"
-        )
-    if checkpoint.state.get("system") not in (None, context.system_digest):
-        raise UserError(
-            f"{context.recipe.need(SystemSection).name}: the file has changed since the run's last checkpoint was "
-            "trained with it; put the old one back, or start a new run"
-        )
+    for path, digest in checkpoint.state.get("files", {}).items():
+        if files.get(path, digest) != digest:
+            raise UserError(
+                f"{path}: the file has changed since the run's last checkpoint was trained with it; put the old one "
+                "back, or start a new run"
+            )

@@ -94,10 +94,8 @@ def test_whatever_differs_is_named_with_both_values(recipe: Recipe, tmp_path: Pa
     assert difference(same, recipe, out) == "the checkpoint to resume from is model there, absent on rank 0"
     # Files of the same names on another machine.
     for file, name in (
-        ("train.jsonl", "the content of data.train is "),
-        ("dev.jsonl", "the content of data.dev is "),
-        ("mine.py", "the content of the system's file is "),
-        ("prompt.txt", "the content of system.template is "),
+        *((name, f"the content of {tmp_path / name} is ") for name in ("train.jsonl", "dev.jsonl")),
+        *((name, f"the content of {tmp_path / name} is ") for name in ("mine.py", "prompt.txt")),
         ("model/config.json", "config.json of model.path is "),
         ("model/model.safetensors", f"the files of model.path is [('model.safetensors', {len(OWN_SYSTEM)})] there, "),
     ):

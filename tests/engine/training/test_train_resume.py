@@ -5,9 +5,11 @@ An update that has begun when a signal comes is finished, and the last step that
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,7 @@ def test_what_is_behind_is_forgotten_before_a_run_begins_but_not_what_another_pr
     assert [record["step"] for record in metrics(out)] == [0, 1, 2, 2] and not (out / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_the_best_evaluation_is_kept(
     make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +269,44 @@ def test_a_run_does_not_go_on_with_a_system_file_that_changed(tmp_path: Path, ma
     assert what_happened(out) == before
     own.write_text(text)
     train(make(run={"steps": 2}), out, resume=True)
+    assert [record["step"] for record in steps_of(out)] == [1, 2]
+
+
+def test_a_run_does_not_go_on_with_other_rewards_questions_templates_or_objectives(
+    tmp_path: Path, make_recipe: Make
+) -> None:
+    out, base = tmp_path / "run", make_recipe()
+    assert base.data is not None and base.data.dev is not None
+    texts = {
+        "reward.py": "from beside import f\n",
+        "beside.py": "def f(text): return len(text) % 7\n",
+        "objective.py": "def g(logprobs, old, ref, advantages, mask, sequence): return -advantages * logprobs\n",
+        "prompt.txt": "{question}?\n",
+        "train.jsonl": Path(base.data.train).read_text(),
+        "dev.jsonl": Path(base.data.dev).read_text(),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    recipe = make_recipe(
+        data={name: str(tmp_path / f"{name}.jsonl") for name in ("train", "dev")},
+        system={
+            "name": "plain",
+            "options": {"rewards": [f"{tmp_path}/reward.py:f"]},
+            "template": str(tmp_path / "prompt.txt"),
+        },
+        grpo={"objective": f"{tmp_path}/objective.py:g"},
+        optim={"warmup_ratio": 0.0},
+        run={"steps": 1},
+    )
+    train(recipe, out)
+    longer = replace(recipe, run=replace(recipe.run, steps=2))
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text + "\n")
+        named = tmp_path / ("reward.py" if name == "beside.py" else name)
+        with pytest.raises(UserError, match=f"^{re.escape(str(named))}: the file has changed since the run's last"):
+            train(longer, out, resume=True)
+        (tmp_path / name).write_text(text)
+    train(longer, out, resume=True)
     assert [record["step"] for record in steps_of(out)] == [1, 2]
 
 
