@@ -521,5 +521,5 @@ def _line(row: dict[str, Any]) -> tuple[Any, ...]:
         build.get("peak_by_vectors"),
         cell and cell["ours"]["ms"]["p50"],
         cell and cell["ours"]["queries_per_s"],
-        cell and f"{cell['speedup']['p50']:.2f}",
+        cell and cell["speedup"] and f"{cell['speedup']['p50']:.2f}",
     )

@@ -201,7 +201,7 @@ def run_comparison(
 def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
     """Raise UserError for a row that has not the measure, the recipe, the commands or the settings of its run, or does
     not reach the largest budget. where: its place, named first."""
-    if not isinstance(row.get("curve"), list) or row.get("measure") != plan.measure:
+    if not (isinstance(row.get("curve"), list) and row["curve"]) or row.get("measure") != plan.measure:
         raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
     if {"recipe": row.get("recipe"), "prepare": row.get("prepare")} != origin_of(plan):
         raise UserError(
@@ -294,7 +294,10 @@ def settings_of(plan: Comparison, run: Run) -> list[str]:
 
 def recipe_of(plan: Comparison, out: Path, run: Run) -> Recipe:
     settings = [*settings_of(plan, run), f"run.seed={run.seed}", f"run.token_budget={max(plan.budgets)}"]
-    return read_run_recipe(plan.recipe, [filled(text, out, run) for text in settings])
+    recipe = read_run_recipe(plan.recipe, [filled(text, out, run) for text in settings])
+    if recipe.data is None or recipe.data.dev is None:
+        raise UserError(f"{plan.recipe}: expected held-out questions to compare the methods on; set data.dev")
+    return recipe
 
 
 def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> Job:
@@ -323,7 +326,7 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
             )
         row.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(row, json.dumps(found) + "\n")
-        first, *_, last = found["curve"]
+        first, last = found["curve"][0], found["curve"][-1]
         console.console.print(
             f"{run.name}: {plan.measure} {first[plan.measure]:.3f} -> {last[plan.measure]:.3f} in {found['steps']} "
             f"steps, {last['tokens']:,} tokens, {last['seconds']:.0f} s{', diverged' if diverged else ''}",

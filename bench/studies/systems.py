@@ -86,7 +86,7 @@ def run_study(
         raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(KNOWN)}")
     out.mkdir(parents=True, exist_ok=True)
     world = out / "world"
-    seeds = sorted(set(seeds))
+    systems, seeds = list(dict.fromkeys(systems)), sorted(set(seeds))
     for seed in seeds if base is None else [base]:
         make_world(world, seed, systems, run_command)
     cases = make_cases(out, systems, seeds, set(controls), overrides, base)

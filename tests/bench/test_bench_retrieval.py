@@ -203,16 +203,21 @@ def test_a_flat_index_that_is_wrong_ends_with_status_1(
 
 
 @pytest.mark.slow
-def test_a_wrong_peer_is_named_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [["liar"], ["torch", "FAISS"]], ids=str)
+def test_a_wrong_peer_is_named_and_left_out(
+    wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def liar(query_QD: Vectors, k: int) -> Rows:
         return np.tile(np.arange(k), (len(query_QD), 1))
 
-    monkeypatch.setattr(bench_module, "exact_peers", lambda vectors_ND: {"liar": liar, **exact_peers(vectors_ND)})
+    liars = dict.fromkeys(wrong, liar)
+    monkeypatch.setattr(bench_module, "exact_peers", lambda vectors_ND: exact_peers(vectors_ND) | liars)
     command = ["bench", "retrieval", "--sizes", "300", "--dim", "8", "--kinds", "hnsw", "--batches", "64"]
     assert run([*command, "--server", "0", "--out", str(tmp_path / "rows.jsonl")]) == 0
     for row in rows_of(tmp_path / "rows.jsonl"):
-        assert list(row["wrong_peers"]) == ["liar"] and "a score is off by" in row["wrong_peers"]["liar"]
-        assert set(row["batches"]["64"]["peers"]) == {"torch", "numpy", "FAISS"}
+        assert set(row["wrong_peers"]) == {*wrong} and "a score is off by" in row["wrong_peers"][wrong[0]]
+        assert set(row["batches"]["64"]["peers"]) == {"torch", "numpy", "FAISS"} - {*wrong}
+    assert "Search, batches of 64: medians" in capsys.readouterr().out
 
 
 def test_real_passages_are_drawn_encoded_once_and_bound_to_their_source(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_second_call_and_stored_rows_repeat_no_run(file: Path, compared: Path,
     elsewhere = run_comparison(plan, tmp_path / "out", copying, compared / "rows.jsonl")
     assert first["tables"] == again["tables"] == elsewhere["tables"]
     assert [path.read_bytes() for path in sorted(compared.rglob("starts.jsonl"))] == starts
-    assert not (tmp_path / "out" / "runs").exists() and not (tmp_path / "out" / "shared").exists()
+    assert not (tmp_path / "out" / "runs" / "plain-seed0").exists() and not (tmp_path / "out" / "shared").exists()
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(file: Path, compared: Path, tmp_path: Path) -> None:
@@ -259,6 +259,16 @@ def test_rows_of_another_comparison_are_refused(file: Path, compared: Path, tmp_
         plan = read(text, tmp_path)
         with pytest.raises(UserError, match=says):
             run_comparison(plan, tmp_path / "out", copying, compared / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(stored(compared / "rows.jsonl")[0] | {"curve": []}) + "\n")
+    with pytest.raises(UserError, match="line 1: expected a row of compare-methods"):
+        run_comparison(read_comparison(file), tmp_path / "out", copying, tmp_path / "rows.jsonl")
+
+
+def test_methods_are_not_compared_without_held_out_questions(file: Path, tmp_path: Path) -> None:
+    plan = read_comparison(file, [0], None, ["data.dev="])
+    with pytest.raises(UserError, match=r"recipe\.toml: expected held-out questions .*; set data.dev"):
+        run_comparison(plan, tmp_path / "out", copying)
+    assert not (tmp_path / "out" / "runs" / "plain-seed0").exists()
 
 
 def test_rows_of_other_settings_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
@@ -275,6 +285,7 @@ def test_rows_of_another_recipe_or_other_commands_are_refused(file: Path, compar
             run_comparison(plan, tmp_path / "out", copying, compared / "rows.jsonl", train_more=False)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_counts_by_its_last_evaluation(
     file: Path, compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +295,9 @@ def test_a_run_that_diverges_counts_by_its_last_evaluation(
 
     def train(recipe: Any, folder: Path, *rest: Any) -> Any:
         def watch(progress: Any) -> None:
-            if recipe.grpo.scale == "none" and progress.step == 2 and "eval" in progress.record:
-                raise Diverged("step 3: a loss is not finite")
+            last = 0 if recipe.grpo.shuffle_rewards else 2
+            if recipe.grpo.scale == "none" and progress.step == last and "eval" in progress.record:
+                raise Diverged(f"step {last + 1}: a loss is not finite")
 
         return whole(recipe, folder, False, watch)
 
@@ -293,6 +305,7 @@ def test_a_run_that_diverges_counts_by_its_last_evaluation(
     run_comparison(read_comparison(file, [0]), tmp_path / "out", copying)
     rows = {row["name"]: row for row in stored(tmp_path / "out" / "rows.jsonl")}
     assert [name for name, row in rows.items() if "diverged" in row] == ["none-seed0", "none-control-seed0"]
+    assert len(rows["none-control-seed0"]["curve"]) == 1
     assert rows["none-seed0"]["curve"][-1]["step"] == 2 and rows["plain-seed0"]["curve"][-1]["tokens"] >= 600
     found = json.loads((tmp_path / "out" / "methods.json").read_text())
     assert found["diverged"] == ["none-seed0", "none-control-seed0"]
@@ -308,6 +321,7 @@ def test_what_another_command_made_is_refused(file: Path, compared: Path, tmp_pa
         run_comparison(plan, compared, copying, train_more=False)
 
 
+@pytest.mark.slow
 def test_a_larger_budget_goes_on_with_the_same_runs(file: Path, compared: Path, tmp_path: Path) -> None:
     small = read_comparison(file, [0], [300])
     run_comparison(small, tmp_path / "out", copying)
