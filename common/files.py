@@ -297,6 +297,14 @@ def _move_into_place(temporary: Path, path: Path) -> None:
     flush(path.parent)
 
 
+def delete_folder(path: Path) -> None:
+    """Delete a folder. It is renamed first, so that a kill leaves no half of it under its name."""
+    hidden = path.with_name(f".{path.name}.tmp")
+    if hidden.exists():  # of a kill
+        shutil.rmtree(hidden)
+    shutil.rmtree(path.rename(hidden))
+
+
 def refuse_existing(path: Path, replace: bool = False) -> None:
     """Raise UserError where something is called `path` already, unless it is to be replaced."""
     if not replace and os.path.lexists(path):

@@ -43,9 +43,7 @@ def locked_file(path: Path, kind: str = "file") -> Iterator[None]:
     lock = path.with_name(f".{path.name}.lock")
     try:
         descriptor = _lock(lock, path, kind)
-        while not lock.exists() or not os.path.samestat(
-            os.fstat(descriptor), lock.stat()
-        ):  # its last holder deleted it
+        while not _lies_at(descriptor, lock):  # its last holder deleted it
             os.close(descriptor)
             descriptor = _lock(lock, path, kind)
     except OSError as error:
@@ -55,6 +53,13 @@ def locked_file(path: Path, kind: str = "file") -> Iterator[None]:
     finally:
         lock.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _lies_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(lock: Path, written: Path, kind: str) -> int:

@@ -31,7 +31,7 @@ FROM_TRL = {
     "num_generations": "group_size",
     "learning_rate": "lr",
     "max_steps": "steps",
-    "epsilon": "clip_low",
+    "epsilon": "both clip_low and clip_high",
     "epsilon_high": "clip_high",
     "loss_type": "objective",
     "max_completion_length": "max_turn_tokens",

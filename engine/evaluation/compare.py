@@ -16,12 +16,11 @@ from typing import Any
 
 from thresher.common.errors import UserError
 from thresher.common.records import read_object, read_records
-from thresher.engine.evaluation.metrics import NAMES, shown
+from thresher.engine.evaluation.metrics import NAMES, RECALLS, shown
 from thresher.rewards.statistics import compare_paired, compare_seeds, least_p, overlap
 
 Measures = Mapping[str, float | None]
 
-RECALLS = ("recall_evidence", "recall_rationale", "recall_notes", "recall_evaluation", "recall_analysis")
 LARGEST = 1e100  # of a measure: their squares are summed
 ACROSS = frozenset({"recall_evidence", "recall_rationale"})
 

@@ -119,7 +119,7 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
         values["entailment"] = attempt.entailment
     if trajectory.branches:
         values["branch_tokens"] = float(sum(b.count(Source.POLICY) for b in trajectory.branches.values()))
-    for tag, (name, texts) in _RECALLS.items():
+    for tag, (name, texts) in RECALL_OF_TAG.items():
         if f"<{tag}>" in tags and golds:
             values[name] = float(any(answer_recalled(text, golds) for text in texts(attempt)))
     if "<extract>" in tags and attempt.passages:
@@ -194,7 +194,7 @@ def _all_spans(tag: str) -> Callable[[RewardInput], list[str]]:
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}
 # Tag -> the measure, and the texts that it looks in. EviOmni's reward reads the first of its spans.
-_RECALLS: dict[str, tuple[str, Callable[[RewardInput], list[str]]]] = {
+RECALL_OF_TAG: dict[str, tuple[str, Callable[[RewardInput], list[str]]]] = {
     "extract": ("recall_evidence", lambda attempt: [evidence_of(attempt.pieces)]),
     "reason": ("recall_rationale", lambda attempt: [rationale_of(attempt.pieces)]),
     "summary": ("recall_notes", _all_spans("summary")),
@@ -203,6 +203,7 @@ _RECALLS: dict[str, tuple[str, Callable[[RewardInput], list[str]]]] = {
     "refine": ("recall_refinement", _all_spans("refine")),
     "analysis": ("recall_analysis", _all_spans("analysis")),
 }
+RECALLS = tuple(dict.fromkeys(name for name, _ in RECALL_OF_TAG.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from PIL import Image
 
+from thresher.engine.evaluation.metrics import NAMES, RECALLS
 from thresher.engine.reports.pages import ENDINGS, Record
 
 Floats = npt.NDArray[np.float64]
@@ -30,7 +31,6 @@ BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6db5", "#d9661f", "#2f9270", "#8759b0", "
 GREY, SKY = "#8b929c", "#8fbbe6"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
 SAMPLED, HELD_OUT = "sampled, training questions", "greedy, held-out questions"
-RECALLS = {"evidence": "", "rationale": "", "notes": "", "evaluation": "s", "analysis": ""}  # and what a label adds
 PHASES = {  # key of a step's seconds -> its color, its name in a sentence
     "update": (GREEN, "the update"),
     "decode": (BLUE, "decoding"),
@@ -206,7 +206,7 @@ def charts_of(
         chart(
             "recall",
             "Answer recall",
-            lines({name + ending: f"recall_{name}" for name, ending in RECALLS.items()}),
+            lines({NAMES[name][0].removeprefix("Answer recall of the "): name for name in RECALLS}),
             percent=True,
         ),
         chart(

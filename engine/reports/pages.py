@@ -16,7 +16,7 @@ import jinja2
 from thresher.common.console import shown as shown_number
 from thresher.common.console import visible
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.store.run_folder import RunFolder, step_of
+from thresher.engine.store.run_folder import RunFolder, step_folders, step_of
 from thresher.engine.systems import load_system
 from thresher.rewards.reward import Source
 
@@ -85,8 +85,7 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 def model_folders(run: RunFolder, recipe: Recipe) -> list[Path]:
     """Return the folders that may hold the run's model: its checkpoints, the newest first, and where it began."""
-    checkpoints = sorted((p for p in run.checkpoints.glob("step_*") if step_of(p.name) is not None), reverse=True)
-    return [*checkpoints, Path(recipe.model.path)]
+    return [*reversed(step_folders(run.checkpoints)), Path(recipe.model.path)]
 
 
 def steps_in_words(steps: Sequence[int]) -> str:

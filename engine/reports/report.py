@@ -35,12 +35,11 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import GrpoSection, RetrievalSection, RolloutSection
 from thresher.engine.config.tables import shown as shown_value
 from thresher.engine.evaluation.compare import Evaluation, Measures, compare, difference_rows
-from thresher.engine.evaluation.metrics import NAMES
+from thresher.engine.evaluation.metrics import NAMES, RECALLS, shown
 from thresher.engine.reports.charts import (
     COMPARED_BY,
     PALETTE,
     PHASES,
-    RECALLS,
     Chart,
     Series,
     charts_of,
@@ -69,18 +68,9 @@ from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.rewards.reward import Source
 from thresher.rewards.statistics import wilson
 
-MEASURES = (  # key of an evaluation, its name, and whether it is a share
-    ("em", "Exact match", True),
-    ("f1", "F1", True),
-    ("contains", "Contains a gold answer", True),
-    ("answered", "Gave an answer", True),
-    *((f"recall_{name}", f"Answer recall of the {name}{ending}", True) for name, ending in RECALLS.items()),
-    ("compression", "Compression ratio", False),
-    ("relevance_precision", "Precision of named references", True),
-    ("relevance_recall", "Recall of named references", True),
-    ("reward", "Reward", False),
-    ("searches", "Searches", False),
-    ("response_tokens", "Tokens written", False),
+MEASURES = (  # of an evaluation
+    *("em", "f1", "contains", "answered", *RECALLS, "compression", "relevance_precision", "relevance_recall"),
+    *("reward", "searches", "response_tokens"),
 )
 SPAN_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
 PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
@@ -216,11 +206,12 @@ def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, 
         return []
     first, last = ({**measures, **_terms(measures)} for measures in (evals[0][1], evals[-1][1]))
     rows = []
-    for key, name, share in (*MEASURES, *((key, key, False) for key in _terms(last))):
+    for key in (*MEASURES, *_terms(last)):
+        name, kind = NAMES.get(key, (key, "number"))
         old, new = (first.get(key) if len(evals) > 1 else None), last.get(key)
         if new is not None:
-            change = "" if old is None else f"{100 * (new - old):+.1f} pts" if share else f"{new - old:+.2f}"
-            rows.append((name, "" if old is None else _shown(old, share), _shown(new, share), change))
+            change = "" if old is None else f"{100 * (new - old):+.1f} pts" if kind == "share" else f"{new - old:+.2f}"
+            rows.append((name, "" if old is None else shown(key, old), shown(key, new), change))
     return rows
 
 
@@ -490,12 +481,12 @@ def _compared_rows(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]
     if any(last):
         yield "Last evaluation at step", [str(run.evals[-1][0]) if run.evals else "-" for run in runs]
         yield "Held-out questions, greedy", [shown_number(measures.get("questions")) for measures in last]
-        yield "Exact match before", [_shown(run.evals[0][1].get("em"), True) if run.evals else "-" for run in runs]
+        yield "Exact match before", [shown("em", run.evals[0][1].get("em")) if run.evals else "-" for run in runs]
     rows: list[tuple[str, list[float | None], Callable[[float], str]]] = [
-        (name, [measures.get(key) for measures in last], partial(_shown, share=share)) for key, name, share in MEASURES
+        (NAMES[key][0], [measures.get(key) for measures in last], partial(shown, key)) for key in MEASURES
     ]
     for key in dict.fromkeys(name for term in terms if len(term) > 1 for name in term):
-        rows.append((f"Reward's part: {key}", [term.get(key) for term in terms], partial(_shown, share=False)))
+        rows.append((f"Reward's part: {key}", [term.get(key) for term in terms], partial(shown, "")))
     for name, tokens, seconds in (
         ("Rollout, tokens per second", "sampled_tokens", "rollout_seconds"),
         ("Update, tokens per second", "train_tokens", "update_seconds"),
@@ -505,10 +496,6 @@ def _compared_rows(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]
     for name, values, show in rows:
         if any(value is not None for value in values):
             yield name, ["-" if value is None else show(value) for value in values]
-
-
-def _shown(value: float | None, share: bool) -> str:
-    return "-" if value is None else f"{value:.1%}" if share else f"{value:.2f}"
 
 
 def _tests(runs: Sequence[ComparedRun]) -> Iterator[dict[str, Any]]:

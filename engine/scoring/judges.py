@@ -113,14 +113,16 @@ class ModelJudge:
         self._entailment = self._classifier.entailment
         self.name = f"entailment by {Path(folder).name}"
 
-    @property
-    def cut(self) -> int:
-        return self._classifier.cut
-
     def probabilities(self, pairs: Sequence[Pair]) -> list[float]:
         """Judge as EntailmentJudge has it; all pairs of a call share batches. UserError as `Classifier.logits`."""
         with console.stage("claims", len(pairs)) as line:
+            cut = self._classifier.cut
             logits_BO = self._classifier.logits(pairs, lambda done: line.at(done, str))
+        if not cut and self._classifier.cut:
+            console.announce(
+                f"{self.name}: a premise of more than {self._classifier.max_tokens} tokens, with its hypothesis, is "
+                "cut at its end"
+            )
         found: list[float] = logits_BO.softmax(-1)[:, self._entailment].tolist()
         return found
 

@@ -34,12 +34,12 @@ from safetensors import SafetensorError, safe_open
 
 from thresher.common import console
 from thresher.common.errors import UserError
-from thresher.common.files import check_file, need_room, read_json_object, staged_folder
+from thresher.common.files import check_file, delete_folder, need_room, read_json_object, staged_folder
 from thresher.common.hashes import read_hashes, write_hashes
 from thresher.common.machine import origin
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.optim.adamw import PartwiseAdamW
-from thresher.engine.store.run_folder import RunFolder, step_name, step_of
+from thresher.engine.store.run_folder import RunFolder, step_folders, step_name, step_of
 from thresher.policy.weights import save_tensors
 
 OPTIMIZER = "optimizer.safetensors"
@@ -179,20 +179,11 @@ def prune(folder: str | Path, keep: int, spare: int | None = None) -> list[Path]
         found = _whole(path) if kept < keep else None
         interim = found is not None and found.interim and not spared
         if kept == keep or (interim and not newest):
-            # Renamed first, for a half-deleted folder must not have a checkpoint's name.
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
+            delete_folder(path)
             deleted.append(path)
         elif found is not None:
             kept, newest = kept + (not interim), False
     return deleted
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Return the folders with a checkpoint's name, oldest first."""
-    if not folder.is_dir():
-        return []
-    steps = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
-    return [steps[step] for step in sorted(steps)]
 
 
 def read_checkpoint(path: Path, verify: bool = False) -> Checkpoint:
@@ -262,7 +253,7 @@ def check_resumed(
 
 def check_newest(run: RunFolder, checkpoint: Checkpoint | None) -> None:
     """Raise UserError where another process has saved a checkpoint since ours was chosen."""
-    newest = max((step for path in run.checkpoints.iterdir() if (step := step_of(path.name)) is not None), default=0)
+    newest = max((step_of(path.name) or 0 for path in step_folders(run.checkpoints)), default=0)
     if newest > (checkpoint.step if checkpoint else 0):
         raise UserError(f"{run.path}: another process has just saved step {newest}; run the same command again")
 

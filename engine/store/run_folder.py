@@ -28,7 +28,6 @@ Deliberately absent: what a metric means, when to save, and any reading of check
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from types import TracebackType
 from typing import Any
 
 from thresher.common.errors import UserError
-from thresher.common.files import staged_folder
+from thresher.common.files import delete_folder, staged_folder
 from thresher.common.jsonl import json_kind
 from thresher.common.locks import lock_folder
 from thresher.common.records import REMEDY as READ_REMEDY
@@ -102,6 +101,14 @@ def step_of(name: str) -> int | None:
     """Return the step in a name made by `step_name`, or None for any other name."""
     digits = name.removeprefix("step_")
     return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Return the folders with a checkpoint's name, oldest first."""
+    if not folder.is_dir():
+        return []
+    steps = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
+    return [steps[step] for step in sorted(steps)]
 
 
 class RunFolder:
@@ -283,11 +290,9 @@ class RunFolder:
 
         Checkpoints are behind it only where a run is told to go back (engine/store/checkpoint.py).
         """
-        for path in self.checkpoints.iterdir():
-            saved = step_of(path.name)
-            if saved is not None and saved > step:
-                # Renamed first, for a half-deleted folder must not have a checkpoint's name.
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
+        for path in step_folders(self.checkpoints):
+            if (step_of(path.name) or 0) > step:
+                delete_folder(path)
         records = read_metrics(self.metrics_file, self.unverified)
         kept = [record for record in records if record["step"] <= step]
         if len(kept) < len(records):
@@ -367,8 +372,7 @@ def saved_so_far(path: str | Path) -> str | None:
     run = RunFolder(Path(path))
     if not run.recipe_file.is_file():
         return None
-    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
-    last = max((step for folder in folders if (step := step_of(folder.name)) is not None), default=0)
+    last = max((step_of(path.name) or 0 for path in step_folders(run.checkpoints)), default=0)
     return f"{path} is saved up to step {last}" if last else f"{path} has finished no step yet"
 
 

@@ -11,7 +11,6 @@ Deliberately absent: printing, but for what a resume says.
 """
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ import torch
 
 from thresher.common import signals
 from thresher.common.errors import UserError
-from thresher.common.files import atomic_write_text, need_room, staged_folder
+from thresher.common.files import atomic_write_text, delete_folder, need_room, staged_folder
 from thresher.common.hashes import content_digest, write_hashes
 from thresher.common.records import write_records
 from thresher.engine.assemble import RunContext, load_run_context
@@ -121,9 +120,7 @@ class FineTuning:
             figures = self._train(run, checkpoint, watch, clock, digests)
             records = [_of_attempt(record, self.sft) for record in run.metrics()]
             self._save(out, records, figures)
-            hidden = folder.with_name(f".{folder.name}.tmp")  # for a half-deleted folder must not have a run's name
-            shutil.rmtree(hidden, ignore_errors=True)
-            shutil.rmtree(folder.rename(hidden))
+            delete_folder(folder)
         return figures
 
     def _train(

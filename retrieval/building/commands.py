@@ -29,6 +29,7 @@ from thresher.retrieval.retriever import Hit, Retriever
 MRR_DEPTH = 10
 SEARCH_BATCH = 64
 WORDS = "bm25"
+RECALL, KEEP = 0.95, "float32"  # where none is given
 # A larger corpus file is left on the disk, with the offsets of its passages in the index folder.
 READ_WHOLE_BYTES = 512 * 2**20
 
@@ -42,8 +43,8 @@ def build(
     *,
     kind: str | None = None,
     memory: str | None = None,
-    recall: float = 0.95,
-    keep: str = "float32",
+    recall: float = RECALL,
+    keep: str = KEEP,
     encoder_options: dict[str, Any] | None = None,
     chunk_words: int = 0,
     skip_empty: bool = False,
@@ -56,7 +57,8 @@ def build(
     decides, and without either it is flat. recall, keep: as BuildSettings; chunk_words, skip_empty: as `open_corpus`.
 
     Returns figures: corpus, index, kind, passages, encoder, embed, seconds; with vectors dim and vectors_mib (MiB in
-    float32), search parameters, recall, note, reason; with chunks or empty records records and skipped_empty.
+    float32), search parameters, recall, note, reason, and passages_cut, of which a trained encoder did not read the
+    end; with chunks or empty records records and skipped_empty.
     """
     started = time.perf_counter()
     check_embed(embed)
@@ -68,8 +70,10 @@ def build(
         figures |= {"records": corpus.records, "skipped_empty": corpus.skipped}
 
     if encoder_name.partition(":")[0] == WORDS:
-        if kind is not None or memory is not None or encoder_options:
-            raise UserError("kind, memory and a model's settings are for vectors, and bm25 makes none; leave them out")
+        if (kind, memory, recall, keep) != (None, None, RECALL, KEEP) or encoder_options:
+            raise UserError(
+                "kind, memory, recall, keep and a model's settings are for vectors, and bm25 makes none; leave them out"
+            )
         _build_words(encoder_name, corpus, out, embed, on_stage)
         figures |= {"kind": WORDS, "encoder": encoder_name, "embed": embed}
     else:
@@ -79,6 +83,8 @@ def build(
             on_stage("encoding", 0, len(corpus))  # a trained encoder takes a minute or two for its first batch
         manifest = build_folder(corpus, encoder, out, settings, on_stage)
         figures |= {"dim": encoder.dim, "encoder": encoder_name, "embed": embed, "kind": manifest.factory}
+        if cut := getattr(encoder, "passages_cut", 0):
+            figures["passages_cut"] = cut
         figures["vectors_mib"] = len(corpus) * encoder.dim * 4 / 2**20
         figures |= manifest.parameters | manifest.recall
         if manifest.parameters:

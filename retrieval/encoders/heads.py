@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thresher.common.errors import UserError
 from thresher.common.files import read_json_object, refuse_hub_id
+from thresher.policy.tokenizer import panics_refused
 from thresher.policy.weights import read_weights, tensor_shapes
 from thresher.retrieval.encoders.learned import checked_batch_tokens, dtype_on, forwards, pick_device
 from thresher.retrieval.encoders.tokenizer import (
@@ -219,8 +220,10 @@ class TokenClassifier:
         whole = [text.encode("utf-8", "replace").decode() for text in texts]
         room = self._bert.config.max_positions - len(self._around)
         begin, end = self._around
+        with panics_refused(whole, str(self.folder)):
+            encodings = self._tokenizer.encode_batch(whole, add_special_tokens=False)
         result = []
-        for text, encoding in zip(whole, self._tokenizer.encode_batch(whole, add_special_tokens=False), strict=True):
+        for text, encoding in zip(whole, encodings, strict=True):
             matches = list(_WORD.finditer(text))
             place = [-1] * len(text)
             for number, match in enumerate(matches):

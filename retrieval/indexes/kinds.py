@@ -230,7 +230,7 @@ def _lists(
         raise UserError(
             f"kind is {text!r}: {lists} lists for {passages} passages; IVF{default_lists(passages)} would be usual"
         )
-    if rotation is not None and int(rotation) != pq:
+    if rotation is not None and (code is None or int(rotation) != pq):
         raise UserError(f"kind is {text!r}: expected the same number in OPQ and PQ; OPQ goes with PQ only")
     if scalar:
         return Kind(lists=lists, codes=SCALAR_CODES[scalar.lower()])

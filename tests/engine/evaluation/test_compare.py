@@ -107,8 +107,8 @@ def test_what_only_one_of_two_texts_recalls(tmp_path: Path) -> None:
 
 def test_where_nobody_knows_of_the_passages_all_questions_count(tmp_path: Path) -> None:
     known: list[float | None] = [0.0, 1.0, None]
-    a: list[Row] = [(str(n), {"recall_evidence": 1.0, "recall_passages": p}) for n, p in enumerate(known)]
-    b: list[Row] = [(str(n), {"recall_evidence": 0.0}) for n in range(3)]
+    a: list[Row] = [(str(n), {"recall_refinement": 1.0, "recall_passages": p}) for n, p in enumerate(known)]
+    b: list[Row] = [(str(n), {"recall_refinement": 0.0}) for n in range(3)]
     result = compare(read_evaluation(evaluation(tmp_path / "a", a)), read_evaluation(evaluation(tmp_path / "b", b)))
     (row,) = result["recalled"]
     assert row["count"] == 2 and row["only_first"] == 1.0  # not the one whose passages are known to lack the gold

@@ -201,7 +201,8 @@ def test_terms_of_a_reward_are_curves_and_rows_of_their_own(tmp_path: Path, draw
         rising = step / 30
         terms = {"answer": rising, "answer_full": 0.5, "format": 1.0, "relevance": rising / 2, "bonus": 10 * rising}
         record = eval_record(step, 0.5)
-        record["eval"] |= {"parts": terms, "compression": 2.0 * step, "recall_evidence": 0.25}
+        recalls = {"recall_evidence": 0.25, "recall_refinement": 0.5}
+        record["eval"] |= {"parts": terms, "compression": 2.0 * step, **recalls}
         records += [step_record(step, parts=terms, compression=None if step == 10 else 4.0), record]
     for record in records:
         run.append_metrics(record)
@@ -217,6 +218,7 @@ def test_terms_of_a_reward_are_curves_and_rows_of_their_own(tmp_path: Path, draw
     assert np.isnan(charts["compression"].series[0].values[0]) and charts["compression"].series[1].values[2] == 60.0
     text = report_of(run)
     assert "Reward's part: bonus 3.33 10.00 +6.67" in text
+    assert "Answer recall of the refinements 50.0% 50.0% +0.0 pts" in text
     assert "Answer recall of the evidence 25.0% 25.0% +0.0 pts" in text and "Compression ratio 20.00 60.00" in text
     single = charts_of([step_record(step, parts={"answer": 0.5}) for step in (1, 2)], **CHARTS)
     assert not any(chart.name.startswith("parts") for chart in single)  # a single term is the reward

@@ -94,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folders.save_model(tmp_path_factory.mktemp("judges") / "tiny-nli", model)
 
 
-def test_probabilities_are_the_softmax_at_entailment(folder: Path) -> None:
+def test_probabilities_are_the_softmax_at_entailment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judge = ModelJudge(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -106,8 +106,12 @@ def test_probabilities_are_the_softmax_at_entailment(folder: Path) -> None:
     with torch.no_grad():
         expected = model(**batch).logits.softmax(-1)[:, 2].tolist()
     assert max(expected) - min(expected) > 0.01
-    assert judge.probabilities(NOTES) == pytest.approx(expected, abs=1e-5)
-    assert judge.name == "entailment by tiny-nli" and judge.cut == 1
+    assert judge.probabilities(NOTES[:2]) == pytest.approx(expected[:2], abs=1e-5)
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        assert judge.probabilities(NOTES) == pytest.approx(expected, abs=1e-5)
+    said = "entailment by tiny-nli: a premise of more than 70 tokens, with its hypothesis, is cut at its end\n"
+    assert capsys.readouterr().out == said  # once
     assert judge.probabilities([]) == []
 
 

@@ -272,6 +272,9 @@ def test_truncate_after_forgets_what_came_later(tmp_path: Path) -> None:
             run.write_evaluation(step, [{"step": step}])
             (run.checkpoints / step_name(step)).mkdir()
         (run.checkpoints / "mine").mkdir()
+        for name in (f".{step_name(11)}.tmp", step_name(11)):  # a kill left the first; the second was saved since
+            (run.checkpoints / name).mkdir(exist_ok=True)
+            (run.checkpoints / name / "model.safetensors").touch()
         for name in ("notes.txt", ".step_000012.jsonl.0a1b2c3d.tmp", "step_000011.safetensors"):
             (run.trajectories / name).touch()
         (run.path / ".summary.json.0a1b2c3d.tmp").touch()

@@ -56,6 +56,9 @@ def test_build_says_what_it_built(tmp_path):
     [
         ({"encoder_name": "e5"}, "encoder is 'e5'; expected lexical, bm25 or the folder of a model"),
         ({"encoder_name": "bm25", "kind": "flat"}, "are for vectors, and bm25 makes none; leave"),
+        ({"encoder_name": "bm25", "keep": "float16"}, "are for vectors, and bm25 makes none; leave"),
+        ({"encoder_name": "bm25", "recall": 0.9}, "are for vectors, and bm25 makes none; leave"),
+        ({"kind": "OPQ0,IVF4,Flat"}, "expected the same number in OPQ and PQ; OPQ goes with PQ only"),
         ({"encoder_options": {"pooling": "cls"}}, "pooling: for the folder of a model; the encoder lexical has no"),
         ({"kind": "IVY"}, "kind is 'IVY'; expected one of flat, flat16, HNSW32"),
         ({"kind": "IVF5,Flat"}, "5 lists for 4 passages"),
