@@ -41,8 +41,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
+GPU = torch.cuda.is_available()
 # Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when a kernel is defined.
-if not torch.cuda.is_available():
+if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("SIMCUDA") == "1":
     import simcuda
@@ -63,14 +64,17 @@ FACTS = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but N of the cases of a test marked `fast_cases(N)`, which are spread evenly over them."""
+    """Mark as slow all but N of the cases of a test marked `fast_cases(N)`, which are spread evenly over them. On a GPU
+    `fast_cases(N, gpu=M)` keeps M of them, which are slow in Triton's interpreter."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("fast_cases"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for several in cases.values():
         mark = several[0].get_closest_marker("fast_cases")
-        fast = {place * len(several) // mark.args[0] for place in range(mark.args[0])} if mark else set()
+        assert mark is not None
+        kept = mark.kwargs.get("gpu", mark.args[0]) if GPU else mark.args[0]
+        fast = {place * len(several) // kept for place in range(kept)}
         for place, item in enumerate(several):
             if place not in fast:
                 item.add_marker(pytest.mark.slow)

@@ -188,6 +188,7 @@ def hybrid(
     return lambda device, **changes: make(device, model={"path": str(tmp_path / "model")}, **changes)
 
 
+@pytest.mark.slow
 def test_a_run_with_states_is_the_cpu_s(hybrid: Callable[..., Recipe], tmp_path: Path) -> None:
     """Of Qwen3.5's layers: prefills by chunks, decode steps in graphs with a ring of states, shared prefixes."""
     for name in ("cpu", "cuda"):
@@ -196,6 +197,7 @@ def test_a_run_with_states_is_the_cpu_s(hybrid: Callable[..., Recipe], tmp_path:
     assert all(step["grad_norm"] > 0 for step in steps_of(tmp_path / "cuda"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["eval_rar", "igpo"])
 def test_a_partial_run_is_the_cpu_s_up_to_the_versions(
     system: str, make: Callable[..., Recipe], tmp_path: Path
@@ -232,6 +234,7 @@ def drawn_by(record: dict[str, Any]) -> Iterator[tuple[int, int | None]]:
         yield from zip(segment["ids"], versions, strict=True)
 
 
+@pytest.mark.slow
 def test_scores_are_the_cpu_s_and_cost_no_wait(make: Callable[..., Recipe], tmp_path: Path) -> None:
     """Log-probs of given texts: of prefills in graphs and not, read with the step after."""
     for name in ("cpu", "cuda"):
@@ -386,6 +389,7 @@ def test_what_a_step_launches_and_where_the_host_waits(
     assert backward.most("syncs") <= 2 and backward.most("launches") <= 1100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -56,6 +56,7 @@ def prefilled(decoder: Decoder, room: int) -> None:
         decoder.begin_turn(sequence, (), room)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("own, shared", [(10, 128), (9, 200), (70, 64)])
 @pytest.mark.parametrize("kind", [0, 1])
 def test_steps_are_those_behind_computed_contexts(

@@ -47,6 +47,7 @@ def test_every_rollout_has_the_counts_of_the_plan(setting: RolloutSetting, facto
     assert 0 < stretches[1] <= sum(one.decode_steps for one in counted)
 
 
+@pytest.mark.slow
 def test_shared_prompts_leave_the_tokens_as_they_are(setting: RolloutSetting) -> None:
     alone, side = TailSide(setting, reuse=False), TailSide(setting)
     for factor in (1, 2):
@@ -94,6 +95,7 @@ def test_seconds_are_fitted_to_counts() -> None:
     assert fit_seconds(rows).tolist() == pytest.approx([2.0, 0.5, 0.25])
 
 
+@pytest.mark.slow
 def test_a_row_for_each_number_in_flight(setting: RolloutSetting, monkeypatch: pytest.MonkeyPatch) -> None:
     """With seconds that follow from the counts, both ratios are the predicted one."""
     play, proved = TailSide.play, list[Written]()

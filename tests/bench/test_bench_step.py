@@ -90,6 +90,7 @@ def test_a_step_alone_from_the_command_line(at_small_sizes: None, fixed_times: N
     assert row["shared_gain"] == pytest.approx((5 / 10 + 10 / 5) / 2), "of neighbouring steps"
 
 
+@pytest.mark.slow
 def test_rows_are_appended_and_a_spent_budget_ends_a_run_behind_one_step(at_small_sizes: None, tmp_path: Path) -> None:
     out = tmp_path / "step.jsonl"
     out.write_text('{"bench": "step", "shape": {"questions": 16}}\n', encoding="utf-8")  # a row as it once was
@@ -113,6 +114,7 @@ def test_a_search_step_trains_on_what_was_sampled_and_not_on_what_was_found() ->
     assert any(not torch.equal(value, before[name]) for name, value in ours.policy.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_peer_of_one_turn_gets_as_many_tokens() -> None:
     setting = make_step_setting(SMALL["search"])
     assert [len(ids) for ids in setting.peer_ids()] == [20 + 2 * 7] * 2

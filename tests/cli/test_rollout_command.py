@@ -76,6 +76,7 @@ def test_a_line_is_a_trajectory_with_its_tokens_and_log_probs(
     assert "tokens/s" in said and "rollout 21/21" in said
 
 
+@pytest.mark.slow
 def test_what_a_sample_draws_depends_on_its_place_alone(run: Run, tiny_policy: Policy, tmp_path: Path) -> None:
     needs_invariant_policy(tiny_policy)
     wide = stored(run("wide.jsonl", "--n", "3"))

@@ -17,7 +17,13 @@ from thresher.cli.main import build_parser
 from thresher.engine.config.recipe import make_recipe
 
 # Documents whose commands take seconds; the others are played by `make test` too.
-LONG = ("README.md", "docs/commands.md", "docs/python.md", "docs/gpu.md", "docs/add/kernel.md", "docs/reproduce/")
+LONG = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("asynchrony", "commands", "delta", "gpu", "measured", "python", "reproduce")),
+    *(f"docs/{name}.md" for name in ("results", "retrieval", "scale", "add/kernel")),
+    "docs/reproduce/",
+    "docs/results/",
+)
 
 
 @pytest.mark.parametrize(

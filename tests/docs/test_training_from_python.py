@@ -35,6 +35,7 @@ def folder(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return tmp_path
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("document", ["README.md", "docs/python.md"])
 def test_the_lines_of_a_document_train(document: str, folder: Path) -> None:
     block = shown(document)

@@ -239,6 +239,7 @@ def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
             make(reward, **keys)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_files_function_goes_on_from_the_command_line(
     tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

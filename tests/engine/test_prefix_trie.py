@@ -204,6 +204,7 @@ def test_a_cut_falls_where_the_least_is_shared() -> None:
         assert cut_group(ordered(members), 15) == [range(n, n + 1) for n in range(6)]
 
 
+@pytest.mark.slow
 def test_a_long_chain_of_prefixes() -> None:
     """Deeper than Python's stack."""
     given_sequences = [list(range(n)) for n in range(1, 1200)]

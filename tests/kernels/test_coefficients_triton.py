@@ -266,6 +266,7 @@ def test_the_head_gradient_is_added_to_a_buffer() -> None:
     assert torch.equal(result.hidden_grad_TH.cpu(), ordinary["hidden_grad"])
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_bits() -> None:
     """Equal inputs give equal bits; the log-prob's are the loss's; dropped rows and chunks change none."""
     case = make_case(200, H=48, V=300).to(torch.float32)

@@ -142,7 +142,17 @@ def prove(launches: Launches, approximate: bool) -> Counter[str]:
     return ran
 
 
-@pytest.mark.parametrize("module", sorted({*triton_modules()} - {"thresher.kernels.head_triton"}))
+# Kernels whose interpreted launch takes longer than the others together.
+LONG = {f"thresher.kernels.{name}_triton" for name in ("delta.rule", "delta.layer", "delta.steps", "attention.forest")}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(module, marks=[pytest.mark.slow] * (module in LONG))
+        for module in sorted({*triton_modules()} - {"thresher.kernels.head_triton"})
+    ],
+)
 def test_a_kernel_is_proved_in_its_last_launch(module: str) -> None:
     """The head's kernels are launched by the loss, with those of the coefficients."""
     launches = launches_of(module)

@@ -123,6 +123,7 @@ def test_in_bfloat16_it_has_the_bits_of_torch(shape: tuple[int, int, int, int]) 
         assert theirs[name].isfinite().any()
 
 
+@pytest.mark.fast_cases(2, gpu=8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(14, 2, 64), (3, 1, 10), (20, 7, 6), (1, 1, 2)], ids=str)
 def test_heads_for_training_have_the_bits_of_torch_and_so_has_their_gradient(

@@ -250,6 +250,7 @@ def test_the_clock_of_every_u_is_right_to_the_last_bits() -> None:
     assert (inverse.double() * expected - 1).abs().max() < 10 * EPS
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_what_memory_held_changes_no_bit() -> None:
     case = Case(130, 301)
     expected = case.draw()

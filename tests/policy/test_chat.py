@@ -23,6 +23,7 @@ def small() -> Tokenizer:
     return train_bpe([], 260, ["<|im_start|>", "<|im_end|>"])
 
 
+@pytest.mark.slow
 def test_qwen_chat_template(shared_data: Path) -> None:
     qwen = load_tokenizer(shared_data / "qwen2.5")
     messages: list[dict[str, Any]] = [

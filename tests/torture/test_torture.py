@@ -121,6 +121,7 @@ def test_damage_that_nobody_looks_for_is_reported(tmp_path: Path, damage: str) -
         assert path.read_bytes() == (pristine / "index/data").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_changed_record_that_is_used_is_reported(tmp_path: Path) -> None:
     """By a reader that asks no digest; by one that does, but refuses with --unverified too."""
     line = b'{"id": 1, "em": 0.0}\n'
@@ -160,6 +161,7 @@ def count(words: Sequence[str]) -> int:
     return 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("ranks", ["", f" {ASYNC}"], ids=["alone", "ranks"])
 @pytest.mark.parametrize(("how", "verdict"), [("sound", "right"), ("repeats", "wrong"), ("raises", "wrong")])
 def test_a_command_that_does_not_resume_is_reported(tmp_path: Path, how: str, verdict: str, ranks: str) -> None:

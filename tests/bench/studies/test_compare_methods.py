@@ -224,6 +224,7 @@ def test_a_second_call_and_stored_rows_repeat_no_run(file: Path, compared: Path,
     assert not (tmp_path / "out" / "runs" / "plain-seed0").exists() and not (tmp_path / "out" / "shared").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_checkpoint(file: Path, compared: Path, tmp_path: Path) -> None:
     text = (
         file.read_text()

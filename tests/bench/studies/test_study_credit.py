@@ -9,6 +9,7 @@ from thresher.bench.studies.credit import FORESTS, enumerate_all
 from thresher.cli import main as cli
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "study"
     assert cli.run(["study", "credit", "--out", str(out), "--draws", "2", "--seed", "7"]) == 0

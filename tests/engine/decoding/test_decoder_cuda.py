@@ -156,6 +156,7 @@ def test_guesses_go_before_anybody_has_to(endless: Policy, agreeing: Callable[..
         assert bool(clock.preemptions) == sent and clock.accepted_tokens > 0
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_few_new_rows_wait_while_others_decode(
     endless: Policy, agreeing: Callable[..., DeviceDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def scored_in(prompts: list[list[int]], plan: Plan, record: Record) -> list[Writ
     return found
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_what_runs_beside_and_no_sample_on_a_score(
     policy: Policy, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ Make = Callable[..., Rollout]
     ("attention", "speculate"), [("torch", "auto"), ("torch", 1), ("triton", 8), ("torch", 8)], ids=str
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 def test_episodes_repeat_what_they_wrote_in_fewer_forwards(
     attention: str,
     speculate: Any,

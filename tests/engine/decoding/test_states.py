@@ -67,6 +67,7 @@ def samples(generator: Generator) -> Iterator[tuple[list[int], list[float]]]:
         yield from ((sample.token_ids, list(sample.logprobs)) for sample in found)
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_what_runs_beside_a_sample(policy: Policy, tokenizer: Tokenizer) -> None:
     alone = Generator(policy, tokenizer, max_running=1, speculate=0)
     wanted = list(samples(alone))
@@ -89,6 +90,7 @@ def test_no_bit_depends_on_what_runs_beside_a_sample(policy: Policy, tokenizer: 
     assert all(seen.values()), seen
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_steps_that_are_launched_ahead_agree(speculate: int, policy: Policy, tokenizer: Tokenizer) -> None:
     """A GPU's decoder: drafts behind the last token of a prompt whose state others take, and tokens taken back."""
@@ -100,6 +102,7 @@ def test_steps_that_are_launched_ahead_agree(speculate: int, policy: Policy, tok
     assert decoder.clock.shared_tokens > 0 and (decoder.clock.drafted_tokens > 0) == (speculate > 0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("make", [Decoder, DeviceDecoder])
 def test_scores_are_those_of_a_whole_forward_and_change_no_sample(
     make: type[Decoder], policy: Policy, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,7 @@ def runs(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
     return Runs(once("async", make), recipes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two", "partial"])
 def test_two_ranks_have_the_bits_of_the_schedule_in_one_process(runs: Runs, name: str) -> None:
     expected = assert_as_in_one_process(runs.recipes[name], runs.folder / name)
@@ -184,6 +185,7 @@ def test_with_more_parts_and_killed(base: dict[str, dict[str, Any]], tmp_path: P
         assert_as_in_one_process(recipe, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_every_step_is_drawn_by_the_weights_two_steps_before(runs: Runs) -> None:
     """By a rollout in one process, of the weights that the run has saved."""
     recipe = runs.recipes["two"]
@@ -206,6 +208,7 @@ def test_every_step_is_drawn_by_the_weights_two_steps_before(runs: Runs) -> None
         assert steps_of(runs.folder / "two")[number - 1]["staleness_tokens"] == [0] * late + [tokens]
 
 
+@pytest.mark.slow
 def test_unfinished_groups_go_on_beside_the_update(runs: Runs) -> None:
     """With rollout.partial too, a token is at most max_staleness + 1 updates old."""
     staleness = [record["staleness_tokens"] for record in steps_of(runs.folder / "partial")]
@@ -213,11 +216,13 @@ def test_unfinished_groups_go_on_beside_the_update(runs: Runs) -> None:
     assert any(sum(count > 0 for count in counts) > 1 for counts in staleness)
 
 
+@pytest.mark.slow
 def test_rank_0_alone_changes_the_run_folder(runs: Runs) -> None:
     first, second = ((runs.folder / f"two.{rank}.changed").read_text() for rank in range(2))
     assert first and second == ""
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_rank_that_samples_ends_both_behind_the_step_and_no_bit_is_lost(runs: Runs) -> None:
     assert [runs.error("interrupted", rank) for rank in range(2)] == ["Interrupted: SIGTERM", "SystemExit: 143"]
     assert (runs.folder / "interrupted.kept").read_text() == f"{runs.folder / 'interrupted'} is saved up to step 3"

@@ -312,6 +312,7 @@ class Behind(MasterWeights):
         return count + 2
 
 
+@pytest.mark.slow
 def test_micro_batches_that_make_up_the_number_change_no_bit(make_tiny_policy: Callable[..., Policy]) -> None:
     generator, items = torch.Generator().manual_seed(0), []
     for length, advantage in ((12, 1.0), (9, -0.7), (17, 0.4)):

@@ -102,6 +102,7 @@ def test_no_passage_and_no_feedback_gets_a_tag_or_a_control_token_in(
     assert_harmless(tokenizer, Source.FEEDBACK, renderer.feedback(Feedback(line)))
 
 
+@pytest.mark.slow
 def test_all_of_qwens_added_tokens_stay_text(shared_data: Path) -> None:
     qwen = load_tokenizer(shared_data / "qwen2.5")
     assert len(qwen.added_tokens) == 22

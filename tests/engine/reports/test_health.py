@@ -220,6 +220,7 @@ def test_a_run_that_trains_is_healthy_and_records_how_likely_right_answers_are(
     assert any(record["right_logprob"] is not None for record in run.steps)
 
 
+@pytest.mark.slow
 def test_samples_that_are_copies(tmp_path: Path, make_recipe: Make, base: dict[str, Any]) -> None:
     """At a temperature near 0 all samples of a group are the same, and here none is right."""
     data = {"dev": None, "train": unanswerable(base["data"]["train"], tmp_path)}

@@ -91,6 +91,7 @@ def test_what_is_masked_is_absent(written: Written, tiny_tokenizer: Tokenizer) -
     assert [segment["source"] for segment in stored] == ["prompt", "policy"]
 
 
+@pytest.mark.slow
 def test_hidden_tokens_change_no_bit_of_a_branch(
     tiny_rollout: Make, tiny_policy: Policy, script: Callable[..., None]
 ) -> None:

@@ -79,6 +79,7 @@ def test_what_a_call_wrote_is_shown_and_not_the_policys(written: Written, tiny_t
     assert measures["branch_tokens"] == branch.count(Source.POLICY) and measures["response_tokens"] == len(policy)
 
 
+@pytest.mark.slow
 def test_calls_of_many_episodes_share_a_small_cache(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
     """More episodes call than there are places and room: each has what it has alone."""
     jobs = [Job(question, n, 0, n) for n, question in enumerate(tiny_questions[:6])]

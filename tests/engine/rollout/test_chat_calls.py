@@ -87,6 +87,7 @@ def played(renderer: Renderer, turns: list[str], results: list[Result]) -> list[
     return ids
 
 
+@pytest.mark.slow
 def test_a_conversation_has_the_ids_of_the_published_chat_template(shared_data: Path) -> None:
     transformers = pytest.importorskip("transformers")
     qwen = load_tokenizer(shared_data / "qwen2.5")

@@ -21,6 +21,7 @@ from thresher.rewards.reward import Source
 # --- Independent of batch composition
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_samples_are_batch_invariant(
     dtype: torch.dtype, tiny_rollout: Make, tiny_policy: Policy, tiny_questions: list[Question]
@@ -92,6 +93,7 @@ def test_noise_is_asked_for_by_seed_and_position(
         assert asked[job.seed] == trajectory.policy_positions()
 
 
+@pytest.mark.slow
 def test_greedy_ignores_the_seed(tiny_rollout: Make, tiny_questions: list[Question]) -> None:
     jobs = make_jobs(tiny_questions[:6])
     others = [Job(job.question, job.group, 0, job.seed + 77) for job in jobs]
@@ -100,6 +102,7 @@ def test_greedy_ignores_the_seed(tiny_rollout: Make, tiny_questions: list[Questi
     assert list(map(record, run.run(jobs, 1.0))) != list(map(record, run.run(others, 1.0)))
 
 
+@pytest.mark.slow
 def test_new_weights_need_no_new_rollout(
     tiny_rollout: Make, tiny_policy: Policy, make_tiny_policy: Any, tiny_questions: list[Question]
 ) -> None:

@@ -188,6 +188,7 @@ def calls_of(run: str, step: int, folder: str = "trajectories") -> list[dict[str
     return [call for entry in stored(path) for call in entry.get("tools", [])]
 
 
+@pytest.mark.slow
 def test_a_run_draws_its_noise_again_and_repeats_from_its_record(recipe: Callable[..., Recipe]) -> None:
     train(recipe(), "run")
     drawn = {step: calls_of("run", step) for step in (1, 2, 3, 4)}

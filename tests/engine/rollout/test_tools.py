@@ -319,6 +319,7 @@ class Ordered:
         return f"Number {arguments['n']}."
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("decoding", [{}, {"max_num_seqs": 2, "kv_tokens": 800, "kv_block_size": 16}])
 def test_no_token_depends_on_the_order_of_results(
     tiny_rollout: Make, tiny_questions: list[Question], decoding: dict[str, Any]

@@ -366,7 +366,7 @@ FEWEST = {"iter_retgen": 2, "ircot": 1}
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(3)
 def test_a_tiny_model_runs_every_baseline(
     name: str, tiny_rollout: Callable[..., Rollout], tiny_questions: list[Question], tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_auto_recomputes_where_the_plan_does_not_fit_otherwise(
     assert_same_run(tmp_path / "False", tmp_path / "True")
 
 
+@pytest.mark.slow
 def test_where_things_lie_changes_no_bit(tmp_path: Path, make_recipe: Make, checkpointed: list[bool]) -> None:
     """Masters and reference in CPU memory, layers computed twice; and a run may change these when it goes on."""
     bf16 = {"dtype": "bfloat16"}
@@ -98,8 +99,8 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHOICES, ids=["bfloat16", "masters", "moments", "adapters"])
-@pytest.mark.fast_cases(1)
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path, make_recipe: Make, changes: dict[str, Any]) -> None:
     recipe = make_recipe(rollout=SMALL, run=RUN, **changes)
     train(recipe, tmp_path / "whole")

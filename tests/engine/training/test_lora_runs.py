@@ -127,8 +127,8 @@ def record(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.question_id, trajectory.reason, trajectory.searches, segments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "width", "threads"), [(8, 32, 1), (3, 24, 3)])
-@pytest.mark.fast_cases(1)
 def test_samples_with_adapters_are_batch_invariant(
     rank: int,
     width: int,

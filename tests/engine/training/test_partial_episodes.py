@@ -76,12 +76,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_it_goes_on(make_recipe: Make, tmp_path: Path, case: str) -> None:
     run = assert_goes_on(make_recipe(**also(**CASES[case])), tmp_path)
     assert changed_within_a_turn(run)
 
 
+@pytest.mark.slow
 def test_calls_and_scores(make_recipe: Make, tmp_path: Path) -> None:
     (tmp_path / "calling.py").write_text(CALLING)
     changes = also(system={"name": str(tmp_path / "calling.py"), "template": None}, rollout={"max_passage_tokens": 60})
@@ -91,6 +93,7 @@ def test_calls_and_scores(make_recipe: Make, tmp_path: Path) -> None:
     assert all(record["scores"] for record in records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["folding", "calling"])
 def test_trees(make_recipe: Make, tmp_path: Path, file: str) -> None:
     (tmp_path / "own.py").write_text(OWN if file == "folding" else CALLING)
@@ -102,6 +105,7 @@ def test_trees(make_recipe: Make, tmp_path: Path, file: str) -> None:
     assert any(step["forks"] for step in steps) and sum(step["staleness_mean"] for step in steps) > 0
 
 
+@pytest.mark.slow
 def test_layers_with_states(
     make_recipe: Make,
     tiny_tokenizer: Tokenizer,

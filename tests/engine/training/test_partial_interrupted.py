@@ -52,6 +52,7 @@ def check_tokens(run: Path) -> None:
             assert sum(count for _, count in turn["versions"]) == len(turn["ids"])
 
 
+@pytest.mark.slow
 def test_a_search_of_a_server_that_is_under_way_is_waited_for(
     make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_calls_of_tools_that_are_under_way_are_waited_for_and_those_that_hang_ar
     assert len(calls) > 2 * len(hung) > 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_signal_in_a_rollout_keeps_the_groups_behind_the_last_learned_step(
     make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handled: None, shuffle: bool
@@ -145,6 +147,7 @@ def test_a_signal_in_a_rollout_keeps_the_groups_behind_the_last_learned_step(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_an_update_without_memory_leaves_the_groups_of_its_step(
     make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

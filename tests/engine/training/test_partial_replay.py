@@ -39,6 +39,7 @@ def versions(folder: str) -> list[Any]:
     return [[segment["versions"] for segment in one["segments"] if segment["source"] == "policy"] for one in records]
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_whenever_its_tools_had_answered(slow: Recipe) -> None:
     train(slow, "run")
     train(slow, "again", replay="run")

@@ -96,6 +96,7 @@ def test_the_update_computes_what_was_recorded_where_the_weights_are_the_same(pa
     assert apart > 1e-2
 
 
+@pytest.mark.slow
 def test_the_pages_of_the_run(partial_run: Path, tmp_path: Path) -> None:
     text = write_report(partial_run, tmp_path / "report").read_text()
     assert "6 groups in flight; staleness at most 2" in text and "slots drew a token" in text
@@ -106,6 +107,7 @@ def test_the_pages_of_the_run(partial_run: Path, tmp_path: Path) -> None:
     assert 0 < fresh <= sum(len(versions) - 1 for versions in versions_of(partial_run, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 3, 5])
 def test_a_killed_run_goes_on_to_the_same_bits(
     make_recipe: Make, partial_run: Path, tmp_path: Path, after: int
@@ -119,6 +121,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert_same_run(tmp_path / "run", partial_run)
 
 
+@pytest.mark.slow
 def test_a_run_repeats_with_any_number_of_threads(make_recipe: Make, partial_run: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     train(make_recipe(**also(run={"threads": 2})), tmp_path / "run")
@@ -139,6 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_all_of_it_together_survives_a_kill(make_recipe: Make, tmp_path: Path, case: str) -> None:
     recipe = make_recipe(**also(**CASES[case]))
@@ -155,6 +159,7 @@ def test_all_of_it_together_survives_a_kill(make_recipe: Make, tmp_path: Path, c
         assert sum(record["preemptions"] for record in steps_of(tmp_path / "whole")) > 0
 
 
+@pytest.mark.slow
 def test_a_stale_cache_is_used_by_what_began_under_it_alone(make_recipe: Make, tmp_path: Path) -> None:
     train(make_recipe(**also(**CASES["stale"])), tmp_path / "run")
     stale, fresh = [0.0], [0.0]
@@ -167,6 +172,7 @@ def test_a_stale_cache_is_used_by_what_began_under_it_alone(make_recipe: Make, t
     assert max(fresh) < 1e-3 < 1e-2 < max(stale)
 
 
+@pytest.mark.slow
 def test_episodes_that_fold_and_branch_survive_a_kill(make_recipe: Make, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     recipe = make_recipe(**also(system={"name": str(tmp_path / "own.py"), "template": None}))
@@ -181,6 +187,7 @@ def test_episodes_that_fold_and_branch_survive_a_kill(make_recipe: Make, tmp_pat
         assert step["loss_tokens"] == sum(len(turn["ids"]) for record in records for turn in turns(record))
 
 
+@pytest.mark.slow
 def test_a_group_without_a_signal_gives_its_place_to_the_next(make_recipe: Make, tmp_path: Path) -> None:
     train(make_recipe(**also(**CASES["refilled"])), tmp_path / "run")
     ids = []

@@ -158,6 +158,7 @@ def unanswerable(folder: Path, count: int) -> dict[str, Any]:
     return {"train": str(folder / "questions.jsonl"), "dev": None}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("questions", "rounds", "replaced"), [(40, 3, 8), (10, 3, 6), (4, 1, 0)])
 @pytest.mark.parametrize("more", [{}, {"old_logprobs": "recomputed"}], ids=["rollout", "recomputed"])
 def test_without_any_signal_nothing_is_learned(
@@ -256,6 +257,7 @@ def test_without_counting_a_step_is_that_of_the_groups_with_a_signal(
         assert of_ranks == [sum(size(one) for one in part) for part in result.sequences_by_update]
 
 
+@pytest.mark.slow
 def test_shuffled_rewards_are_those_of_the_refilled_groups(make_recipe: Make) -> None:
     plain, shuffled = (
         step_of(make_recipe(**{**REFILL, "grpo": {"refill": True, "shuffle_rewards": shuffle}})).collect(1)
@@ -304,6 +306,7 @@ def step_of(recipe: Recipe, rank: int | None = None) -> GrpoStep:
     return GrpoStep(**settings) if rank is None else DistributedGrpoStep(**settings, ranks=Lockstep(rank, 2))
 
 
+@pytest.mark.slow
 def test_ranks_refill_their_shares_in_equally_many_rounds(make_recipe: Make) -> None:
     recipe = make_recipe(**REFILL)
     whole, *parts = (step_of(recipe, rank).collect(1) for rank in (None, 0, 1))

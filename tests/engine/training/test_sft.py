@@ -252,6 +252,7 @@ def test_every_training_transcript_comes_once_in_a_pass(monkeypatch: pytest.Monk
     assert seen[:8] != seen[8:]
 
 
+@pytest.mark.slow
 def test_copying_counts_the_most_likely_tokens() -> None:
     policy = make_policy()
     trainer = trainer_of(policy, sft(steps=30, held_out=0.25), COPIES, micro_batch_tokens=12)

@@ -112,6 +112,7 @@ def group(prompt: int, completion: int, members: int, seed: int, turn: int = 0) 
     return items
 
 
+@pytest.mark.slow
 @given(items=tries(), adapters=st.booleans(), budget=st.sampled_from([12, 30, 16384]))
 @settings(max_examples=60, derandomize=True, deadline=None)
 def test_shared_and_whole_are_one_update(items: list[TrainSequence], adapters: bool, budget: int) -> None:

@@ -47,6 +47,7 @@ def test_tokens_are_those_of_rollouts_and_updates(three_steps: Path) -> None:
     assert tokens_spent(records) == whole > 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("short", [0, 1])
 def test_a_run_ends_with_the_step_that_reaches_its_budget(
     tmp_path: Path, make_recipe: Make, three_steps: Path, short: int
@@ -61,6 +62,7 @@ def test_a_run_ends_with_the_step_that_reaches_its_budget(
     assert watched[-1].steps == 3 and (tmp_path / "run" / "checkpoints" / "step_000003").is_dir()
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_where_it_would_have(tmp_path: Path, make_recipe: Make, three_steps: Path) -> None:
     recipe, out = with_budget(make_recipe, spent_by_step(three_steps)[-1]), tmp_path / "run"
     train_killed(recipe, out, 3)
@@ -101,6 +103,7 @@ def test_what_a_budget_cannot_be_combined_with_is_refused(
         from_dict(Recipe, table, "recipe.toml")
 
 
+@pytest.mark.slow
 def test_a_run_watched_is_finished_by_its_budget(tmp_path: Path, make_recipe: Make, three_steps: Path) -> None:
     from thresher.engine.reports.watch import read_state
 

@@ -178,6 +178,7 @@ def test_search_r1_trains_in_two_updates_a_batch(tmp_path: Path, make_recipe: Ma
     assert 0 < record["kl_k3"] < record["kl_largest"] and record["kl_coefficient_largest"] > 0
 
 
+@pytest.mark.slow
 def test_shuffled_rewards_stay_in_their_group(tmp_path: Path, make_recipe: Make) -> None:
     shuffled, plain = tmp_path / "shuffled", tmp_path / "plain"
     one_step = {"run": {"steps": 1}, "rollout": {"group_size": 8}}

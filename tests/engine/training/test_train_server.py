@@ -110,6 +110,7 @@ def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
     assert_same_but_for_the_recipe(tmp_path / "index", tmp_path / "url")
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_run_and_costs_what_was_being_sampled(
     tmp_path: Path, make_recipe: Make, uninterrupted: Path, index_server: IndexServer
 ) -> None:

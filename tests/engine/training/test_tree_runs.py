@@ -81,6 +81,7 @@ def test_a_refill_grows_trees_too(make_recipe: Make, tmp_path: Path) -> None:
     assert sum("forked" in one for one in sampled(tmp_path / "run", 1)) == 4
 
 
+@pytest.mark.slow
 def test_the_report_names_trees_and_their_rule(uninterrupted: Path, tmp_path: Path) -> None:
     page = write_report(uninterrupted, tmp_path).read_text()
     assert "3 questions × 6 samples in 2 trees at temperature" in page and "], advantages by tree, KL" in page

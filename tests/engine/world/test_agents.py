@@ -59,6 +59,7 @@ def share_right(world: Path, name: str, know: Callable[[tuple[str, str]], str | 
     return sum(answer(one["question"], know) in one["golden_answers"] for one in asked) / len(asked)
 
 
+@pytest.mark.slow
 def test_it_is_a_function_of_its_seed(worlds: dict[float, Path], tmp_path: Path) -> None:
     for seed, same in ((7, True), (8, False)):
         invent_agents(tmp_path / str(seed), seed, 1.0, " {text}", SETTINGS)

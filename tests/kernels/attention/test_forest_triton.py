@@ -128,7 +128,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("forest", FORESTS.values(), ids=FORESTS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(2, gpu=6)
 def test_any_forest_is_right(forest: Forest, dtype: torch.dtype, small_tiles: None, poisoned: None) -> None:
     check(forest, (4, 2, 16), dtype)
 
@@ -150,6 +150,7 @@ def test_random_forests_are_right(forest: Forest) -> None:
         check(forest, (2, 1, 16))
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 @given(forest=forests(), rows=st.sampled_from([1, 4, 16, 64]), keys=st.sampled_from([1, 4, 16, 64]))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_lists_are_the_mask(forest: Forest, rows: int, keys: int) -> None:
@@ -188,6 +189,7 @@ def test_lists_are_made_once_for_all_layers(small_tiles: None, monkeypatch: pyte
     assert len(made) == 1 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_it_agrees_with_the_parts(small_tiles: None) -> None:
     inputs = given_tensors(sum(FORESTS["deep"][0]), (4, 2, 16), torch.float32)
     found, parts = (

@@ -1,6 +1,7 @@
 """What a layer with the gated delta rule does around it: gradients by differences in float64, of what backward computes
 a second time; and what autograd keeps."""
 
+import pytest
 import torch
 from delta_cases import D, E, K, V
 from interpreter import saved_tensors
@@ -16,6 +17,7 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_convolution_heads_and_rule() -> None:
     """Over a forest: a beginning of one token, which a window reaches beyond, and two that go on from it."""
     spans = Spans([1, 4, 2], [-1, 0, 0], torch.device("cpu"))

@@ -105,6 +105,7 @@ def test_keys_that_are_all_alike() -> None:
         assert float((ours.double() - true).norm()) <= 16 * LIMITS[torch.float32] * max(float(true.norm()), 1.0)
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_nothing_overflows_where_all_is_forgotten() -> None:
     tensors, bounds, state = given((70,), dtype=torch.float32)
     tensors[3] = torch.full_like(tensors[3], -1e4)
@@ -142,11 +143,13 @@ def check_forest(
         assert float(difference) <= LIMITS[torch.float32] * float(true.detach().norm())
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_a_forest_is_its_sequences_and_writes_all_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trees; a branch of a branch; a segment longer than a chunk among them."""
     check_forest((5, 66, 3, 4, 1), (-1, 0, 1, 0, -1), monkeypatch)
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_heads_and_sequences_have_their_own_bits() -> None:
     tensors, bounds, state = given((20, 9), dtype=torch.bfloat16)
     with kernels_used():
@@ -195,6 +198,7 @@ def test_no_tokens() -> None:
     assert [len(x) for x in slopes] == [0, 0, 0, 0, 0, 2]
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_states_and_gates_of_any_strides() -> None:
     """An initial state and a gradient whose heads are not dense; one gate in float32 and one not, a head at a time."""
     tensors, bounds, state = given((20, 9), dtype=torch.float32)

@@ -80,6 +80,7 @@ def small_launches() -> dict[str, Callable[[], None]]:
     }
 
 
+@pytest.mark.fast_cases(1, gpu=9)
 @pytest.mark.parametrize(
     ("ring", "dtype"), [(2, torch.bfloat16), pytest.param(1, torch.float32, marks=pytest.mark.slow)], ids=str
 )
@@ -93,6 +94,7 @@ def test_rows_of_drafts_and_a_place_of_nobody() -> None:
     check([2, 0, 4, 1], [0, 7, 3, 2], [3, 1, 2, 0], 4, torch.float32, steps=2)
 
 
+@pytest.mark.fast_cases(0, gpu=1)
 def test_as_many_rows_as_states() -> None:
     """So that a step writes the whole ring, and each row but those before it."""
     check([1, 0], [0, 6], [3, 2], 3, torch.float32, steps=2)

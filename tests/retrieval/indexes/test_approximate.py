@@ -140,6 +140,7 @@ def test_a_higher_parameter_is_taken_where_the_first_finds_too_few(world, folder
             index.search(["7"], k)
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_the_vectors(world, folders, truth):
     half, none = (load_retriever(folders(*each), world[0]) for each in (("IVF64,SQfp16", "float16"), UNSCORED))
     names = [{path.name for path in folders(*each).iterdir()} for each in (("IVF64,SQfp16", "float16"), UNSCORED)]
@@ -345,6 +346,7 @@ def test_a_graph_keeps_links_alone_on_the_disk(folders):
     assert manifest.vectors_bytes == 128 + COUNT * DIM * 4
 
 
+@pytest.mark.slow
 def test_lists_are_the_ones_that_faiss_makes(tmp_path, world, folders):
     """Assigned, sized and filled by hand, byte for byte what FAISS's own `add` gives."""
     index = faiss.read_index(str(folders("OPQ4,IVF64,PQ4") / "index.faiss"))
@@ -385,6 +387,7 @@ def test_queries_are_turned_alone_as_in_a_crowd(directions, dim):
     assert Projection(None)(query_QD) is query_QD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_structure_of_another_kind_is_refused(folders, kind):
     file = VectorFile(folders("flat") / "vectors.npy", COUNT, DIM)

@@ -210,6 +210,7 @@ def test_settings_that_cannot_be(spelled, message):
         parse_bm25(spelled)
 
 
+@pytest.mark.slow
 def test_published_figures_are_met(shared_data, tmp_path):
     # recall@5 .588 and MRR@10 .751 were published for rank_bm25 over `lower().split()` of the text alone.
     settings = Bm25Settings(tokens="split", variant="okapi", k1=1.5, b=0.75)

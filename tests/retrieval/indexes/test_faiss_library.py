@@ -27,6 +27,7 @@ def without_faiss(*commands: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_indexes_are_built_and_searched_without_faiss(tmp_path: Path) -> None:
     corpus, flat, words, both = (str(tmp_path / name) for name in ("corpus.jsonl", "flat", "words", "both"))
     texts = ("the mayor of Zamoth is Bel Dorin", "a river runs through it", "rain falls")
