@@ -175,6 +175,8 @@ def run_comparison(
     started, runs = time.perf_counter(), runs_of(plan)
     jobs = jobs_of(plan, out, [run for run in runs if run.name not in names], run_command)
     if train_more:
+        for run in runs:  # settings that one of them refuses are told before the first is trained
+            recipe_of(plan, out, run)
         work_through(jobs)
     order = {run.name: place for place, run in enumerate(runs)}
     rows = list(known)

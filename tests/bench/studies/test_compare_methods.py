@@ -265,11 +265,13 @@ def test_rows_of_another_comparison_are_refused(file: Path, compared: Path, tmp_
         run_comparison(read_comparison(file), tmp_path / "out", copying, tmp_path / "rows.jsonl")
 
 
-def test_methods_are_not_compared_without_held_out_questions(file: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_is_none_is_told_before_anything_is_prepared(file: Path, tmp_path: Path) -> None:
     plan = read_comparison(file, [0], None, ["data.dev="])
     with pytest.raises(UserError, match=r"recipe\.toml: expected held-out questions .*; set data.dev"):
         run_comparison(plan, tmp_path / "out", copying)
-    assert not (tmp_path / "out" / "runs" / "plain-seed0").exists()
+    with pytest.raises(UserError, match=r"grpo\.scale"):
+        run_comparison(read(file.read_text().replace('"none"\'', '"non"\''), tmp_path), tmp_path / "out", copying)
+    assert not (tmp_path / "out").exists()
 
 
 def test_rows_of_other_settings_are_refused(file: Path, compared: Path, tmp_path: Path) -> None:
