@@ -1,9 +1,11 @@
 """Fills chat templates, in a process of its own: a template is a program that came with somebody's weights.
 
-    {"template", "messages", "names", "tools", "add_generation_prompt"} -> {"text"}, or {"error"}   a line each, in JSON
+    {"template", "messages", "names", "tools", "add_generation_prompt", "seconds"} -> {"text"}, or {"error"}
+                                                                                     a line each, in JSON
 
 Jinja's sandbox keeps a template from Python's objects, not from loops, recursion and growth: so this process has little
-memory (resource.RLIMIT_AS), and its parent a clock. It is run by its path and imports nothing of the package.
+memory (resource.RLIMIT_AS), and SIGPROF ends it after `seconds` of CPU time with one request, which time
+spent waiting for a processor is not. It is run by its path and imports nothing of the package.
 """
 
 import json
@@ -53,7 +55,9 @@ def raise_exception(message: str) -> None:
 
 def reply(line: str) -> dict[str, str]:
     try:
-        text = fill(json.loads(line))
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        text = fill(request)
         return {"text": text} if len(text) <= LONGEST else {"error": f"its text has {len(text):,} characters"}
     except jinja2.TemplateError as error:
         return {"error": str(error)}
@@ -63,6 +67,8 @@ def reply(line: str) -> dict[str, str]:
         return {"error": "it calls itself without end"}
     except Exception as error:  # a template may raise anything
         return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import atexit
 import json
 import os
 import re
-import select
+import signal
 import subprocess
 import sys
 import threading
@@ -37,7 +37,7 @@ from thresher.common.files import (
 )
 from thresher.common.hashes import check_hashes
 
-TEMPLATE_SECONDS = 10.0  # that a chat template may take
+TEMPLATE_SECONDS = 10.0  # of CPU time that a chat template may take
 _COMPANIONS = ("chat_template.jinja", "tokenizer_config.json")
 
 # How Qwen2 cuts text into words before BPE: contractions, letters with one leading mark, single digits, runs
@@ -225,12 +225,16 @@ class Tokenizer:
             raise UserError(f"{where}: no chat template; add chat_template.jinja or set prompt to 'raw'")
         names = {key: _content(value) for key, value in self._settings.items() if key.endswith("_token")}
         names = {key: value for key, value in names.items() if isinstance(value, str)}
+        request = {"template": self.chat_template, "messages": messages, "names": names, "tools": list(tools) or None}
         try:
-            return fill_template(self.chat_template, messages, names, add_generation_prompt, tools)
-        except (TemplateError, TypeError, AttributeError) as error:  # a template that adds text to a number
+            found = _worker(os.getpid()).ask({**request, "add_generation_prompt": add_generation_prompt})
+        except TypeError as error:  # a message that JSON cannot hold
+            found = {"error": str(error)}
+        if "text" not in found:
             raise UserError(
-                f"{where}: the chat template cannot render these messages ({error}); correct one of them"
-            ) from None
+                f"{where}: the chat template cannot render these messages ({found['error']}); correct one of them"
+            )
+        return found["text"]
 
     def chat_prompt(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Fill the chat template with `text` as the user's only message, up to where the model begins to write.
@@ -433,52 +437,35 @@ def _content(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
-class TemplateError(UserError):
-    """Error in a chat template or in what it was given; its message describes it."""
-
-
-def fill_template(
-    template: str,
-    messages: list[dict[str, Any]],
-    names: dict[str, str],
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """Fill a template in a process of its own. TemplateError where that fails, or takes long or much memory."""
-    request = {"template": template, "messages": messages, "names": names, "tools": list(tools) or None}
-    found = _worker(os.getpid()).ask({**request, "add_generation_prompt": add_generation_prompt})
-    if "text" not in found:
-        raise TemplateError(found["error"])
-    return found["text"]
-
-
 class _Worker:
-    """A process of chat_worker.py that answers line by line; one that does not is killed and replaced."""
+    """A process of chat_worker.py that answers line by line; one that does not is replaced."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        line = json.dumps(request)
+        line = json.dumps({**request, "seconds": TEMPLATE_SECONDS}) + "\n"
         with self._lock:
-            process = self._process = self._process or self._start()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-                ready, _, _ = select.select([process.stdout], [], [], TEMPLATE_SECONDS)
-                answer = process.stdout.readline() if ready else ""
-            except BrokenPipeError:
+            for _ in range(2):  # the first may have been killed for another reason, as where memory is short
+                process = self._process = self._process or self._start()
+                assert process.stdin is not None and process.stdout is not None
                 answer = ""
-            if answer.endswith("\n"):
-                found: dict[str, str] = json.loads(answer)
-                return found
-            ended = process.poll() is not None
-            self.end()
-        return {
-            "error": "it ended the process that fills it" if ended else f"it takes longer than {TEMPLATE_SECONDS:g} s"
-        }
+                try:
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+                except BrokenPipeError:
+                    pass
+                finally:  # after an interrupt too: no later request may get this one's answer
+                    if not answer.endswith("\n"):
+                        self.end()
+                if answer.endswith("\n"):
+                    found: dict[str, str] = json.loads(answer)
+                    return found
+                if process.returncode == -signal.SIGPROF:
+                    return {"error": f"it takes longer than {TEMPLATE_SECONDS:g} s"}
+        return {"error": "it ended the process that fills it"}
 
     def end(self) -> None:
         if self._process is not None:

@@ -1,13 +1,19 @@
 """Chat templates render as Hugging Face renders them, from wherever the model folder keeps them."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thresher.common.errors import UserError
-from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from thresher.policy.tokenizer import Tokenizer, _worker, load_tokenizer, train_bpe
 
 CHATML = (
     "{%- for m in messages %}\n"
@@ -127,6 +133,51 @@ def test_a_hostile_template_ends_in_a_sentence_and_the_next_one_is_filled(
     with pytest.raises(UserError, match=f"the chat template cannot render these messages .*{problem}"):
         with_template(small, tmp_path, template).render_chat(HI)
     assert with_template(small, tmp_path, "{{ messages[0].content }}").render_chat(HI) == "<b>&"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_template_is_filled_though_its_process_has_to_wait_or_was_killed(
+    small: Tokenizer, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thresher.policy.tokenizer.TEMPLATE_SECONDS", 0.5)
+    tokenizer = with_template(small, tmp_path, "{{ messages[0].content }}")
+    process = stopped(tokenizer, number)
+    going_on = threading.Timer(1.0, process.send_signal, [signal.SIGCONT])
+    going_on.start()
+    assert tokenizer.render_chat(HI) == "<b>&"
+    going_on.join()
+
+
+def test_an_interrupted_request_leaves_no_answer_to_the_next_one(small: Tokenizer, tmp_path: Path) -> None:
+    tokenizer = with_template(small, tmp_path, "{{ messages[0].content }}")
+    stopped(tokenizer, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.render_chat([{"role": "user", "content": "of the first"}])
+    assert tokenizer.render_chat(HI) == "<b>&"
+
+
+def stopped(tokenizer: Tokenizer, number: signal.Signals) -> subprocess.Popen[str]:
+    """Return the process that fills templates, which has got the signal."""
+    tokenizer.render_chat(HI)
+    process = _worker(os.getpid())._process
+    assert process is not None
+    process.send_signal(number)
+    return process
+
+
+def test_a_template_whose_process_ends_each_time_is_refused(
+    small: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _worker(os.getpid()).end()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(UserError, match="it ended the process that fills it"):
+        with_template(small, tmp_path, CHATML).render_chat(HI)
+
+
+def test_a_message_that_json_cannot_hold_is_refused(small: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot render these messages .*set is not JSON serializable"):
+        with_template(small, tmp_path, CHATML).render_chat([{"role": "user", "content": {"a"}}])
 
 
 def test_a_template_that_drops_the_message_is_refused(small: Tokenizer, tmp_path: Path) -> None:
