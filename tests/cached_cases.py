@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from attention_cases import make_qkv, variances
 from torch import Tensor
 
-from thresher.kernels.attention.paged_cuda import DecodeRows, PrefillRows, SharedPrefix
+from thresher.kernels.attention.rows import DecodeRows, PrefillRows, SharedPrefix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEVIATIONS = 3  # as in attention_cases.py

@@ -52,14 +52,8 @@ from thresher.engine.decoding.speculative import STACKED, Costs, gpu_costs
 from thresher.kernels import sampling
 from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.paged_cpu import Ints, QueryRuns
-from thresher.kernels.attention.paged_cuda import (
-    DecodeRows,
-    PrefillRows,
-    SharedPrefix,
-    decode_attention,
-    prefill_attention,
-    prefix_pays,
-)
+from thresher.kernels.attention.paged_cuda import decode_attention, prefill_attention
+from thresher.kernels.attention.rows import DecodeRows, PrefillRows, SharedPrefix, prefix_pays
 from thresher.kernels.delta.layer import DeltaInputs
 from thresher.kernels.delta.steps import NextRows, delta_next
 from thresher.kernels.layers import rotate_and_store

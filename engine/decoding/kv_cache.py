@@ -23,7 +23,8 @@ from thresher.kernels.attention.paged_cpu import (
     paged_buckets,
     places,
 )
-from thresher.kernels.attention.paged_cuda import PrefillRows, prefill_attention
+from thresher.kernels.attention.paged_cuda import prefill_attention
+from thresher.kernels.attention.rows import PrefillRows
 from thresher.kernels.attention.tiles import row_tile
 from thresher.kernels.attention.varlen import TrainingAttention, Varlen
 from thresher.kernels.delta.layer import DeltaInputs

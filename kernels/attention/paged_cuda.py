@@ -17,26 +17,7 @@ import os
 import torch
 from torch import Tensor
 
-from thresher.kernels.attention.rows import (
-    DecodeRows,
-    PrefillRows,
-    SharedPrefix,
-    decode_splits,
-    prefix_pays,
-    prefix_splits,
-)
-
-__all__ = [
-    "DecodeRows",
-    "PrefillRows",
-    "SharedPrefix",
-    "decode_attention",
-    "decode_splits",
-    "prefill_attention",
-    "prefix_pays",
-    "prefix_splits",
-    "reference_cached_attention",
-]
+from thresher.kernels.attention.rows import DecodeRows, PrefillRows, SharedPrefix
 
 MOST_PER_KV = 8  # query heads of a KV head
 SLOT_STEP = 16

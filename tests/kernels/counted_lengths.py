@@ -25,8 +25,9 @@ from thresher.kernels import (
     sampling_triton,
 )
 from thresher.kernels import head_triton as backend
-from thresher.kernels.attention import cascade_triton, forest_triton, paged_cuda, prefill_triton
+from thresher.kernels.attention import cascade_triton, forest_triton, prefill_triton
 from thresher.kernels.attention.prefix import PrefixForest, prefix_attention
+from thresher.kernels.attention.rows import DecodeRows, PrefillRows, SharedPrefix
 from thresher.kernels.delta import layer_triton, steps_triton
 from thresher.kernels.delta import rule_triton as delta_rule
 from thresher.kernels.delta.layer import UNIT_EPS, DeltaInputs, Spans
@@ -98,10 +99,10 @@ def attention(n: int) -> None:
 
     n = min(n, 65)  # a group has as many members as there are groups
     cache = torch.zeros(2, 2, 64, 64, dtype=torch.bfloat16)
-    prefix = paged_cuda.SharedPrefix(ints(n, n + 1), ints(n), ints(n, n + 2))
-    rows = paged_cuda.DecodeRows(ints(n, n + 3), ints(n + 1)[1:], ints(n + 1)[1:], ints(n), prefix)
+    prefix = SharedPrefix(ints(n, n + 1), ints(n), ints(n, n + 2))
+    rows = DecodeRows(ints(n, n + 3), ints(n + 1)[1:], ints(n + 1)[1:], ints(n), prefix)
     cascade_triton.triton_decode(torch.zeros(n, 1, 14, 64, dtype=torch.bfloat16), cache, cache, rows, n % 4 + 9)
-    runs = paged_cuda.PrefillRows(ints(n, n + 3), ints(n + 1)[1:], ints(n), ints(n), n)
+    runs = PrefillRows(ints(n, n + 3), ints(n + 1)[1:], ints(n), ints(n), n)
     prefill_triton.triton_prefill(torch.zeros(n, 14, 64, dtype=torch.bfloat16), cache, cache, runs)
 
 

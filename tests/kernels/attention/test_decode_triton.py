@@ -16,7 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from thresher.kernels.attention import decode_triton
-from thresher.kernels.attention.paged_cuda import DecodeRows, decode_attention
+from thresher.kernels.attention.paged_cuda import decode_attention
+from thresher.kernels.attention.rows import DecodeRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 

@@ -9,15 +9,8 @@ from cached_cases import DEVICE, CachedCase, ints
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thresher.kernels.attention.paged_cpu import CacheShape, QueryRuns, paged_attention, paged_buckets
-from thresher.kernels.attention.paged_cuda import (
-    PrefillRows,
-    decode_attention,
-    decode_splits,
-    prefill_attention,
-    prefix_pays,
-    prefix_splits,
-    reference_cached_attention,
-)
+from thresher.kernels.attention.paged_cuda import decode_attention, prefill_attention, reference_cached_attention
+from thresher.kernels.attention.rows import PrefillRows, decode_splits, prefix_pays, prefix_splits
 
 LENGTHS = [1, 16, 17, 63, 64, 65, 130]
 GROUPS = [(64, [2, 5]), (64, [3, 6, 4])]

@@ -13,7 +13,8 @@ from cached_cases import DEVICE, CachedCase, ints
 pytest.importorskip("triton")
 
 from thresher.kernels.attention import decode_triton, prefill_triton
-from thresher.kernels.attention.paged_cuda import PrefillRows, decode_attention, prefill_attention
+from thresher.kernels.attention.paged_cuda import decode_attention, prefill_attention
+from thresher.kernels.attention.rows import PrefillRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy, on lanes that are masked
 
