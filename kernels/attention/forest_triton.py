@@ -507,72 +507,6 @@ def forest_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lists: ForestLis
     return out_TND, lse_NT
 
 
-def forest_dq(
-    grad_TND: Tensor,
-    q_TND: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    out_TND: Tensor,
-    lse_NT: Tensor,
-    lists: ForestLists,
-) -> tuple[Tensor, Tensor]:
-    """(dq, dense; do . o [N, T] float32); out and e are what the forward returned."""
-    T, N, D = q_TND.shape
-    dq_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
-    delta_NT = torch.empty_like(lse_NT)
-    with on_device(q_TND):
-        _forest_dq_kernel[(N, len(lists.dq))](
-            q_TND,
-            k_TKD,
-            v_TKD,
-            out_TND,
-            grad_TND,
-            lse_NT,
-            lists.end_T,
-            lists.dq,
-            lists.dq_tiles,
-            dq_TND,
-            delta_NT,
-            T,
-            q_TND.shape[1] // k_TKD.shape[1],
-            *_strides(q_TND, k_TKD, v_TKD, grad_TND),
-            **_options(q_TND, lists.tilings.dq),
-        )
-    return dq_TND, delta_NT
-
-
-def forest_dkv(
-    grad_TND: Tensor,
-    q_TND: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    lse_NT: Tensor,
-    delta_NT: Tensor,
-    lists: ForestLists,
-) -> tuple[Tensor, Tensor]:
-    """(dk, dv), dense; do . o is what `forest_dq` returned."""
-    T, K, D = k_TKD.shape
-    dk_TKD, dv_TKD = (torch.empty((T, K, D), dtype=k_TKD.dtype, device=k_TKD.device) for _ in range(2))
-    with on_device(q_TND):
-        _forest_dkv_kernel[(K, len(lists.dkv))](
-            q_TND,
-            k_TKD,
-            v_TKD,
-            grad_TND,
-            lse_NT,
-            delta_NT,
-            lists.end_T,
-            lists.dkv,
-            dk_TKD,
-            dv_TKD,
-            T,
-            q_TND.shape[1] // k_TKD.shape[1],
-            *_strides(q_TND, k_TKD, v_TKD, grad_TND),
-            **_options(q_TND, lists.tilings.dkv),
-        )
-    return dk_TKD, dv_TKD
-
-
 class TritonForest(ForestKernels):
     """As the attention of a `PrefixForest`: bfloat16 and float32, head dimensions up to MOST_DIM."""
 
@@ -597,9 +531,47 @@ class _ForestAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_TND, k_TKD, v_TKD, out_TND, lse_NT = ctx.saved_tensors
-        grad_TND = _dense_last(grads[0])
-        dq_TND, delta_NT = forest_dq(grad_TND, q_TND, k_TKD, v_TKD, out_TND, lse_NT, ctx.lists)
-        return dq_TND, *forest_dkv(grad_TND, q_TND, k_TKD, v_TKD, lse_NT, delta_NT, ctx.lists), None
+        grad_TND, lists = _dense_last(grads[0]), ctx.lists
+        (T, N, D), K = q_TND.shape, k_TKD.shape[1]
+        dq_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
+        dk_TKD, dv_TKD = (torch.empty((T, K, D), dtype=k_TKD.dtype, device=k_TKD.device) for _ in range(2))
+        delta_NT = torch.empty_like(lse_NT)  # do . o
+        strides = _strides(q_TND, k_TKD, v_TKD, grad_TND)
+        with on_device(q_TND):
+            _forest_dq_kernel[(N, len(lists.dq))](
+                q_TND,
+                k_TKD,
+                v_TKD,
+                out_TND,
+                grad_TND,
+                lse_NT,
+                lists.end_T,
+                lists.dq,
+                lists.dq_tiles,
+                dq_TND,
+                delta_NT,
+                T,
+                N // K,
+                *strides,
+                **_options(q_TND, lists.tilings.dq),
+            )
+            _forest_dkv_kernel[(K, len(lists.dkv))](
+                q_TND,
+                k_TKD,
+                v_TKD,
+                grad_TND,
+                lse_NT,
+                delta_NT,
+                lists.end_T,
+                lists.dkv,
+                dk_TKD,
+                dv_TKD,
+                T,
+                N // K,
+                *strides,
+                **_options(q_TND, lists.tilings.dkv),
+            )
+        return dq_TND, dk_TKD, dv_TKD, None
 
 
 def _dense_last(x_TND: Tensor) -> Tensor:
