@@ -167,49 +167,36 @@ class _AddNorm(torch.autograd.Function):
         if grad_y_TH is None:
             return grad_sum_TH, grad_sum_TH if ctx.needs_input_grad[1] else None, None, None
         sum_TH, weight_H = ctx.saved_tensors
-        grad_TH, grad_H = _backward(
-            sum_TH,
-            weight_H,
-            grad_y_TH.contiguous(),
-            None if grad_sum_TH is None else grad_sum_TH.contiguous(),
-            ctx.eps,
-            ctx.needs_input_grad[2],
-        )
+        count, columns = sum_TH.shape
+        width, warps = tile(columns)
+        programs = backward_programs(count, columns)
+        grad_y_TH = grad_y_TH.contiguous()
+        of_weight = ctx.needs_input_grad[2]
+        grad_TH, grad_H = torch.empty_like(sum_TH), torch.empty_like(weight_H) if of_weight else None
+        # Where nothing is read or written, any pointer does.
+        parts = torch.empty((programs, columns), dtype=torch.float32, device=sum_TH.device) if of_weight else sum_TH
+        with on_device(sum_TH):
+            if programs:
+                _add_norm_backward_kernel[(programs,)](
+                    sum_TH,
+                    weight_H,
+                    grad_y_TH,
+                    grad_y_TH if grad_sum_TH is None else grad_sum_TH.contiguous(),
+                    grad_TH,
+                    parts,
+                    count,
+                    ctx.eps,
+                    H=columns,
+                    WIDTH=width,
+                    HAS_SUM=grad_sum_TH is not None,
+                    HAS_PARTS=of_weight,
+                    num_warps=warps,
+                )
+            if of_weight:
+                _sum_parts_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
+                    parts, grad_H, programs, H=columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS
+                )
         return grad_TH, grad_TH if ctx.needs_input_grad[1] else None, grad_H, None
-
-
-def _backward(
-    sum_TH: Tensor, weight_H: Tensor, grad_y_TH: Tensor, grad_sum_TH: Tensor | None, eps: float, of_weight: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the sum's terms, and the weight's where it is wanted."""
-    count, columns = sum_TH.shape
-    width, warps = tile(columns)
-    programs = backward_programs(count, columns)
-    grad_TH, grad_H = torch.empty_like(sum_TH), torch.empty_like(weight_H) if of_weight else None
-    # Where nothing is read or written, any pointer does.
-    parts = torch.empty((programs, columns), dtype=torch.float32, device=sum_TH.device) if of_weight else sum_TH
-    with on_device(sum_TH):
-        if programs:
-            _add_norm_backward_kernel[(programs,)](
-                sum_TH,
-                weight_H,
-                grad_y_TH,
-                grad_y_TH if grad_sum_TH is None else grad_sum_TH,
-                grad_TH,
-                parts,
-                count,
-                eps,
-                H=columns,
-                WIDTH=width,
-                HAS_SUM=grad_sum_TH is not None,
-                HAS_PARTS=of_weight,
-                num_warps=warps,
-            )
-        if grad_H is not None:
-            _sum_parts_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
-                parts, grad_H, programs, H=columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS
-            )
-    return grad_TH, grad_H
 
 
 def weight_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
