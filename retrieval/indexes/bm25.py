@@ -103,11 +103,9 @@ def parse_bm25(encoder: str) -> Bm25Settings | None:
 class Bm25Index(LocalRetriever):
     """A corpus and the scores of its words. Made by `build_bm25` or `load_bm25`."""
 
-    def __init__(self, corpus: Corpus, scores: "bm25s.BM25", embed: str, settings: Bm25Settings) -> None:
+    def __init__(self, corpus: Corpus, scores: "bm25s.BM25", settings: Bm25Settings) -> None:
         super().__init__()
         self.corpus = corpus
-        self.embed = embed
-        self.bm25 = settings
         self._scores = scores
         self._tokens = TOKENS[settings.tokens]
 
@@ -173,7 +171,7 @@ def build_bm25(
         ).write(staged)
         write_index_hashes(staged)
     on_stage(SCORING, 1, 1)
-    return Bm25Index(corpus, scores, embed, settings)
+    return Bm25Index(corpus, scores, settings)
 
 
 def _check_written(staged: Path, folder: Path) -> None:
@@ -210,7 +208,7 @@ def load_bm25(folder: str | Path, corpus: Corpus | None = None, verify: bool = T
         raise UserError(f"{folder / SCORES}: holds {held} passages, expected {len(corpus)}; build the index again")
     if hashes is None and not _in_range(scores, len(corpus)):
         raise UserError(f"{folder / SCORES}: damaged, its arrays do not fit each other; build the index again")
-    return Bm25Index(corpus, scores, manifest.embed, settings)
+    return Bm25Index(corpus, scores, settings)
 
 
 def _in_range(scores: "bm25s.BM25", passages: int) -> bool:

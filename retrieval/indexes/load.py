@@ -39,7 +39,7 @@ from thresher.retrieval.indexes.manifest import (
     read_manifest,
 )
 from thresher.retrieval.indexes.structures import read_structure
-from thresher.retrieval.indexes.vector_file import Array, VectorFile
+from thresher.retrieval.indexes.vector_file import VectorFile
 from thresher.retrieval.retriever import Hit, LocalRetriever
 
 FORMAT_1_VECTORS = "vectors.faiss"
@@ -55,22 +55,19 @@ def _load_learned(folder: Path) -> Encoder:
 LOADERS: dict[str, Callable[[Path], Encoder]] = {LexicalEncoder.name: LexicalEncoder.load, "learned": _load_learned}
 
 
-class DenseIndex(LocalRetriever):
-    """A corpus, its vectors of `dim` numbers by `encoder`, and a `search` for the nearest rows. Not thread-safe."""
+class Index(LocalRetriever):
+    """A corpus, and a `search` for the nearest rows of its vectors by `encoder`. An exact one is made by `build_index`
+    or `load_index`. Not thread-safe."""
 
-    def __init__(
-        self, corpus: Corpus, encoder: Encoder, embed: str, dim: int, search: ExactRows | ApproximateSearch
-    ) -> None:
+    def __init__(self, corpus: Corpus, encoder: Encoder, search: ExactRows | ApproximateSearch) -> None:
         super().__init__()
         self.corpus = corpus
         self.encoder = encoder
-        self.embed = embed
-        self.dim = dim
         self._search = search
 
     def _find(self, queries: list[str], k: int) -> list[list[Hit]]:
         """Return hits as Retriever has it; a query with a zero vector (no known word) has none."""
-        query_QD = checked_vectors(self.encoder, self.encoder.encode_queries(queries), len(queries), self.dim)
+        query_QD = checked_vectors(self.encoder, self.encoder.encode_queries(queries), len(queries), self.encoder.dim)
         found = self._search.top(query_QD, k)
         self.stats.full_scans = self._search.full_scans
         return [
@@ -79,23 +76,7 @@ class DenseIndex(LocalRetriever):
         ]
 
 
-class Index(DenseIndex):
-    """An exact index of `vectors_ND`, float32 or float16 [N, D]. Made by `build_index` or `load_index`; `largest_norm`
-    and `verify` as ExactRows has them."""
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        encoder: Encoder,
-        vectors_ND: Array,
-        embed: str,
-        largest_norm: float | None = None,
-        verify: Callable[[int, int], None] | None = None,
-    ) -> None:
-        super().__init__(corpus, encoder, embed, vectors_ND.shape[1], ExactRows(vectors_ND, largest_norm, verify))
-
-
-class ApproximateIndex(DenseIndex):
+class ApproximateIndex(Index):
     """An index with a structure over the vectors. Made by `load_retriever`."""
 
     _search: ApproximateSearch
@@ -106,7 +87,7 @@ class ApproximateIndex(DenseIndex):
         return {self._search.candidates.parameter: self._search.value, "candidates": self._search.factor}
 
 
-Loaded = DenseIndex | Bm25Index | Hybrid
+Loaded = Index | Bm25Index | Hybrid
 
 
 def checked_vectors(encoder: Encoder, vectors_ND: Vectors, count: int, dim: int) -> Vectors:
@@ -148,11 +129,11 @@ def load_index(
     encoder = find_encoder(manifest, folder, encoder)
     corpus = find_corpus(manifest, folder, corpus, verify)
     if manifest.format == 1:
-        return Index(corpus, encoder, _read_format_1(folder / FORMAT_1_VECTORS, manifest), manifest.embed)
+        return Index(corpus, encoder, ExactRows(_read_format_1(folder / FORMAT_1_VECTORS, manifest)))
     if manifest.dtype != MATRIX_DTYPES[manifest.kind]:
         raise UserError(f"{folder}: {manifest.kind} with vectors in {manifest.dtype!r}; build the index again")
     vectors = kept_vectors(folder, manifest, hashes)
-    return Index(corpus, encoder, vectors.open(), manifest.embed, manifest.largest_norm, vectors.verify)
+    return Index(corpus, encoder, ExactRows(vectors.open(), manifest.largest_norm, vectors.verify))
 
 
 def _read_format_1(path: Path, manifest: Manifest) -> Vectors:
@@ -244,7 +225,7 @@ def load_retriever(
         encoder = find_encoder(manifest, folder, None)
         corpus = find_corpus(manifest, folder, corpus, verify)
         search = _read_search(manifest, folder, parameters or {}, gpu, hashes)
-        return ApproximateIndex(corpus, encoder, manifest.embed, manifest.dim, search)
+        return ApproximateIndex(corpus, encoder, search)
     if parameters or gpu:
         asked = "search parameters" if parameters else "form for GPUs"
         raise UserError(f"{folder}: an index of kind {kind!r} has no {asked}; leave them out")

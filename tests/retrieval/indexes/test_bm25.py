@@ -77,7 +77,7 @@ def test_the_best_k_of_all_scores_ties_by_row(seed, count, k):
     vocabulary, passages = module._count(corpus, "text", module.TOKENS["words"], lambda *_: None)
     scores = bm25s.BM25()
     scores.index((passages, vocabulary), create_empty_token=False, show_progress=False)
-    index = Bm25Index(corpus, scores, "text", Bm25Settings())
+    index = Bm25Index(corpus, scores, Bm25Settings())
     known = [word for word in ("a", "b") if word in vocabulary]
     if not known:
         assert index.search(["a b"], 1) == [[]]

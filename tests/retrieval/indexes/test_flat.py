@@ -15,6 +15,7 @@ from thresher.retrieval import retriever as retriever_module
 from thresher.retrieval.building.build import build_index
 from thresher.retrieval.corpus import Corpus, embedded_text
 from thresher.retrieval.encoders.lexical import LexicalEncoder
+from thresher.retrieval.indexes.exact import ExactRows
 from thresher.retrieval.indexes.load import Index, load_index, load_retriever
 from thresher.retrieval.passages import Passage
 
@@ -41,7 +42,7 @@ class Numbers:
 
 def index_of(vectors: np.ndarray, corpus: Corpus | None = None) -> Index:
     corpus = corpus or Corpus([Passage(str(row), "", "x") for row in range(len(vectors))])
-    return Index(corpus, Numbers(vectors.shape[1]), np.ascontiguousarray(vectors, np.float32), "text")
+    return Index(corpus, Numbers(vectors.shape[1]), ExactRows(np.ascontiguousarray(vectors, np.float32)))
 
 
 def spell(vector) -> str:
@@ -204,7 +205,7 @@ def test_built_loaded_and_described(tmp_path):
     assert stored_ND.dtype == np.float32
     assert np.array_equal(stored_ND, encoder.encode_passages([embedded_text(p, "title+text") for p in corpus]))
     loaded = load_index(tmp_path / "ix", corpus)
-    assert (len(loaded), loaded.dim, loaded.embed) == (2500, 64, "title+text")
+    assert len(loaded) == 2500
     queries = ["title 17 w3", "w1 w2 w400"]
     assert loaded.search(queries, 10) == built.search(queries, 10)
     assert load_index(tmp_path / "ix", corpus, encoder).search(queries, 10) == built.search(queries, 10)
