@@ -34,13 +34,11 @@ class Hit:
 
 @dataclass(slots=True)
 class SearchStats:
-    """Counts since the beginning: calls of `search`, queries, those answered from the cache or by an equal one, and
-    those for which an exact index searched its whole matrix."""
+    """Counts since the beginning: calls of `search`, queries, those answered from the cache or by an equal one."""
 
     calls: int = 0
     queries: int = 0
     cached: int = 0
-    full_scans: int = 0
 
 
 class Retriever(ABC):

@@ -199,8 +199,6 @@ class ApproximateSearch:
     """Candidates, scored exactly where `exact` has their vectors. `value` of the search parameter and `factor`
     (candidates fetched per hit) may be set at any time."""
 
-    full_scans = 0  # as ExactRows counts them
-
     def __init__(self, candidates: Candidates, exact: RowScores | None, rows: int, value: int, factor: int) -> None:
         self.candidates = candidates
         self.value, self.factor = value, factor

@@ -64,7 +64,6 @@ class Hybrid(LocalRetriever):
         """Return hits as Retriever has it; all queries go to every member in one call."""
         depth = min(len(self), max(k, self.depth))
         found = [member.search(queries, depth) for member in self.members]
-        self.stats.full_scans = sum(member.stats.full_scans for member in self.members)
         return [self._fused(lists, k) for lists in zip(*found, strict=True)]
 
     def _fused(self, lists: tuple[list[Hit], ...], k: int) -> list[Hit]:

@@ -69,7 +69,6 @@ class Index(LocalRetriever):
         """Return hits as Retriever has it; a query with a zero vector (no known word) has none."""
         query_QD = checked_vectors(self.encoder, self.encoder.encode_queries(queries), len(queries), self.encoder.dim)
         found = self._search.top(query_QD, k)
-        self.stats.full_scans = self._search.full_scans
         return [
             [Hit(row, self.corpus[row], score) for row, score in best] if query_D.any() else []
             for query_D, best in zip(query_QD, found, strict=True)

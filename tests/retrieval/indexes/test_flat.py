@@ -81,7 +81,7 @@ def test_ties_go_by_row_even_across_the_kth_place(batch, k):
     for hits in index.search(queries, k):
         assert rows(hits) == [200, *range(k)][:k]
     # For k = 1 the margin itself proves the answer; else the tie is as long as the corpus.
-    assert index.stats.full_scans == (0 if k == 1 else batch)
+    assert index._search.full_scans == (0 if k == 1 else batch)
 
 
 def test_near_ties_are_ordered_by_the_exact_score():
@@ -94,7 +94,7 @@ def test_near_ties_are_ordered_by_the_exact_score():
     index = index_of(vectors)
     for k in (1, 5, 100):
         assert [(h.row, h.score) for h in index.search([spell(query)], k)[0]] == truth(vectors, query, k)
-    assert index.stats.full_scans == 3
+    assert index._search.full_scans == 3
 
 
 @pytest.fixture
