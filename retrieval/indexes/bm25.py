@@ -82,14 +82,11 @@ class Bm25Settings:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode("ascii")).hexdigest()
 
 
-def parse_bm25(encoder: str) -> Bm25Settings | None:
-    """Return the settings of "bm25" or "bm25:tokens=split,variant=okapi,k1=1.2,b=0.75", None for another encoder."""
-    name, _, listed = encoder.partition(":")
-    if name != KIND:
-        return None
+def parse_bm25(encoder: str) -> Bm25Settings:
+    """Return the settings of "bm25" or "bm25:tokens=split,variant=okapi,k1=1.2,b=0.75"."""
     known = {field.name: field.type for field in fields(Bm25Settings)}
     given: dict[str, Any] = {}
-    for item in filter(None, listed.split(",")):
+    for item in filter(None, encoder.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
         if key not in known:
             raise UserError(f"{encoder}: no setting {key!r}; expected {', '.join(known)}, as in {KIND}:tokens=split")

@@ -185,8 +185,6 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
         ("bm25", Bm25Settings()),
         ("bm25:tokens=split,variant=okapi", Bm25Settings(tokens="split", variant="okapi")),
         ("bm25:k1=0.9,b=.4", Bm25Settings(k1=0.9, b=0.4)),
-        ("lexical", None),
-        ("bm25x", None),
     ],
 )
 def test_settings_as_they_are_typed(spelled, meant):
