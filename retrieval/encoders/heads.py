@@ -248,16 +248,13 @@ def _stop(owner: Sequence[int], start: int, room: int) -> int:
     return stop if stop > start else limit
 
 
-def load_token_classifier(
-    folder: str | Path, *, device: torch.device | str = "cpu", batch_tokens: int | None = None
-) -> TokenClassifier:
+def load_token_classifier(folder: str | Path, *, device: torch.device | str = "cpu") -> TokenClassifier:
     """Read the token classifier in `folder`: config.json, safetensors and tokenizer of a BERT, DistilBERT, RoBERTa or
-    XLM-R with the head of transformers' ...ForTokenClassification, of two outputs, of which the second keeps. device,
-    batch_tokens: as `load_classifier`."""
+    XLM-R with the head of transformers' ...ForTokenClassification, of two outputs, of which the second keeps.
+    device: as `load_classifier`."""
     refuse_hub_id(folder)
     folder = Path(folder)
     device = pick_device(device)
-    batch_tokens = checked_batch_tokens(batch_tokens, device)
     bert = load_bert(folder, dtype_on(device), device)
     named = bert.config.architecture
     if named and not named.endswith("ForTokenClassification"):
@@ -270,7 +267,7 @@ def load_token_classifier(
         raise UserError(f"{folder}: has {bert.config.max_positions} positions, expected 3 at least; use another model")
     advice = "a model that classifies tokens, such as LLMLingua-2's"
     head = _read_head(folder, (_OUTPUT,), device, "a token classifier's head", advice, outputs=2)
-    return TokenClassifier(folder, bert, head, tokenizer, batch_tokens)
+    return TokenClassifier(folder, bert, head, tokenizer, checked_batch_tokens(None, device))
 
 
 def _read_head(
