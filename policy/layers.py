@@ -138,11 +138,12 @@ class DecoderLayer(MixerLayer):
 
     has_bias: ClassVar[bool] = False  # on the projections to q, k and v
     has_head_norms: ClassVar[bool] = False  # of q and k, one weight [D] each for all their heads
+    q_parts: ClassVar[int] = 1  # that q_proj has for each head: its query, and what a family adds
 
     def add_mixer(self, config: ModelConfig) -> None:
         self.q_rows = config.num_attention_heads * config.head_dim
         self.kv_rows = config.num_key_value_heads * config.head_dim
-        rows = self.q_rows + 2 * self.kv_rows
+        rows = self.q_parts * self.q_rows + 2 * self.kv_rows
         self.qkv_weight = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.qkv_bias = nn.Parameter(torch.zeros(rows)) if self.has_bias else None
         if self.has_head_norms:
@@ -159,7 +160,7 @@ class DecoderLayer(MixerLayer):
         return self.adapted(o, F.linear(o, self.o_weight), "o")
 
     def mixer_views(self) -> dict[str, torch.Tensor]:
-        rows = [self.q_rows, self.kv_rows, self.kv_rows]
+        rows = [self.q_parts * self.q_rows, self.kv_rows, self.kv_rows]
         biases = [None] * 3 if self.qkv_bias is None else self.qkv_bias.data.split(rows)
         views = {}
         for name, weight, bias in zip("qkv", self.qkv_weight.data.split(rows), biases, strict=True):

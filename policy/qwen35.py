@@ -15,7 +15,7 @@ from torch import nn
 from thresher.kernels.delta.layer import DeltaInputs, gated_norm, gates, uncut
 from thresher.kernels.layers import norm_heads
 from thresher.policy.config import LINEAR, ConfigRules, ModelConfig
-from thresher.policy.layers import Layer, Layout, MixerLayer, StateLayout
+from thresher.policy.layers import DecoderLayer, Layer, Layout, MixerLayer, StateLayout
 
 
 class Qwen35Layer(MixerLayer):
@@ -37,15 +37,11 @@ class Qwen35Layer(MixerLayer):
         return (DeltaLayer if config.layer_types[number] == LINEAR else GatedAttentionLayer)(config)
 
 
-class GatedAttentionLayer(Qwen35Layer):
+class GatedAttentionLayer(Qwen35Layer, DecoderLayer):
     """Attention whose output is gated. q_proj has for each head its query, then its gate."""
 
-    def add_mixer(self, config: ModelConfig) -> None:
-        self.q_rows = config.num_attention_heads * config.head_dim
-        self.kv_rows = config.num_key_value_heads * config.head_dim
-        self.qkv_weight = nn.Parameter(torch.empty(2 * self.q_rows + 2 * self.kv_rows, config.hidden_size))
-        self.q_norm, self.k_norm = self.make_norm(config.head_dim), self.make_norm(config.head_dim)
-        self.o_weight = nn.Parameter(torch.empty(config.hidden_size, self.q_rows))
+    has_head_norms = True
+    q_parts = 2
 
     def mix(self, y_TH: torch.Tensor, rope: torch.Tensor, layout: Layout, layer: int) -> torch.Tensor:
         config = self.config
@@ -58,17 +54,6 @@ class GatedAttentionLayer(Qwen35Layer):
         o_TND = layout(layer, qkv_TMD, rope, kv_heads) * uncut(torch.sigmoid, gate_TND.contiguous())
         o = o_TND.reshape(len(q), self.q_rows)
         return self.adapted(o, F.linear(o, self.o_weight), "o")
-
-    def mixer_views(self) -> dict[str, torch.Tensor]:
-        q, k, v = self.qkv_weight.data.split([2 * self.q_rows, self.kv_rows, self.kv_rows])
-        return {
-            "self_attn.q_proj.weight": q,
-            "self_attn.k_proj.weight": k,
-            "self_attn.v_proj.weight": v,
-            "self_attn.q_norm.weight": self.q_norm.data,
-            "self_attn.k_norm.weight": self.k_norm.data,
-            "self_attn.o_proj.weight": self.o_weight.data,
-        }
 
 
 class DeltaLayer(Qwen35Layer):
