@@ -121,39 +121,6 @@ def delta_runs(
     )
 
 
-def next_rows(
-    slot_N1: Tensor, start_N1: Tensor, count_N1: Tensor, spare: int, sizes: tuple[int, int], most: int
-) -> DeltaRuns:
-    """As `delta_runs`, of device tensors [N, 1]: up to `most` rows of each sequence, at least one, row by row of a
-    sequence; rows beyond its count are of none. spare: the slot that these write to."""
-    ring, width = sizes
-    device, runs, reach, held = slot_N1.device, len(slot_N1), width - 1, ring + width - 1
-    place_Q, reach_J = torch.arange(most, device=device), torch.arange(reach, device=device)
-    run_N1 = torch.arange(runs, device=device)[:, None]
-    before_NJ = start_N1 - reach + reach_J
-    there_NQ = place_Q < count_N1
-    state_NQ = torch.where(there_NQ, slot_N1 * ring + (start_N1 + place_Q + 1) % ring, spare * ring)
-    into_NQ = torch.where(there_NQ, slot_N1 * held + (start_N1 + place_Q) % held, spare * held)
-    row_NQ = run_N1 * most + place_Q
-    window_WT = [
-        torch.where(place_Q < back, run_N1 * reach + reach + place_Q - back, runs * reach + row_NQ - back).flatten()
-        for back in reversed(range(width))
-    ]
-    return DeltaRuns(
-        (slot_N1 * ring + start_N1 % ring)[:, 0],
-        state_NQ[:, -1],
-        (slot_N1 * held + before_NJ % held).flatten(),
-        before_NJ.reshape(-1, 1) >= 0,
-        torch.stack(window_WT),
-        row_NQ.flatten(),
-        into_NQ.flatten(),
-        row_NQ.T.flatten(),
-        [runs] * most,
-        {place: (run_N1[:, 0], state_NQ[:, place]) for place in range(most - 1)},
-        given_N=run_N1[:, 0],
-    )
-
-
 @dataclass(frozen=True)
 class NextRows:
     """Up to `most` rows of each sequence, at most R, that lie row by row of a sequence; device tensors [N], int64.
@@ -168,8 +135,34 @@ class NextRows:
 
     @cached_property
     def runs(self) -> DeltaRuns:
+        """As `delta_runs` lays them out; rows of no run write to the spare slot."""
         slot_N1, start_N1, count_N1 = (x[:, None] for x in (self.slot_N, self.start_N, self.count_N))
-        return next_rows(slot_N1, start_N1, count_N1, self.spare, self.sizes, self.most)
+        (ring, width), spare, most = self.sizes, self.spare, self.most
+        device, runs, reach, held = slot_N1.device, len(slot_N1), width - 1, ring + width - 1
+        place_Q, reach_J = torch.arange(most, device=device), torch.arange(reach, device=device)
+        run_N1 = torch.arange(runs, device=device)[:, None]
+        before_NJ = start_N1 - reach + reach_J
+        there_NQ = place_Q < count_N1
+        state_NQ = torch.where(there_NQ, slot_N1 * ring + (start_N1 + place_Q + 1) % ring, spare * ring)
+        into_NQ = torch.where(there_NQ, slot_N1 * held + (start_N1 + place_Q) % held, spare * held)
+        row_NQ = run_N1 * most + place_Q
+        window_WT = [
+            torch.where(place_Q < back, run_N1 * reach + reach + place_Q - back, runs * reach + row_NQ - back).flatten()
+            for back in reversed(range(width))
+        ]
+        return DeltaRuns(
+            (slot_N1 * ring + start_N1 % ring)[:, 0],
+            state_NQ[:, -1],
+            (slot_N1 * held + before_NJ % held).flatten(),
+            before_NJ.reshape(-1, 1) >= 0,
+            torch.stack(window_WT),
+            row_NQ.flatten(),
+            into_NQ.flatten(),
+            row_NQ.T.flatten(),
+            [runs] * most,
+            {place: (run_N1[:, 0], state_NQ[:, place]) for place in range(most - 1)},
+            given_N=run_N1[:, 0],
+        )
 
 
 def delta_next(inputs: DeltaInputs, rings: Rings, rows: NextRows) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thresher.kernels.delta.layer import DeltaInputs, Spans, delta_attention
 from thresher.kernels.delta.rule import ChunkPlan, reference_gated_delta
-from thresher.kernels.delta.steps import DeltaRuns, Rings, delta_prefill, delta_runs, delta_steps, next_rows
+from thresher.kernels.delta.steps import NextRows, Rings, delta_prefill, delta_runs, delta_steps
 
 K, V, D, E, WIDTH, RING = 2, 4, 8, 6, 4, 3
 CHANNELS = 2 * K * D + V * E
@@ -129,7 +129,7 @@ def test_rows_that_were_not_taken_are_forgotten() -> None:
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_the_layout_of_a_gpus_step_is_the_hosts(most: int) -> None:
-    """Rings and results of `next_rows`, which a graph computes, beside those of `delta_runs`; padding writes to the
+    """Rings and results of `NextRows`, which a graph computes, beside those of `delta_runs`; padding writes to the
     spare slot."""
     slot_N, start_N, count_N = np.array([2, 0, 3]), np.array([7, 0, 20]), np.array([most, 1, min(most, 2)])
     spare, held = 4, [rings(5), rings(5)]
@@ -137,10 +137,8 @@ def test_the_layout_of_a_gpus_step_is_the_hosts(most: int) -> None:
     for each in held:
         each.state_BRVDE.copy_(torch.randn(each.state_BRVDE.shape, generator=noise.manual_seed(3)))
     inputs = drawn(4 * most)
-    columns = (
-        torch.from_numpy(np.append(x, fill))[:, None] for x, fill in ((slot_N, spare), (start_N, 0), (count_N, 0))
-    )
-    laid: DeltaRuns = next_rows(*columns, spare, (RING, WIDTH), most)
+    columns = (torch.from_numpy(np.append(x, fill)) for x, fill in ((slot_N, spare), (start_N, 0), (count_N, 0)))
+    laid = NextRows(*columns, spare, (RING, WIDTH), most).runs
     found = delta_steps(inputs, held[0], laid).view(4, most, V, E)
     host = delta_runs(slot_N, start_N, count_N, np.arange(3) * most, 4 * most, (RING, WIDTH), CPU)
     wanted = delta_steps(inputs, held[1], host).view(4, most, V, E)
