@@ -248,12 +248,6 @@ def prefix_tiling(exact: bool) -> KeyTiling:
     return FLOAT32 if exact else PREFIX
 
 
-def _tiles(prefix: SharedPrefix, q_BQND: Tensor, kv_heads: int) -> int:
-    """Of a group, under one KV head."""
-    rows = prefix.members_GM.shape[1] * q_BQND.shape[1] * q_BQND.shape[2] // kv_heads
-    return triton.cdiv(rows, prefix_tiling(is_exact(q_BQND)).rows)
-
-
 def _launch_prefix(
     q_BQND: Tensor,
     k_PKSD: Tensor,
@@ -265,8 +259,9 @@ def _launch_prefix(
 ) -> None:
     """After `launch_decode`, which says of every sequence that it has no place."""
     Q, K, (G, M) = q_BQND.shape[1], k_PKSD.shape[1], prefix.members_GM.shape
-    splits = parts.o.shape[0]
-    _prefix_kernel[(splits, K, G * _tiles(prefix, q_BQND, K))](
+    splits, rows_of_group = parts.o.shape[0], parts.o.shape[3]
+    tiling = prefix_tiling(is_exact(q_BQND))
+    _prefix_kernel[(splits, K, G * triton.cdiv(rows_of_group, tiling.rows))](
         q_BQND,
         k_PKSD,
         v_PKSD,
@@ -284,7 +279,7 @@ def _launch_prefix(
         prefix.members_GM.stride(0),
         splits,
         *strides(q_BQND, k_PKSD, v_PKSD),
-        **options(q_BQND, k_PKSD, prefix_tiling(is_exact(q_BQND))),
+        **options(q_BQND, k_PKSD, tiling),
     )
 
 
