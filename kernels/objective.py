@@ -55,6 +55,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from thresher.kernels.logprob import HeadBackend
 from thresher.kernels.operands import check_scalar, check_temperature
 
 EXP_CAP = 80.0
@@ -170,15 +171,12 @@ class LogitGradient(NamedTuple):
     factor_R: Tensor | None  # None: all 1
 
 
-class LossBackend(Protocol):
+class LossBackend(HeadBackend, Protocol):
     """An implementation of the loss, for the chunks of a call: TorchLoss in loss.py, TritonLoss in
-    coefficients_triton.py. Each is a HeadBackend (logprob.py) that can do more."""
-
-    def logprobs(self, rows_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-        """As HeadBackend has it."""
+    coefficients_triton.py."""
 
     def gradient(self, rows_RH: Tensor, part: LossRows) -> LogitGradient:
-        """The same with dloss/dlogits. rows_RH: the hidden states of `part`, dense."""
+        """`logprobs`, with dloss/dlogits. rows_RH: the hidden states of `part`, dense."""
 
 
 def capped(exponent_R: Tensor) -> Tensor:
