@@ -198,12 +198,10 @@ class _Reader:
             self.closed = False
         if verified and not guarded:
             self._refuse(where, "has no checksum, unlike the lines before it")
-        if verified:
-            if self.chain.add(line[: -_TAIL - 1] + b"}\n") != line:
-                self._refuse(where, "does not follow from the lines before it: one was changed, lost, doubled or moved")
-            record = as_object(parse_json(line.rstrip(), where), where)
-        else:
-            record = as_object(parse_json(line.rstrip(), where), where)
+        if verified and self.chain.add(line[: -_TAIL - 1] + b"}\n") != line:
+            self._refuse(where, "does not follow from the lines before it: one was changed, lost, doubled or moved")
+        record = as_object(parse_json(line.rstrip(), where), where)
+        if not verified:
             if isinstance(found := record.get(CHECKSUM), str) and len(found) == DIGITS:
                 self._refuse(where, "has a checksum, unlike the lines before it" if guarded else "was written anew")
             self.chain.add(json_line({key: value for key, value in record.items() if key != CHECKSUM}))

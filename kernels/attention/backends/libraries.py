@@ -133,9 +133,7 @@ def load_xformers() -> TrainingAttention:
     """xformers' own choice among its kernels; Unserved without the package."""
     package = ("the package xformers", GET_XFORMERS)
     attend = load_part(*package, "xformers.ops", "memory_efficient_attention")
-    causal_mask = load_part(
-        "the package xformers", GET_XFORMERS, "xformers.ops.fmha.attn_bias", "BlockDiagonalCausalMask"
-    )
+    causal_mask = load_part(*package, "xformers.ops.fmha.attn_bias", "BlockDiagonalCausalMask")
 
     def xformers_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Varlen) -> Tensor:
         mask = layout.once("xformers", lambda: causal_mask.from_seqlens(layout.lengths, device=layout.device))
