@@ -166,8 +166,7 @@ class GrpoStep:
     @property
     def groups(self) -> list[int]:
         """Return the numbers that this process has of each step's groups."""
-        recipe = self.context.recipe
-        return self._groups(recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch)
+        return list(range(self.context.recipe.rollout.questions_per_step))
 
     def version(self, step: int) -> int:
         """Return how many steps the weights that draw the groups of a step have learned."""
@@ -392,10 +391,6 @@ class GrpoStep:
         """Open a block of work that some ranks do and the others wait for (asynchronous.py)."""
         return nullcontext()
 
-    def _groups(self, count: int, updates: int) -> list[int]:
-        """Return the numbers of the groups that this process samples."""
-        return list(range(count))
-
     def _max_over_ranks(self, count: int) -> int:
         return count
 
@@ -444,8 +439,10 @@ class DistributedGrpoStep(GrpoStep):
 
     ranks: Ranks
 
-    def _groups(self, count: int, updates: int) -> list[int]:
-        return groups_of_rank(count, updates, self.ranks)
+    @property
+    def groups(self) -> list[int]:
+        recipe = self.context.recipe
+        return groups_of_rank(recipe.rollout.questions_per_step, recipe.grpo.updates_per_batch, self.ranks)
 
     def _max_over_ranks(self, count: int) -> int:
         return self.ranks.all_reduce_max(count)
