@@ -292,7 +292,7 @@ class Trainer:
         return max((record["step"] for record in evaluations), default=None)
 
     def _save(self, step: int, offset: float, interim: bool = False) -> None:
-        savable, queues = self.updater.savable(), None
+        savable, queues = self.updater.weights.whole(self.updater.optimizer), None
         if self.recipe.rollout.partial or self.recipe.run.async_:
             queues = self.ranks.gather(self.grpo_step.saved_queue.records())
         self.rollout.kept = None  # a run that is resumed here has none

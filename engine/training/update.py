@@ -232,10 +232,6 @@ class Updater:
         """Return the progress of the update, for `console.polling`; None while there is none."""
         return self._stage
 
-    def savable(self) -> tuple[Policy, torch.optim.Optimizer] | None:
-        """Return the trained weights and the optimiser's state, whole, on the rank that saves them; None elsewhere."""
-        return self.weights.whole(self.optimizer)
-
     def load_moments(self, checkpoint: Path) -> None:
         """Put a checkpoint's moments and step counts into the optimiser."""
         named = self.weights.module.named_parameters()
