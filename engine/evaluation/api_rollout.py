@@ -256,7 +256,7 @@ class ApiWriter:
     takes_text = True
 
     def __init__(self, rollout: ApiRollout, temperature: float) -> None:
-        self.rollout, self.temperature, self.unit = rollout, temperature, rollout.unit
+        self.rollout, self.temperature = rollout, temperature
         self.contexts: dict[Sample, list[dict[str, str]]] = {}
         self.due: list[tuple[Sample, tuple[str, ...]]] = []
 
@@ -293,7 +293,7 @@ class ApiWriter:
 
     def step(self) -> list[tuple[Sample, Written]]:
         due, self.due = self.due, []
-        asked = [(self.contexts[sample], stop, max(sample.room // self.unit, 1)) for sample, stop in due]
+        asked = [(self.contexts[sample], stop, max(sample.room // self.rollout.unit, 1)) for sample, stop in due]
         found = self.rollout.endpoint.continued(asked, self.temperature)
         return [(sample, self._append_turn(sample, one)) for (sample, _), one in zip(due, found, strict=True)]
 

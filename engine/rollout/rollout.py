@@ -207,12 +207,10 @@ Answer = Written | list[Hit] | dict[str, Any]  # the last: the record of a tool'
 class TurnWriter(Protocol):
     """Writes the turns of one run.
 
-    unit: tokens of the trajectory that count as one of a request's `max_tokens`. elsewhere: a GPU does the work, so
-    that this process may search meanwhile. idle: no turn is due. takes_text: the next step feeds text that is appended
-    before it, and does not hold it back.
+    elsewhere: a GPU does the work, so that this process may search meanwhile. idle: no turn is due. takes_text: the
+    next step feeds text that is appended before it, and does not hold it back.
     """
 
-    unit: int
     elsewhere: bool
 
     @property
@@ -245,7 +243,8 @@ class TurnWriter(Protocol):
 
 
 class EpisodeRunner:
-    """Plays the episodes of one system; reusable. clock: of the last run."""
+    """Plays the episodes of one system; reusable. unit: tokens of the trajectory that count as one of a request's
+    `max_tokens`. clock: of the last run."""
 
     def __init__(
         self,
@@ -447,8 +446,6 @@ class DecoderWriter:
     """Writes turns with the decoder. earlier: by question, ids in which drafts are looked up. version: of the weights,
     which the turns then tell; None: they do not."""
 
-    unit = 1
-
     def __init__(
         self, decoder: Decoder, draw: SamplingParams, earlier: Mapping[str, Int32s], version: int | None = None
     ) -> None:
@@ -529,7 +526,7 @@ class Play:
 
     def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack, shape: TreeShape | None) -> None:
         self.runner, self.writer, self.clock, self.stack, self.shape = runner, writer, runner.clock, stack, shape
-        stack.callback(self._drop_tools)
+        stack.callback(self.runner.tools.drop)
         self.replaying = False  # answers come from logs
         self.queries: dict[str, str] = {}  # of a group that is replayed: by key, what it waits to have found
         self.asked: list[tuple[Sample, str]] = []  # queries of the next search
@@ -593,10 +590,6 @@ class Play:
         ended = [(sample, self._store_written(sample, one)) for sample, one in written]
         self.serve([(sample, answer) for sample, answer in ended if answer is not None])
 
-    def _drop_tools(self) -> None:
-        if self.runner.tools.waiting:
-            self.runner.tools.drop()
-
     def take_ended(self) -> list[Sample]:
         """Return the samples that have ended since the last call."""
         ended, self.ended = self.ended, []
@@ -647,7 +640,7 @@ class Play:
         return self._turn(sample, segment, lead)
 
     def _turn(self, sample: Sample, segment: Segment, lead: bytes = b"") -> Turn:
-        room = max(self.runner.limits.max_context - sample.length, 0) // self.writer.unit
+        room = max(self.runner.limits.max_context - sample.length, 0) // self.runner.unit
         return Turn(lead + self.runner.tokenizer.decode_bytes(segment.ids), segment.stop, room)
 
     def _end(self, sample: Sample, reason: str) -> None:
@@ -961,7 +954,7 @@ class Play:
         if room <= 0:
             self._end(sample, limit)
             return
-        most = room + 1 if request.max_tokens is None else request.max_tokens * self.writer.unit
+        most = room + 1 if request.max_tokens is None else request.max_tokens * self.runner.unit
         sample.room, sample.limit = (room, limit) if most > room else (most, None)
         sample.trajectory.segments.append(Segment(Source.POLICY, []))
         self.writer.begin_turn(sample, request.stop, sample.lead)

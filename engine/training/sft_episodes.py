@@ -138,7 +138,6 @@ SCRIPTS: dict[str, Script] = {
 class ScriptedWriter:
     """Writes the turns of a script, in tokens of log-prob 0; of a text that is scored they have the same."""
 
-    unit = 1
     elsewhere = False
     takes_text = True
 
