@@ -16,17 +16,13 @@ BATCH = 2  # times max_num_seqs: as much as a kill may lose. In smaller batches 
 def evaluate(
     rollout: Rollout,
     questions: Sequence[Question],
-    temperature: float = 0.0,
-    seed: int = 0,
-    on_progress: Callable[[int], None] | None = None,
     judges: Judges | None = None,
     first: int = 0,
     ranks: Ranks = SINGLE,
 ) -> list[Scored]:
-    """Generate and score one trajectory per question. questions[0] is number `first` of the evaluation; greedy
-    (temperature 0) results are the same for every seed."""
+    """Generate and score one greedy trajectory per question. questions[0] is number `first` of the evaluation."""
     with ranks.interruptible():
-        trajectories = rollout.run(jobs_of(questions, temperature, seed, first), temperature, on_progress, recall=True)
+        trajectories = rollout.run(jobs_of(questions, first=first), 0.0, recall=True)
     judges = judges or Judges()
     with judging(judges, ranks):
         return score(questions, trajectories, rollout.system, rollout.tokenizer, judges)

@@ -18,8 +18,8 @@ from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
 from thresher.engine.compressors.options import Compressor
 from thresher.engine.episode import Episode, EpisodeConfig, Generate, Search, System, Turn
+from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.protocol.prompts import truncate_passages
-from thresher.engine.rollout.rollout import Job
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, passage_record
 from thresher.retrieval.retriever import Hit, Retriever
@@ -74,9 +74,8 @@ class Extractor:
         run = self._rollout
         whole = [question.passages for question in questions]
         questions = truncate_passages(questions, run.system, run.episode_config, run.renderer).questions
-        jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
         with console.polling(run.stage):
-            trajectories = run.run(jobs, 0.0)
+            trajectories = run.run(jobs_of(questions), 0.0)
         extractions = []
         for passages, question, trajectory in zip(whole, questions, trajectories, strict=True):
             found = {

@@ -29,6 +29,7 @@ from thresher.engine.config.recipe import COMPUTING_KEYS, Recipe, make_recipe, r
 from thresher.engine.config.sections import RetrievalSection, SystemSection
 from thresher.engine.episode import EpisodeConfig, System, read_template
 from thresher.engine.evaluation.api_rollout import ApiRollout, chat_rollout
+from thresher.engine.evaluation.evaluate import jobs_of
 from thresher.engine.extraction.extractor import (
     CompressorExtractor,
     Extractor,
@@ -45,7 +46,7 @@ from thresher.engine.extraction.records import (
     summarise,
 )
 from thresher.engine.protocol.prompts import noise_pool, with_noise, with_passages
-from thresher.engine.rollout.rollout import Job, Rollout
+from thresher.engine.rollout.rollout import Rollout
 from thresher.engine.scoring.endpoint import Endpoint, read_key
 from thresher.engine.scoring.score import Scored, check_all, score
 from thresher.engine.store.run_folder import RunFolder
@@ -336,7 +337,7 @@ def _bare_tables(plan: ExtractionPlan) -> dict[str, Any]:
 def responses(rollout: Rollout | ApiRollout, questions: Sequence[Question]) -> Iterator[Scored]:
     """Yield an answer to each question, greedy. A chat model's answers come as soon as each is known, so that those
     before an error of its endpoint have been handed out."""
-    jobs = [Job(question, number, 0, number) for number, question in enumerate(questions)]
+    jobs = jobs_of(questions)
     played = rollout.stream(jobs, 0.0) if isinstance(rollout, ApiRollout) else rollout.run(jobs, 0.0)
     with console.polling(rollout.stage):
         for trajectory in played:
