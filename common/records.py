@@ -123,7 +123,6 @@ def read_records(
     path: str | Path,
     *,
     unverified: bool = False,
-    growing: bool = False,
     foreign: bool = False,
     expected: Mapping[str, Any] | None = None,
     owner: Path | None = None,
@@ -132,16 +131,16 @@ def read_records(
     """Yield (line number from 1, record without its checksum). UserError, ending with `remedy`, for a file that is not
     as it was written.
 
-    unverified: ignore checksums. growing: the file may be unfinished and end in half a line, as a kill leaves it.
-    foreign: it may be anyone's, so that no checksum is no reason to warn. expected: the mark of its first records, with
-    no others behind them unless it is growing. owner: the folder to warn of; default: the file's own.
+    unverified: ignore checksums. foreign: the file may be anyone's, so that no checksum is no reason to warn. expected:
+    the mark of its records. owner: the folder to warn of; default: the file's own.
     """
-    reader = _Reader(Path(path), unverified, growing, foreign, owner, remedy)
+    reader = _Reader(Path(path), unverified, False, foreign, owner, remedy)
     yield from reader.records(expected)
 
 
 class _Reader:
-    """One pass over a file of records. Afterwards `chain` has all of them; `end` and `size` are the bytes up to the end
+    """One pass over a file of records. growing: it may be unfinished and end in half a line, as a kill leaves it.
+    Afterwards `chain` has all of them; `end` and `size` are the bytes up to the end
     of the last one and of the file; `closed`: there is a closing line; `as_written`: more can be appended."""
 
     def __init__(
@@ -247,15 +246,14 @@ class RecordLog:
     or one that is read unverified, is first written anew with them.
     """
 
-    def __init__(
-        self, path: str | Path, *, unverified: bool = False, owner: Path | None = None, remedy: str = REMEDY
-    ) -> None:
+    def __init__(self, path: str | Path, *, unverified: bool = False, remedy: str = REMEDY) -> None:
         self.path = Path(path)
-        self._opened = partial(_Reader, self.path, unverified, True, False, owner, remedy)
+        self._opened = partial(_Reader, self.path, unverified, True, False, None, remedy)
         self._found = self._opened()
 
     def recover(self, expected: Mapping[str, Any] | None = None) -> Iterator[tuple[int, Record]]:
-        """Yield the existing records, as `read_records` of a growing file; take all of them before an append."""
+        """Yield the existing records, as `read_records`; take all of them before an append. expected: the mark of the
+        first ones."""
         self._found = self._opened()
         if self.path.exists():
             yield from self._found.records(expected)
@@ -319,16 +317,14 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
     atomic_write_text(path, text + "\n")
 
 
-def read_object(
-    path: Path, *, unverified: bool = False, owner: Path | None = None, remedy: str = REMEDY
-) -> dict[str, Any]:
+def read_object(path: Path, *, unverified: bool = False, remedy: str = REMEDY) -> dict[str, Any]:
     """Return an object that `write_object` wrote, without its digest. The arguments are those of `read_records`."""
     values = read_json_object(path)
     digest = values.pop("digest", None)
     if unverified:
         return values
     if digest is None:
-        warn_unguarded(owner or path.parent, path)
+        warn_unguarded(path.parent, path)
     elif digest != sha256(json_line(values)).hexdigest():
         raise UserError(f"{path}: was changed since it was written, by its digest; {remedy}")
     return values
