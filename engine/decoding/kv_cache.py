@@ -167,16 +167,12 @@ class PagedStep:
     ) -> None:
         self.cache = cache
         size, device = cache.shape.slots, cache.k_LPKDS.device
-        position_T = np.repeat(runs.start_N, runs.count_N) + places(runs.count_N)
-        slot_T = np.repeat(runs.table_N, runs.count_N)
-        self.rows = len(position_T)
-        filling = np.arange(-self.rows % ROW_MULTIPLE)
-        block_T = np.concatenate([table_BP[slot_T, position_T // size], np.zeros_like(filling)])
-        offset_T = np.concatenate([position_T % size, filling % size])
-        position_T = np.concatenate([position_T, np.zeros_like(filling)])
-        slot_T = np.concatenate([slot_T, np.zeros_like(filling)])
-        put = (torch.from_numpy(x).to(device) for x in (slot_T, position_T, block_T, offset_T))
-        self.slot_T, self.positions_T, self.block_T, self.offset_T = put
+        rows_4T = prefill_rows(table_BP, runs, size)
+        self.rows = rows_4T.shape[1]
+        filling_4T = np.zeros((4, -self.rows % ROW_MULTIPLE), rows_4T.dtype)
+        filling_4T[3] = np.arange(filling_4T.shape[1]) % size
+        sent_4T = torch.from_numpy(np.concatenate([rows_4T, filling_4T], 1)).to(device)
+        self.slot_T, self.positions_T, self.block_T, self.offset_T = sent_4T.unbind()
         self.buckets = paged_buckets(table_BP, runs, cache.shape, device, shared_P)
         self.delta_runs = None if cache.states is None else cache.states.runs(runs, len(self.slot_T), device)
 
