@@ -298,6 +298,11 @@ def answer_once(question: Question, config: EpisodeConfig) -> Episode:
     return "answered" if turn.inside("answer") else "ended"
 
 
+def answer_without_passages(question: Question, config: EpisodeConfig) -> Episode:
+    """Play `answer_once` with the question alone."""
+    return answer_once(replace(question, passages=()), config)
+
+
 def pair_tags(*names: str) -> tuple[str, ...]:
     """Return ("<think>", "</think>", ..) for ("think", ..)."""
     return tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))

@@ -21,6 +21,7 @@ from thresher.engine.episode import (
     System,
     Turn,
     answer_once,
+    answer_without_passages,
     read_template,
 )
 from thresher.retrieval.passages import Passage
@@ -30,10 +31,6 @@ from thresher.rewards.tags import blocks
 
 SUMMARY = read_template(Path(__file__).with_name("sure_summary.txt"), passages=True)
 VALIDITY, RANKING = (read_template(Path(__file__).with_name(f"sure_{name}.txt")) for name in ("validity", "ranking"))
-
-
-def answer_without_passages(question: Question, config: EpisodeConfig) -> Episode:
-    return answer_once(replace(question, passages=()), config)
 
 
 def direct(options: Options) -> System:

@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thresher.engine.episode import (
-    Episode,
-    EpisodeConfig,
     System,
     answer_once,
+    answer_without_passages,
     pair_tags,
     read_preset,
     read_template,
 )
 from thresher.engine.systems import search_r1
-from thresher.retrieval.questions import Question
 from thresher.rewards.papers.arena import naive_reward
 
 
@@ -33,16 +31,12 @@ class Options:
     passages: bool = True
 
 
-def closed_book(question: Question, config: EpisodeConfig) -> Episode:
-    return answer_once(replace(question, passages=()), config)
-
-
 def system(options: Options) -> System:
     template = "naive_grpo.txt" if options.passages else "naive_grpo_closed.txt"
     return System(
         name="naive_grpo",
         tags=pair_tags("think", "answer"),
-        episode=answer_once if options.passages else closed_book,
+        episode=answer_once if options.passages else answer_without_passages,
         reward=naive_reward,
         template=read_template(Path(__file__).with_name(template), passages=options.passages),
         preset=read_preset(Path(__file__).with_suffix(".toml")),
