@@ -48,12 +48,7 @@ from thresher.common.jsonl import write_jsonl
 from thresher.engine.protocol.prompts import check_passage_format, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE
 from thresher.engine.world.facts import RELATIONS, Fact, InventedWorld, Size, invent
-from thresher.engine.world.files import Segments, policy_segment
-from thresher.engine.world.simulated_search import DIM, K
-from thresher.retrieval.building.build import build_index
-from thresher.retrieval.corpus import Corpus
-from thresher.retrieval.encoders.lexical import LexicalEncoder
-from thresher.retrieval.indexes.load import Index
+from thresher.engine.world.files import Segments, policy_segment, searching
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record
 
@@ -430,7 +425,5 @@ def _search(world: InventedWorld, settings: AgentWorld, seed: str, folder: Path)
     """Return a function that finds a world's documents, as a rollout's search would; its index is in the new folder."""
     ranks = ranked(world, settings, seed)
     told = [shown for one in documents(world, settings, seed) if (shown := covered(one, ranks, 1.0)).statements]
-    corpus = Corpus([document.passage(number) for number, document in enumerate(told)])
-    encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)
-    index: Index = build_index(corpus, encoder, folder, embed="title+text")
-    return lambda queries: [[told[int(hit.passage.id)] for hit in hits] for hits in index.search(queries, K)]
+    find = searching([document.passage(number) for number, document in enumerate(told)], folder)
+    return lambda queries: [[told[int(passage.id)] for passage in found] for found in find(queries)]

@@ -153,12 +153,16 @@ def invent_files(out: str | Path, seed: int, size: Size, passage_format: str, fo
 
 def _search(world: InventedWorld, folder: Path, passage_format: str) -> Callable[[list[str]], list[str]]:
     """Return a function that searches in this world, and shows passages as the rollout would render them."""
-    corpus = Corpus(passages([world], 0))
+    find = searching(passages([world], 0), folder)
+    return lambda queries: [passage_lines(found, passage_format) for found in find(queries)]
+
+
+def searching(those: Sequence[Passage], folder: Path) -> Callable[[list[str]], list[list[Passage]]]:
+    """Return a function that finds these passages, as a rollout's search would; its index is in the new folder."""
+    corpus = Corpus(those)
     encoder = LexicalEncoder.fit([f"{passage.title} {passage.text}" for passage in corpus], DIM)
     index: Index = build_index(corpus, encoder, folder, embed="title+text")
-    return lambda queries: [
-        passage_lines([hit.passage for hit in hits], passage_format) for hits in index.search(queries, K)
-    ]
+    return lambda queries: [[hit.passage for hit in hits] for hits in index.search(queries, K)]
 
 
 # Warm-up transcripts
