@@ -144,7 +144,6 @@ class Scheduler:
         self.pool, self.max_running, self.reuse, self.has_states = pool, max_running, reuse, has_states
         self.running: list[TokenSequence] = []  # by age
         self.waiting: list[TokenSequence] = []  # by age
-        self.preemptions = 0
         self._number = 0
 
     def submit(self, sequence: TokenSequence) -> None:
@@ -248,7 +247,6 @@ class Scheduler:
         """Remove and return the youngest running sequence; it waits again if it has a turn, or ids to be
         scored."""
         sequence = self.running.pop()
-        self.preemptions += 1
         if sequence.writing or sequence.unscored:
             self.submit(sequence)
         return sequence
