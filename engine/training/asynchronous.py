@@ -34,6 +34,7 @@ from thresher.engine.rollout.rollout import RolloutClock
 from thresher.engine.scoring.score import Scored, count_tokens
 from thresher.engine.store.run_folder import trajectories_of
 from thresher.engine.store.token_stats import TokenRecorder
+from thresher.engine.training.importance import gap_entries, logprob_gaps
 from thresher.engine.training.partial import Counted, Queue
 from thresher.engine.training.step import DistributedGrpoStep, Sampled, StepResult
 from thresher.rewards.reward import count_words
@@ -109,11 +110,7 @@ class AsyncGrpoStep(DistributedGrpoStep):
             fresh = [one for one in sequences if one.stale < len(one.positions)]
             if not fresh:
                 continue
-            gaps = [
-                abs(now - then)
-                for one, computed in zip(fresh, self.updater.logprobs(fresh, temperature), strict=True)
-                for now, then in list(zip(computed, one.old_logprobs, strict=True))[one.stale :]
-            ]
+            gaps = logprob_gaps(fresh, self.updater.logprobs(fresh, temperature))
             counted.gap_tokens, counted.gap, counted.gap_largest = len(gaps), sum(gaps), max(gaps)
             return
 
@@ -189,9 +186,5 @@ def wait_record(gathered: Sequence[tuple[float, Sampled | None]]) -> dict[str, f
 def gap_record(counted: Sequence[Counted]) -> dict[str, float]:
     """Return the entries of a step's record that say how far recorded log-probs are from those of an update; {} where
     no token was measured."""
-    if not (tokens := sum(each.gap_tokens for each in counted)):
-        return {}
-    return {
-        "logprob_gap": sum(each.gap for each in counted) / tokens,
-        "logprob_gap_max": max(each.gap_largest for each in counted),
-    }
+    largest = max((each.gap_largest for each in counted), default=0.0)
+    return gap_entries(sum(each.gap_tokens for each in counted), sum(each.gap for each in counted), largest)

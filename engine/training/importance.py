@@ -17,7 +17,6 @@ the effective sample share (sum w)^2 / (n sum w^2) over n tokens or sequences (K
 over its own trajectories, and rank 0 adds the sums. Exponents are capped at 80.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -60,9 +59,8 @@ def recomputed_logprobs_record(ranks: Sequence[RecomputedLogprobs]) -> dict[str,
     count, squares = sum(w.count for w in weights), math.fsum(w.squares for w in weights)
     total = math.fsum(w.total for w in weights)
     record = {"recompute_seconds": max(found.seconds for found in ranks)}
-    if tokens := sum(found.tokens for found in ranks):
-        record["logprob_gap"] = math.fsum(found.gap for found in ranks) / tokens
-        record["logprob_gap_max"] = max(found.gap_largest for found in ranks)
+    tokens, gap = sum(found.tokens for found in ranks), math.fsum(found.gap for found in ranks)
+    record |= gap_entries(tokens, gap, max(found.gap_largest for found in ranks))
     if not count:
         return record
     return record | {
@@ -71,6 +69,21 @@ def recomputed_logprobs_record(ranks: Sequence[RecomputedLogprobs]) -> dict[str,
         "importance_bounded": sum(w.bounded for w in weights) / count,
         "importance_effective": total**2 / (count * squares) if squares else 0.0,
     }
+
+
+def gap_entries(tokens: int, total: float, largest: float) -> dict[str, float]:
+    """Return the entries of a record that say how far recorded log-probs are from those of an update: the mean over
+    `tokens`, from their sum, and the largest, in nats; {} for no tokens."""
+    return {"logprob_gap": total / tokens, "logprob_gap_max": largest} if tokens else {}
+
+
+def logprob_gaps(sequences: Sequence[TrainSequence], computed: Sequence[Sequence[float]]) -> list[float]:
+    """Return how far each token's recorded log-prob is from the computed one, of the tokens that are not stale."""
+    return [
+        abs(now - then)
+        for one, logprobs in zip(sequences, computed, strict=True)
+        for now, then in list(zip(logprobs, one.old_logprobs, strict=True))[one.stale :]
+    ]
 
 
 def recompute_logprobs(
@@ -82,11 +95,7 @@ def recompute_logprobs(
     sequences = [one for of_update in by_update for one in of_update]
     rollout = [one.old_logprobs for one in sequences]
     own = updater.logprobs(sequences, temperature)
-    gaps = [
-        abs(now - then)
-        for one, *pair in zip(sequences, own, rollout, strict=True)
-        for now, then in itertools.islice(zip(*pair, strict=True), one.stale, None)
-    ]
+    gaps = logprob_gaps(sequences, own)
     weights, sums = importance_weights(own, rollout, grpo)
     renewed = iter(
         replace(one, old_logprobs=mine, importance=weight)

@@ -13,7 +13,7 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.metrics import Measured, mean, measured, summary_of
 from thresher.engine.protocol.trajectory import Trajectory, inherited_tokens, trained_contexts
 from thresher.engine.store.run_folder import chosen_by, tokens_spent
-from thresher.engine.training.importance import RecomputedLogprobs, recomputed_logprobs_record
+from thresher.engine.training.importance import RecomputedLogprobs, gap_entries, recomputed_logprobs_record
 from thresher.engine.training.step import StepResult, groups_with_signal
 from thresher.engine.training.update import UpdateStats
 
@@ -177,14 +177,7 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         **{name: value / total.rows for name, value in total.sums.items()},
         **total.largest,
         # Of the first update: later ones start from other weights. Tokens that others drew have none.
-        **(
-            {
-                "logprob_gap": first.sums["logprob_gap"] / first.fresh,
-                "logprob_gap_max": first.largest["logprob_gap_max"],
-            }
-            if first.fresh
-            else {}
-        ),
+        **_gap_entries([first]),
         "capped": total.capped,
         "train_tokens": total.tokens,
         "computed_tokens": total.computed_tokens,
@@ -203,11 +196,14 @@ def _epoch_metrics(updates: Sequence[UpdateStats]) -> dict[str, Any]:
         own = [stats for stats in updates if stats.epoch == epoch]
         rows = sum(stats.rows for stats in own)
         means = {name: sum(stats.sums[name] for stats in own) / rows for name in ("ratio", "clipped")}
-        if fresh := sum(stats.fresh for stats in own):
-            means["logprob_gap"] = sum(stats.sums["logprob_gap"] for stats in own) / fresh
-            means["logprob_gap_max"] = max(stats.largest["logprob_gap_max"] for stats in own)
-        by_epoch.append(means)
+        by_epoch.append(means | _gap_entries(own))
     return {"by_epoch": by_epoch}
+
+
+def _gap_entries(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    total = sum(stats.sums.get("logprob_gap", 0.0) for stats in updates)
+    largest = max(stats.largest.get("logprob_gap_max", 0.0) for stats in updates)
+    return gap_entries(sum(stats.fresh for stats in updates), total, largest)
 
 
 def _of_all(ranks: Sequence[UpdateStats]) -> UpdateStats:
