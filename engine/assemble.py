@@ -23,8 +23,8 @@ from thresher.engine.scoring.judges import load_judge, load_verdicts
 from thresher.engine.scoring.score import Judges
 from thresher.engine.systems import load_system, own_digest, preset_of
 from thresher.engine.threads import threads_for, use_threads
-from thresher.kernels.attention.backends.choice import Backend, resolve_attention
-from thresher.policy.model import Policy, load_policy
+from thresher.kernels.attention.backends.choice import Backend
+from thresher.policy.model import Policy, attention_backend, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.questions import Question, read_questions
 from thresher.retrieval.retriever import Retriever
@@ -224,12 +224,7 @@ def _text_marks(policy: Policy) -> list[tuple[str, int]]:
 
 def rollout_attention(recipe: Recipe, policy: Policy) -> Backend:
     """Return the backend of a rollout's attention. UserError if the recipe's does not serve this model here."""
-    try:
-        return resolve_attention(
-            recipe.rollout.attention, policy.device, policy.dtype, policy.config.head_dim, "rollout"
-        )
-    except ValueError as error:
-        raise UserError(f"rollout.{error}") from None
+    return attention_backend(policy, recipe.rollout.attention, "rollout", "rollout.")
 
 
 def _say(text: str) -> None:

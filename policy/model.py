@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from thresher.common.errors import UserError, shown
 from thresher.common.files import as_path
 from thresher.common.hashes import check_hashes
+from thresher.kernels.attention.backends.choice import Backend, Purpose, resolve_attention
 from thresher.kernels.attention.varlen import Varlen
 from thresher.kernels.layers import add_norm, rope_table
 from thresher.policy.config import CONFIG_FILES, FULL, ModelConfig, read_config, write_config
@@ -144,6 +145,15 @@ def hf_views(policy: Policy) -> dict[str, torch.Tensor]:
     for index, layer in enumerate(policy.decoder_layers()):
         views |= {f"{prefix}layers.{index}.{name}": view for name, view in layer.hf_views().items()}
     return views
+
+
+def attention_backend(policy: Policy, choice: str, purpose: Purpose, section: str = "") -> Backend:
+    """Return the backend that computes a policy's attention. UserError, with `section` ("optim.") before its key, where
+    the choice does not serve here. On CUDA the backend is tried out, which takes a moment."""
+    try:
+        return resolve_attention(choice, policy.device, policy.dtype, policy.config.head_dim, purpose)
+    except ValueError as error:
+        raise UserError(f"{section}{error}") from None
 
 
 def load_policy(

@@ -13,9 +13,9 @@ from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
 from thresher.engine.compressors.options import Compressor, CompressorOptions, Unit
 from thresher.engine.packing import TrainSequence, pack
-from thresher.kernels.attention.backends.choice import load_attention, resolve_attention
+from thresher.kernels.attention.backends.choice import load_attention
 from thresher.kernels.logprob import token_logprobs
-from thresher.policy.model import Policy
+from thresher.policy.model import Policy, attention_backend
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.encoders.heads import TokenClassifier, load_token_classifier
 from thresher.retrieval.encoders.learned import LearnedEncoder, load_encoder
@@ -198,11 +198,7 @@ class Likelihood:
     def __init__(self, policy: Policy, tokenizer: Tokenizer) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         self.longest = policy.config.max_position_embeddings
-        try:
-            backend = resolve_attention("auto", policy.device, policy.dtype, policy.config.head_dim, "training")
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        self._attention = load_attention(backend)
+        self._attention = load_attention(attention_backend(policy, "auto", "training"))
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:

@@ -22,8 +22,8 @@ from thresher.engine.decoding.kv_cache import PagedKV
 from thresher.engine.decoding.scheduler import SamplingParams, SharedPrompt, TokenSequence
 from thresher.engine.decoding.speculative import MOST, Speculate
 from thresher.engine.decoding.stop_tags import TagMatcher
-from thresher.kernels.attention.backends.choice import Choice, resolve_attention
-from thresher.policy.model import Policy
+from thresher.kernels.attention.backends.choice import Choice
+from thresher.policy.model import Policy, attention_backend
 from thresher.policy.tokenizer import Tokenizer
 
 Finish = Literal["stop", "eos", "length", "context"]
@@ -114,12 +114,7 @@ class Generator:
                 raise UserError(f"{name} is {shown(value)}; expected a whole number from 1 to {most:,}")
         if not isinstance(share_prefix, bool):
             raise UserError(f"share_prefix is {shown(share_prefix)}; expected True or False")
-        try:
-            self.attention = resolve_attention(
-                attention, policy.device, policy.dtype, policy.config.head_dim, "rollout"
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        self.attention = attention_backend(policy, attention, "rollout")
         drafts = as_whole(speculate)
         if speculate != "auto" and (drafts is None or not 0 <= drafts <= MOST):
             raise UserError(f'speculate is {shown(speculate)}; expected "auto" or 0 to {MOST}')

@@ -44,7 +44,7 @@ from thresher.engine.store.checkpoint import load_optimizer
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.systems import load_own_function
 from thresher.kernels import grpo_loss, token_logprobs
-from thresher.kernels.attention.backends.choice import Backend, load_attention, resolve_attention
+from thresher.kernels.attention.backends.choice import Backend, load_attention
 from thresher.kernels.attention.backends.libraries import Unserved
 from thresher.kernels.attention.backends.parts import load_forest_attention
 from thresher.kernels.attention.parts import AttentionWithLSE
@@ -52,7 +52,7 @@ from thresher.kernels.attention.prefix import ForestKernels
 from thresher.kernels.attention.varlen import TrainingAttention
 from thresher.kernels.objective import OF_ROWS, LossResult, Objective, WrongObjective
 from thresher.kernels.operands import RowCheck, raise_late
-from thresher.policy.model import Policy
+from thresher.policy.model import Policy, attention_backend
 from thresher.policy.streamed import StreamedPolicy
 
 GIB = 2**30
@@ -114,11 +114,8 @@ class Unread:
 def choose_attention(optim: OptimSection, policy: Policy) -> tuple[TrainingAttention, Backend]:
     """Return the function that computes attention in this policy's forwards and backwards, and its backend. UserError
     where the recipe's choice does not serve here. On CUDA the backend is tried out, which takes a moment."""
-    try:
-        backend = resolve_attention(optim.attention, policy.device, policy.dtype, policy.config.head_dim, "training")
-        return load_attention(backend), backend
-    except ValueError as error:
-        raise UserError(f"optim.{error}") from None
+    backend = attention_backend(policy, optim.attention, "training", "optim.")
+    return load_attention(backend), backend
 
 
 def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> AttentionWithLSE | ForestKernels | None:
