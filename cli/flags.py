@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from thresher.cli.parser import POSITIONAL, REPEATED, Command
-from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.engine.config.sampling import BOUNDS
 
@@ -87,11 +86,6 @@ def fill(kind: type[T], command: Command, **more: Any) -> T:
 def pick(command: Command, names: str) -> dict[str, Any]:
     """Return the values of these flags by name, for keyword arguments."""
     return {name: getattr(command, name) for name in names.split()}
-
-
-def say(text: str) -> None:
-    """Print a line as it is."""
-    console.console.print(text, markup=False, soft_wrap=True)
 
 
 class OfRecipe(Command):

@@ -86,10 +86,15 @@ def answering(quiet: bool = False) -> Iterator[Answer]:
         _lines_shown = before
 
 
+def note(text: str, style: str | None = None) -> None:
+    """Print a text as it is; the terminal wraps its lines."""
+    console.print(text, style=style, soft_wrap=True)
+
+
 def announce(text: str) -> None:
     """Print what a command has begun to do, unless --quiet."""
     if _lines_shown:
-        console.print(text, soft_wrap=True)
+        note(text)
 
 
 def answer(values: Mapping[str, Any]) -> None:

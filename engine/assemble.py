@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from thresher.common.console import console
+from thresher.common.console import note
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.config.sections import DataSection, RetrievalSection, SystemSection
@@ -108,7 +108,7 @@ def load_run_context(recipe: Recipe, model_path: str | Path | None = None, syste
     policy = load_on_device(recipe, folder)
     check_fit(policy, tokenizer, folder)
     if doubts := fit_doubts(policy, tokenizer, folder):
-        _say(doubts)
+        note(doubts)
     attention = rollout_attention(recipe, policy)
     if recipe.model.prompt == "chat" and tokenizer.chat_template is None:
         raise UserError(f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"')
@@ -160,7 +160,7 @@ def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | N
             num_draft_tokens=rollout.num_draft_tokens,
         ),
         system_digest=digest,
-        tools=load_tools(recipe.tools, rollout.tools_replay, _say, recipe.run),
+        tools=load_tools(recipe.tools, rollout.tools_replay, note, recipe.run),
     )
 
 
@@ -227,10 +227,6 @@ def rollout_attention(recipe: Recipe, policy: Policy) -> Backend:
     return attention_backend(policy, recipe.rollout.attention, "rollout", "rollout.")
 
 
-def _say(text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
-
-
 def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
     """Return the recipe's index, or its server once that answers; None if it names neither. UserError for too large a
     k, and for a system that needs an index where there is none."""
@@ -244,8 +240,8 @@ def load_retrieval(recipe: Recipe, system: System) -> Retriever | None:
         return None
     retriever: Retriever
     if section.url is not None:
-        _say(f"searches go to {section.url}")
-        retriever = RemoteRetriever(section.url, timeout=section.timeout, patience=section.patience, say=_say)
+        note(f"searches go to {section.url}")
+        retriever = RemoteRetriever(section.url, timeout=section.timeout, patience=section.patience, say=note)
     else:
         # Imported here, for a run with a server does not need FAISS.
         from thresher.retrieval.indexes.load import load_retriever
@@ -268,7 +264,7 @@ def load_judges(
     asked = system.wants_verdict or (section.url is not None and not rewarded_only)
     return Judges(
         entailment=load_judge(section) if system.claims is not None else None,
-        verdict=load_verdicts(section, allow_keys, _say) if asked else None,
+        verdict=load_verdicts(section, allow_keys, note) if asked else None,
     )
 
 
@@ -295,7 +291,7 @@ def check_gold_indices(questions: Sequence[Question], system: System, path: str,
             f"{path}: no question says which of its passages are gold, and {system.name} is rewarded for naming them; "
             "give questions with passages and gold_indices, such as thresher data convert makes of HotpotQA"
         )
-    _say(
+    note(
         f"{path}: {unknown:,} of {len(questions):,} questions do not say which of their passages are gold, and naming "
         f"some earns {system.name} nothing there"
     )

@@ -259,7 +259,7 @@ class Eval(
         from thresher.engine.evaluation.run import EvalOptions, run_evaluation
 
         if self.baseline is not None and self.system is not None:
-            flags.say(
+            console.note(
                 f"eval: baseline {self.baseline} answers; of {self.system} only the preset counts, and fills what is "
                 "left open"
             )
@@ -396,7 +396,7 @@ class Compare(
             atomic_write_text(out / "compare.json", json.dumps(result, indent=2) + "\n")
         console.answer(result)
         for note in result["notes"]:
-            flags.say(note)
+            console.note(note)
         unit = "seeds" if several else "questions"
         columns = ("measure", "first", "second", "difference", "95% interval", "p", unit)
         rows = [row[: len(columns)] for row in difference_rows(result)]
@@ -515,7 +515,7 @@ class Extract(
         by = plan.model if self.refiner is None else f"{self.refiner} of {plan.model}"
         console.announce(f"extract: {self.loop}, from {plan.questions} with {by}, into {plan.out}")
         with signals.on_interrupt(lambda: signals.lines_in(Path(plan.out))), console.stages() as on_stage:
-            figures = extract(plan, lambda done, of: on_stage("extract", done, of), flags.say)
+            figures = extract(plan, lambda done, of: on_stage("extract", done, of), console.note)
         console.figures(f"extract: {plan.out}", figures)
 
     def _extractor(self) -> dict[str, Any]:

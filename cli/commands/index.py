@@ -343,5 +343,5 @@ class ServeRetriever(
         bounds = Bounds(max_queries=self.max_queries, max_k=self.max_k)
         settings = flags.fill(Settings, self, allow_hosts=tuple(self.allow_host), bounds=bounds)
         where, parameters = (self.host, self.port), parse_overrides(self.set)
-        served = serve_folder(self.index, settings, where, flags.say, parameters, self.gpu, self.verify)
+        served = serve_folder(self.index, settings, where, console.note, parameters, self.gpu, self.verify)
         console.answer(served)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from thresher.cli import flags
 from thresher.cli.flags import Count, Port, Texts, Unverified
 from thresher.cli.parser import POSITIONAL, Command, commands_of
 from thresher.common import console
@@ -27,7 +26,7 @@ class Watch(Command, help="show a run while it goes on", place=105, example="thr
             else:
                 from thresher.engine.reports.watch import serve_page
 
-                serve_page(self.run, self.port, flags.say, unverified=self.unverified)
+                serve_page(self.run, self.port, console.note, unverified=self.unverified)
         except KeyboardInterrupt:  # how one leaves it: nothing was interrupted that is to be gone on with
             sys.exit(130)
 

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -236,11 +237,8 @@ class Demo(
         given = {"model": self.model, "questions": self.questions, "family": self.family}
         plan = DemoPlan(seed=self.seed, set=tuple(self.set), **given)
 
-        def say(text: str) -> None:
-            console.console.print(text, style="bold", markup=False, soft_wrap=True)
-
         with signals.on_interrupt(lambda: f"{out} keeps what is finished" if out.exists() else None):
-            demo(out, plan, self.run_command, say)
+            demo(out, plan, self.run_command, partial(console.note, style="bold"))
         from thresher.common.records import read_object
 
         summary = read_object(out / "summary.json")

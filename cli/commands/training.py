@@ -304,7 +304,7 @@ def _print_plan(found: "MemoryPlan") -> None:
     title = f"GB by part and phase{of}; the peak is in: {found.peak}"
     console.grid(title, ["part", *found.phases], texts)
     for line in _lines(found):
-        flags.say(line)
+        console.note(line)
 
 
 def _lines(found: "MemoryPlan") -> list[str]:

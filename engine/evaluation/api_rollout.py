@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from thresher.common.console import console
+from thresher.common.console import note
 from thresher.common.errors import UserError
 from thresher.common.http import CHAT_PATH, HttpAnswer, json_of
 from thresher.engine.assemble import PromptContext, make_prompt_context
@@ -199,7 +199,7 @@ def load_api_context(recipe: Recipe, system: System | None, by: AnsweredBy, answ
         patience=recipe.judge.retry_seconds,
         concurrency=recipe.judge.concurrency,
         replies=answers,
-        say=lambda text: console.print(text, markup=False, soft_wrap=True),
+        say=note,
     )
     tokenizer = load_tokenizer(by.tokenizer, recipe.run.verify) if by.tokenizer else train_bpe((), 256)
     wrapped = recipe.model.prompt == "chat" and not endpoint.chat

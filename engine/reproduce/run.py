@@ -83,7 +83,7 @@ def reproduce(
     for name, table in chosen.items():
         if table.curves:
             _write_figure(manifest, table, experiments[name], out / f"{paper}-{name}.html")
-        _say(markdown(found[name]))
+        console.note(markdown(found[name]))
     if refused:
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
         more = f", and {len(others)} more commands" if others else ""
@@ -112,20 +112,16 @@ def _run(
             if command.finished:
                 continue
             words = command.to_run(scale)
-            _say(title)
-            _say(f"$ thresher {shlex.join(words)}", style="bold")
+            console.note(title)
+            console.note(f"$ thresher {shlex.join(words)}", style="bold")
             command.folder.parent.mkdir(parents=True, exist_ok=True)
             try:
                 run_command(words)
             except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU's memory or CUDA
                 why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 refused[command] = why
-                _say(f"reproduce: left out, for {why}")
+                console.note(f"reproduce: left out, for {why}")
     return True
-
-
-def _say(text: str, style: str | None = None) -> None:
-    console.console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def _check_prompts(manifest: PaperManifest, tables: Mapping[str, PaperTable], scale: Scale) -> None:
@@ -178,7 +174,7 @@ def _write_figure(manifest: PaperManifest, table: PaperTable, experiments: Seque
         if folder is not None and (folder / "metrics.jsonl").is_file():
             groups.setdefault(manifest.label(one.row), []).append(folder)
     write_curves(f"{manifest.title}: {table.caption}", groups, page, table.curves)
-    _say(f"reproduce: curves in {page}")
+    console.note(f"reproduce: curves in {page}")
 
 
 def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool) -> dict[str, PaperTable]:
@@ -202,15 +198,15 @@ def _report_unread(experiments: Sequence[ExperimentRun], scale: Scale) -> None:
     read = read_overrides(experiments, scale)
     for text in dict.fromkeys(scale.overrides):
         if text not in read:
-            _say(f"reproduce: nothing that these tables run reads --set {text}")
+            console.note(f"reproduce: nothing that these tables run reads --set {text}")
 
 
 def _report_lacking(experiments: Sequence[ExperimentRun]) -> None:
     lacking = {path: get for one in experiments for path, get in one.lacking().items()}
     if lacking:
-        _say("reproduce: these are absent, and what reads them is left out:")
+        console.note("reproduce: these are absent, and what reads them is left out:")
     for path, get in lacking.items():
-        _say(f"  {path}: {get}")
+        console.note(f"  {path}: {get}")
 
 
 # Records of commands
