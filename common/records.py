@@ -140,8 +140,8 @@ def read_records(
 
 class _Reader:
     """One pass over a file of records. growing: it may be unfinished and end in half a line, as a kill leaves it.
-    Afterwards `chain` has all of them; `end` and `size` are the bytes up to the end
-    of the last one and of the file; `closed`: there is a closing line; `as_written`: more can be appended."""
+    Afterwards `chain` has all of them; `end` and `size` are the bytes up to the end of the last one and of the file;
+    `closed`: there is a closing line; `as_written`: more can be appended."""
 
     def __init__(
         self, path: Path, unverified: bool, growing: bool, foreign: bool, owner: Path | None, remedy: str

@@ -4,8 +4,8 @@
                                                                                      a line each, in JSON
 
 Jinja's sandbox keeps a template from Python's objects, not from loops, recursion and growth: so this process has little
-memory (resource.RLIMIT_AS), and SIGPROF ends it after `seconds` of CPU time with one request, which time
-spent waiting for a processor is not. It is run by its path and imports nothing of the package.
+memory (resource.RLIMIT_AS), and SIGPROF ends it after `seconds` of CPU time on one request; the time that it waits for
+a processor does not count. It is run by its path and imports nothing of the package.
 """
 
 import json
