@@ -526,7 +526,7 @@ class Play:
 
     def __init__(self, runner: EpisodeRunner, writer: TurnWriter, stack: ExitStack, shape: TreeShape | None) -> None:
         self.runner, self.writer, self.clock, self.stack, self.shape = runner, writer, runner.clock, stack, shape
-        stack.callback(self.runner.tools.drop)
+        stack.callback(self._drop_tools)
         self.replaying = False  # answers come from logs
         self.queries: dict[str, str] = {}  # of a group that is replayed: by key, what it waits to have found
         self.asked: list[tuple[Sample, str]] = []  # queries of the next search
@@ -589,6 +589,10 @@ class Play:
         """Give the episodes what has been written for them."""
         ended = [(sample, self._store_written(sample, one)) for sample, one in written]
         self.serve([(sample, answer) for sample, answer in ended if answer is not None])
+
+    def _drop_tools(self) -> None:
+        if self.runner.tools.waiting:
+            self.runner.tools.drop()
 
     def take_ended(self) -> list[Sample]:
         """Return the samples that have ended since the last call."""
