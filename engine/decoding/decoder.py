@@ -377,10 +377,8 @@ class Decoder:
         rows = int(runs.count_N.sum())
         if not rows:
             return None
-        shared_P = self.pool.ref_count_P > 1 if self.share_prefix else None
-        shared_P = None if shared_P is not None and not shared_P.any() else shared_P
         assert isinstance(self.cache, PagedKV)
-        step = PagedStep(self.cache, self.batch.table_BP, runs, shared_P)
+        step = PagedStep(self.cache, self.batch.table_BP, runs, share=self.share_prefix)
         with CudaTimer(self.policy.device) as lap:
             ids_T = self.batch.tokens_BL[step.slot_T, step.positions_T]
             hidden_TH = self.policy.hidden(ids_T, step.positions_T, step)

@@ -162,9 +162,7 @@ class PagedStep:
     batch-invariant (kernels/operands.py), with rows that write to block 0. rows: the number without padding.
     """
 
-    def __init__(
-        self, cache: PagedKV, table_BP: npt.NDArray[np.int64], runs: QueryRuns, shared_P: npt.NDArray[np.bool_] | None
-    ) -> None:
+    def __init__(self, cache: PagedKV, table_BP: npt.NDArray[np.int64], runs: QueryRuns, *, share: bool = True) -> None:
         self.cache = cache
         size, device = cache.shape.slots, cache.k_LPKDS.device
         rows_4T = prefill_rows(table_BP, runs, size)
@@ -173,7 +171,7 @@ class PagedStep:
         filling_4T[3] = np.arange(filling_4T.shape[1]) % size
         sent_4T = torch.from_numpy(np.concatenate([rows_4T, filling_4T], 1)).to(device)
         self.slot_T, self.positions_T, self.block_T, self.offset_T = sent_4T.unbind()
-        self.buckets = paged_buckets(table_BP, runs, cache.shape, device, shared_P)
+        self.buckets = paged_buckets(table_BP, runs, cache.shape, device, share=share)
         self.delta_runs = None if cache.states is None else cache.states.runs(runs, len(self.slot_T), device)
 
     def delta(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:

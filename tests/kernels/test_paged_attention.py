@@ -6,6 +6,7 @@ Blocks that nobody owns are full of NaN throughout, and what lies behind a seque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,8 +93,7 @@ class Cache:
     def buckets(self, runs: Sequence[Run], shared: bool = False) -> list[PagedBucket]:
         table_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
         pieces = QueryRuns(table_N, start_N, count_N, np.cumsum(count_N) - count_N)
-        shared_P = np.isin(np.arange(len(self.k)), self.table_BP[self.longest]) if shared else None
-        return paged_buckets(self.table_BP, pieces, self.shape, torch.device("cpu"), shared_P)
+        return paged_buckets(self.table_BP, pieces, self.shape, torch.device("cpu"), share=shared)
 
     def rows(self, run: Run) -> Tensor:
         table, start, count = run
@@ -228,16 +228,28 @@ def test_so_it_has_on_several_threads(heads: tuple[int, int, int], threads: int)
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 24), (1, 1, 32), (16, 8, 128)], ids=str)
-def test_where_the_blocks_lie_changes_nothing(heads: tuple[int, int, int]) -> None:
-    """Dense ones are computed in place, scattered ones are brought together: both happen here."""
+def test_where_the_blocks_lie_changes_nothing(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense ones are computed where they lie, in one call or a call a run of blocks, and scattered ones are brought
+    together: all of it happens here."""
     needs_invariant_attention(*heads)
     lengths = [200, 199, 198, 197, 196]
-    dense, scattered = Cache(heads, 16, lengths), Cache(heads, 16, lengths, spread=5)
+    dense, scattered = Cache(heads, 16, lengths), Cache(heads, 16, lengths, spread=20)
     runs = [(number, len(q) - 1, 1) for number, (q, _, _) in enumerate(dense.qkv)]
-    assert any(bucket.in_place for bucket in dense.buckets(runs))
-    assert not any(bucket.in_place for bucket in scattered.buckets(runs))
-    assert all(map(torch.equal, dense.attend(runs), scattered.attend(runs)))
-    assert all(map(torch.equal, dense.whole(), scattered.whole()))
+    rows, whole = scattered.attend(runs), scattered.whole()
+    assert [len(blocks) for blocks in multiplied(scattered, runs)] == [5 * 13]
+    assert multiplied(dense, runs) == [slice(1, 1 + 5 * 13)]
+    assert all(map(torch.equal, dense.attend(runs), rows)) and all(map(torch.equal, dense.whole(), whole))
+    monkeypatch.setattr(paged_cpu, "CALL", 0)  # so no block is multiplied in vain
+    alone = [(number, len(q) - 1, 1) for number, (q, _, _) in list(enumerate(dense.qkv))[:3]]
+    apart = multiplied(dense, alone)
+    assert len(apart) > 1 and all(isinstance(blocks, slice) for blocks in apart)
+    assert all(map(torch.equal, dense.attend(alone), rows)) and all(map(torch.equal, dense.whole(), whole))
+
+
+def multiplied(cache: Cache, runs: Sequence[Run], shared: bool = False) -> list[Any]:
+    """What each product of a step's only bucket runs over."""
+    (bucket,) = cache.buckets(runs, shared)
+    return [tile.blocks for tile in bucket.tiles]
 
 
 def test_blocks_are_shared_where_it_is_asked_for() -> None:
@@ -245,12 +257,13 @@ def test_blocks_are_shared_where_it_is_asked_for() -> None:
     cache = Cache((14, 2, 64), 16)
     runs = [(table, 150 + at, 1) for at, table in enumerate(cache.sharers)]
     (bucket,) = cache.buckets(runs, shared=True)
-    assert bucket.shared is not None and bucket.shared.blocks == 150 // 16
-    assert all(bucket.shared is None for bucket in cache.buckets(runs))
-    # 9 rows of 7 heads are 63 queries of a product with a KV head: one tile a block.
-    assert sorted(bucket.shared.block_W.tolist()) == sorted(cache.table_BP[cache.longest, : 150 // 16].tolist())
-    (lone,) = cache.buckets(runs[:1], shared=True)
-    assert lone.shared is None
+    (apart,) = cache.buckets(runs)
+    # 9 rows of 7 heads are 63 queries of a product with a KV head: one tile a block. Apart they are 9 tiles of 8 rows.
+    blocks = 150 // 16 + 1
+    assert [(tile.rows, len(tile.blocks)) for tile in bucket.tiles] == [(64, blocks)]
+    assert [(tile.rows, len(tile.blocks)) for tile in apart.tiles] == [(8, 9 * blocks)]
+    (lone,), (unasked,) = cache.buckets(runs[:1], shared=True), cache.buckets(runs[:1])
+    assert torch.equal(lone.query_L, unasked.query_L)
 
 
 @pytest.mark.parametrize("page_size", PAGES)
@@ -270,18 +283,16 @@ def test_no_product_is_of_a_lone_matrix_or_of_odd_rows(
     shapes: list[tuple[int, ...]] = []
     product = torch.bmm
 
-    def bmm(x: Tensor, y: Tensor) -> Tensor:
+    def bmm(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
         shapes.append(tuple(x.shape))
-        return product(x, y)
+        return product(x, y, out=out)
 
     cache = Cache(heads, 64, [1, 40, 70])  # where its tile is not known yet, products are tried out
     monkeypatch.setattr(torch, "bmm", bmm)
     for runs in ([(0, 0, 1)], [(1, 39, 1)], [(1, 0, 40)], [(2, 69, 1)]):
         cache.attend(runs)
-    (bucket,) = cache.buckets([(table, 66, 1) for table in cache.sharers], shared=True)
-    assert bucket.shared is not None and bucket.shared.blocks == 1
     cache.attend([(table, 66, 1) for table in cache.sharers], shared=True)
-    assert len(shapes) == 2 * 4 + 4
+    assert len(shapes) == 2 * 5
     assert all(matrices >= 2 and rows % cache.shape.row_tile == 0 for matrices, rows, _ in shapes)
 
 

@@ -80,8 +80,8 @@ def way_to_draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_a_step_of_64_sequences_is_as_many_operations_as_one_of_4(
     siblings: bool, mixed: bool, steady: Callable[..., Decoder], way_to_draw: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if siblings:  # blocks of 64 are dense enough to be computed in place and those of 4 not: a choice, not a loop
-        monkeypatch.setattr(paged_cpu, "IN_PLACE_ROWS", 0)
+    if siblings:  # 64 are more than a product takes, so that a copy pays, and 4 are not: a choice, not a loop
+        monkeypatch.setattr(paged_cpu, "COPY", -1)  # as if it cost nothing
     few, many = (steady(count, siblings, mixed) for count in (4, 64))
     few_ops, many_ops = ops(few.step), ops(many.step)
     assert few_ops == many_ops and len(few_ops) > 100

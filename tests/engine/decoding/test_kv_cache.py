@@ -17,7 +17,7 @@ TABLE_BP = np.array([[5, 2, 7], [3, 6, 0]])
 def step_of(cache: PagedKV, *runs: tuple[int, int, int]) -> PagedStep:
     """Runs of (row of the table, first position, count)."""
     table_N, start_N, count_N = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-    return PagedStep(cache, TABLE_BP, QueryRuns(table_N, start_N, count_N, np.cumsum(count_N) - count_N), None)
+    return PagedStep(cache, TABLE_BP, QueryRuns(table_N, start_N, count_N, np.cumsum(count_N) - count_N))
 
 
 def fed(cache: PagedKV, step: PagedStep, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
