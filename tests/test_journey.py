@@ -83,7 +83,6 @@ def recipe(make_recipe: Callable[..., Recipe], tiny_model_config: ModelConfig, t
     return make_recipe(model={"path": str(tmp_path / "model")}, system={"name": "eval_rar"}, run=run)
 
 
-@pytest.mark.slow
 def test_the_files_of_a_step(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Journey()
     monkeypatch.setattr(GrpoStep, "collect", step.traced(GrpoStep.collect))
