@@ -16,6 +16,7 @@ Surrogates: J is maximised. l = log pi, r = exp(l - old), A the advantage; [x] p
     gmpo       A exp([mean(c)] + c - [c]), c = l - old, bounded where clip's clip binds    GMPO, 2507.20673
     guard      J - lambda max(0, old - l) for rows of A >= 0, in a turn whose sum of old - l over these rows is above 0:
                a likelihood that falls though the answer was right                         LLDS, 2512.04220, eq. 4
+               (guard_zero=False: of A > 0 alone)
 
 The first six see one row at a time. Their slopes dJ/dl are computed a chunk at a time, before its logits' gradient.
 gspo, gmpo, the guard and a user's own see all rows of a call: the log-probs are computed first, in a pass of the head
@@ -86,6 +87,7 @@ class LossSettings:
     tau_negative: float = 1.05
     divergence: float = 0.15
     guard: float = 0.0
+    guard_zero: bool = True
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
@@ -212,7 +214,8 @@ def surrogate_of(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> 
     worth_R, clipped_R = _worth(logprobs_R, ratio_R, rows, settings)
     if settings.guard:
         assert rows.turn_R is not None
-        fallen_R = -log_ratios(logprobs_R, rows) * (rows.advantages_R >= 0)
+        held_R = rows.advantages_R >= 0 if settings.guard_zero else rows.advantages_R > 0
+        fallen_R = -log_ratios(logprobs_R, rows) * held_R
         fallen_R = fallen_R * (group_means(fallen_R, rows.turn_R) > 0)
         worth_R = worth_R - settings.guard * fallen_R.clamp(min=0.0)
     return ratio_R, worth_R, clipped_R

@@ -218,7 +218,9 @@ class GrpoSection(Section):
     tau_positive: Positive = 1.0  # sapo's temperature of tokens with advantage > 0
     tau_negative: Positive = 1.05  # sapo's temperature of the others
     divergence: NotNegative32 = 0.15  # dppo's delta: beyond it a token that leads away has no gradient
-    guard: Literal["none", "llds"] = "none"  # llds: a penalty where the likelihood of a right turn falls
+    # llds: a penalty where the likelihood of a turn falls that was not worse than its group's mean; llds_positive: that
+    # was better
+    guard: Literal["none", "llds", "llds_positive"] = "none"
     guard_weight: NotNegative32 = 0.2  # of the guard, LLDS's lambda
     overlong_tokens: Natural = 0  # DAPO's buffer: a reward falls by up to 1 over the last so many tokens of a length
     dual_clip: Annotated[float, Within(1, 3.4e38, open_low=True)] | None = None  # bounds the ratio if advantage < 0

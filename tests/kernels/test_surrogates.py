@@ -147,26 +147,29 @@ def test_gradients_are_those_of_peers(case: dict[str, Any]) -> None:
     assert float((found - wanted).norm()) <= 1e-7 * float(wanted.norm())
 
 
-def test_the_guard_holds_what_was_right() -> None:
-    """By hand: the loss is 0 but for the guard, of turns 0 (falls on the whole), 1 (rises) and 2 (a wrong answer's)."""
-    hidden, head = torch.zeros(5, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
-    logp, old = -math.log(2), torch.tensor([-0.5, -0.9, -0.9, -0.6, -0.1], dtype=torch.float64)
-    advantages = torch.tensor([0.0, 0.0, 1e-30, 0.0, -1e-30], dtype=torch.float64)
+@pytest.mark.parametrize("zero", [True, False])
+def test_the_guard_holds_what_was_right(zero: bool) -> None:
+    """By hand: the loss is 0 but for the guard, of turns 0 (falls on the whole), 1 (rises), 2 (a wrong answer's) and 3
+    (as good as the group)."""
+    hidden, head = torch.zeros(6, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    logp, old = -math.log(2), torch.tensor([-0.5, -0.9, -0.9, -0.6, -0.1, -0.4], dtype=torch.float64)
+    advantages = torch.tensor([1e-30, 0.0, 1e-30, 1e-30, -1e-30, 0.0], dtype=torch.float64)
     leaf = hidden.requires_grad_()
     result = grpo_loss(
         leaf,
         head,
-        torch.zeros(5, dtype=torch.int64),
+        torch.zeros(6, dtype=torch.int64),
         old,
         advantages,
-        torch.full((5,), 0.5, dtype=torch.float64),
-        turn_T=torch.tensor([0, 1, 1, 0, 2]),
+        torch.full((6,), 0.5, dtype=torch.float64),
+        turn_T=torch.tensor([0, 1, 1, 0, 2, 3]),
         guard=0.2,
+        guard_zero=zero,
     )
-    fallen = torch.tensor([-0.5 - logp, 0, 0, -0.6 - logp, 0], dtype=torch.float64)
+    fallen = torch.tensor([-0.5 - logp, 0, 0, -0.6 - logp, 0, (-0.4 - logp) * zero], dtype=torch.float64)
     assert result.loss.item() == pytest.approx(0.5 * 0.2 * float(fallen.sum()), rel=1e-12)
     result.loss.backward()
-    assert leaf.grad is not None and (leaf.grad[:, 0] < 0).tolist() == [True, False, False, True, False]
+    assert leaf.grad is not None and (leaf.grad[:, 0] < 0).tolist() == [True, False, False, True, False, zero]
     assert result.logit_gradients is not None and torch.equal(result.logit_gradients, leaf.grad[:, 0])
 
 

@@ -125,6 +125,10 @@ def test_the_guard_sees_turns(gradients: dict[str, torch.Tensor]) -> None:
     wanted = torch.autograd.grad(penalty, list(policy.parameters()))
     for gradient, before, exact in zip(found(policy, gradients), without, wanted, strict=True):
         assert float((gradient - before - exact).norm()) <= 1e-12 * float(gradient.norm())
+    for guard in ("llds", "llds_positive"):  # what one of advantage 0 is held by is the first's difference
+        none = [0.0] * len(ADVANTAGES)
+        update(policy, None, trajectories, none, GrpoSection(beta=0.0, guard=guard))
+        assert any(gradient.any() for gradient in found(policy, gradients)) == (guard == "llds")
 
 
 def test_an_objective_of_ones_own(tmp_path: Path, gradients: dict[str, torch.Tensor]) -> None:
