@@ -23,6 +23,12 @@ WHOLE_LIMIT = 4 << 30
 LINE_LIMIT = "THRESHER_LINE_LIMIT"
 TAR_MAGIC = (b"ustar\x0000", b"ustar  \x00")  # POSIX and GNU; with the NUL, for "mustard" is a word
 TAR_AT = slice(257, 265)
+PACKED = {
+    b"BZh": ("bzip2", "bzip2 -dc"),
+    b"\xfd7zXZ\x00": ("xz", "xz -dc"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc"),
+    b"PK\x03\x04": ("zip", "unzip -p"),
+}
 
 
 def iter_jsonl(path: str | Path) -> Iterator[tuple[int, Record]]:
@@ -157,6 +163,9 @@ def readable(path: Path, place: Callable[[], str]) -> Iterator[IO[bytes]]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             if file.peek(TAR_AT.stop)[TAR_AT] in TAR_MAGIC:
                 raise UserError(f"{path}: is a tar archive; unpack it first: tar -xOf {path} > FILE.jsonl")
+            for magic, (name, unpack) in PACKED.items():
+                if file.peek(len(magic)).startswith(magic):
+                    raise UserError(f"{path}: is {name} data; unpack it first: {unpack} {path} > FILE.jsonl")
             yield cast(IO[bytes], file)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: truncated or damaged gzip data {place()} ({error}); fetch the file again") from None

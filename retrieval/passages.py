@@ -30,6 +30,7 @@ from thresher.common.jsonl import (
     id_field,
     iter_lines,
     iter_list,
+    line_limit,
     parse_json,
     read_head,
     read_whole,
@@ -112,7 +113,7 @@ def record_at(data: bytes, fmt: CorpusFormat, where: str) -> Record:
         return as_object(parse_json(data.partition(b"\n")[0].rstrip(), where), where)
     text = io.StringIO(decode_text(data, where), newline="\n")
     try:
-        return _tsv_record(next(_tsv_reader(text)), fmt.columns, where)
+        return _tsv_record(next(_csv_reader(text, "\t")), fmt.columns, where)
     except (csv.Error, StopIteration) as error:
         raise UserError(f"{where}: malformed TSV ({error})") from None
 
@@ -207,7 +208,7 @@ def iter_table(path: Path, delimiter: str, malformed: str) -> Iterator[tuple[str
             end += len(line)
             yield decode_text(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
 
-    reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
+    reader = _csv_reader(decoded(), delimiter)
     while True:
         start, where = end, f"{path}:{number + 1}"
         try:
@@ -216,13 +217,14 @@ def iter_table(path: Path, delimiter: str, malformed: str) -> Iterator[tuple[str
             return
         except csv.Error as error:
             raise UserError(f"{where}: {malformed.format(error)}") from None
-        if cells:
+        if len(cells) > 1 or "".join(cells).strip():
             yield where, start, cells
 
 
 # _csv.Reader has no public name before Python 3.12's stubs; what is used of it is that it iterates.
-def _tsv_reader(lines: Iterator[str]) -> Iterator[list[str]]:
-    return csv.reader(lines, delimiter="\t", strict=True)
+def _csv_reader(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
+    csv.field_size_limit(line_limit())
+    return csv.reader(lines, delimiter=delimiter, strict=True)
 
 
 def _tsv_record(cells: list[str], columns: tuple[str, ...], where: str) -> Record:
@@ -245,7 +247,7 @@ def _tsv_columns(path: Path, header: bytes) -> tuple[str, ...]:
 
 def _tsv_cells(line: bytes) -> tuple[str, ...]:
     try:
-        return tuple(next(_tsv_reader(iter([line.decode("utf-8", "replace")])), []))
+        return tuple(next(_csv_reader(iter([line.decode("utf-8", "replace")]), "\t"), []))
     except csv.Error:
         return ()
 

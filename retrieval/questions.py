@@ -8,6 +8,7 @@ of "gold_indices", which count from 1, a passage may have "gold": true. All othe
 `datasets` turns published files into these records.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from thresher.rewards.text import normalize_answer
 
 NAMED_DOCUMENTS = ("evidence_docs", "gold_docs")  # of the metadata: ids of documents that a search should find
 GOLD_KEYS = ("golden_answers", "answers", "answer")
+COUNTED = re.compile(r"(.*/)?((train|dev|test|validation)_)?\d+")  # ids that number the rows of a file
 OWN_KEYS = frozenset(("id", "question", "passages", "gold_indices", *GOLD_KEYS))
 
 
@@ -90,12 +92,14 @@ def to_question(record: Record, id_: str, where: str, *, golds_needed: bool = Tr
 
 def check_apart(sets: Iterable[tuple[str | Path, Iterable[Question]]]) -> None:
     """Raise UserError where two sets, each with its file, have a question in common, by its id or its normalised text.
-    An id that is a row's number, as it is by default, names no question."""
+    An id that counts the rows of a file, such as 17, nq/17 and train_17, names no question."""
     first: dict[str, str | Path] = {}
     for path, questions in sets:
         here: set[str] = set()
-        for row, question in enumerate(questions):
-            keys = {f"text {normalize_answer(question.question)}", f"id {question.id}"} - {f"id {row}"}
+        for question in questions:
+            keys = {f"text {normalize_answer(question.question)}"}
+            if not COUNTED.fullmatch(question.id):
+                keys.add(f"id {question.id}")
             for key in keys & first.keys():
                 raise UserError(
                     f"{path}: question {question.id} is in {first[key]} too; give warm-up, training, dev and test set "

@@ -18,16 +18,16 @@ class Watch(Command, help="show a run while it goes on", place=105, example="thr
     unverified: Unverified = False
 
     def __call__(self) -> None:
+        from thresher.engine.reports.watch import read_state, serve_page, watch_terminal
+
         try:
             if self.tty:
-                from thresher.engine.reports.watch import watch_terminal
-
                 console.answer(watch_terminal(self.run, unverified=self.unverified).to_dict())
             else:
-                from thresher.engine.reports.watch import serve_page
-
                 serve_page(self.run, self.port, console.note, unverified=self.unverified)
         except KeyboardInterrupt:  # how one leaves it: nothing was interrupted that is to be gone on with
+            if not self.tty:
+                console.answer(read_state(self.run, self.unverified).to_dict())
             sys.exit(130)
 
 

@@ -16,7 +16,7 @@ import jinja2
 from thresher.common.console import shown as shown_number
 from thresher.common.console import visible
 from thresher.engine.config.recipe import Recipe, load_recipe
-from thresher.engine.store.run_folder import RunFolder, step_folders, step_of
+from thresher.engine.store.run_folder import RunFolder, expected_steps, step_folders, step_of, tokens_spent
 from thresher.engine.systems import load_system
 from thresher.rewards.reward import Source
 
@@ -63,6 +63,11 @@ class RunRecords:
     def last_step(self) -> int:
         """The last step that is recorded, 0 before the first."""
         return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def expected_steps(self) -> int:
+        """The steps that the run will have, by its recipe and its budget of tokens."""
+        return expected_steps(self.recipe.run, self.last_step, tokens_spent(self.steps))
 
     def rate(self, tokens: str, seconds: str, last: int = 0) -> float | None:
         """Return the tokens per second over the last steps (0: over all of them), None without any time."""

@@ -113,6 +113,7 @@ def report_page(run: RunRecords, *notes: Path) -> tuple[str, dict[str, bytes]]:
         toml=recipe.to_toml(),
         summary=run.summary,
         last_step=run.last_step,
+        steps=run.expected_steps,
         health=health_of(run),
         tiles=_tiles(run.summary, evals),
         notes=_notes(*notes, folder.path),
@@ -477,7 +478,7 @@ def _mean(runs: Sequence[Series]) -> Series:
 def _compared_rows(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
     last = [run.evals[-1][1] if run.evals else {} for run in runs]
     terms = [measures.get("parts") or {} for measures in last]
-    yield "Steps", [f"{run.last_step} of {run.recipe.run.steps}" for run in runs]
+    yield "Steps", [f"{run.last_step} of {run.expected_steps}" for run in runs]
     if any(last):
         yield "Last evaluation at step", [str(run.evals[-1][0]) if run.evals else "-" for run in runs]
         yield "Held-out questions, greedy", [shown_number(measures.get("questions")) for measures in last]

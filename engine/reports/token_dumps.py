@@ -402,6 +402,7 @@ def _path(
     task, work = trace.get("task") or {}, (episode.get("run") or {}).get("work") or {}
     policy, asked = work.get("policy") or {}, (task.get("data") or {}).get("prompt")
     rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
+    scored = [reward for reward in rewards.values() if reward.get("score", 0.0) is not None]
     in_batch = dump.path.parts[-3:-1] == ("train", "effective")  # else the folder's step is not the one that it trains
     step = STEP.fullmatch(dump.path.parts[-4]) if in_batch and len(dump.path.parts) > 3 else None
     version = policy.get("start")
@@ -415,7 +416,7 @@ def _path(
         "golden_answers": None,
         "step": int(step[1]) if step else None,
         "segments": segments,
-        "reward": sum(r.get("score", 0.0) * r.get("weight", 1.0) for r in rewards.values()) if rewards else None,
+        "reward": sum(map(_weighted, scored)) if scored and len(scored) == len(rewards) else None,
         "advantage": _same(values.get("advantage", ())) if advantage is None else advantage,
         "parts": plain({name: reward.get("score") for name, reward in rewards.items()} | (trace.get("metrics") or {}))
         | {"agent": (trace.get("agent") or {}).get("name")}
@@ -425,6 +426,11 @@ def _path(
     return Rollout(
         group=(episode.get("group") or {}).get("id") or task.get("hash") or prompt, record=record, values=values
     )
+
+
+def _weighted(reward: Mapping[str, float]) -> float:
+    weight = reward.get("weight")
+    return reward.get("score", 0.0) * (1.0 if weight is None else weight)
 
 
 def _column(row: Mapping[str, Any], key: str, where: str, count: int | None = None) -> Array:

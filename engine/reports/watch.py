@@ -35,7 +35,7 @@ from thresher.common.hosts import host_allowed
 from thresher.engine.reports.health import health_of, short_verdict
 from thresher.engine.reports.pages import RunRecords, duration, is_right, open_run, page_part, step_files
 from thresher.engine.reports.report import report_page
-from thresher.engine.store.run_folder import RunFolder, expected_steps, tokens_spent
+from thresher.engine.store.run_folder import RunFolder
 
 RECENT = 20  # steps over which rates and the time left are computed
 PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")
@@ -86,10 +86,6 @@ class RunState(RunRecords):
     @property
     def finished(self) -> bool:
         return self.process is None and bool(self.summary) and self.last_step >= self.expected_steps
-
-    @property
-    def expected_steps(self) -> int:
-        return expected_steps(self.recipe.run, self.last_step, tokens_spent(self.steps))
 
     @property
     def ended(self) -> bool:

@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 SLOT_STEP = 16  # a block's slots are a multiple of this: softmax takes another path for the rest of a row
 PIECE = 64  # new rows of one sequence that share products
 SHARED_ROWS = 64  # queries of different sequences that share one
-SCORE_ELEMENTS = 1 << 19  # scores held at once: 2 MiB of float32, whose queries and sums of values take four times as much
+SCORE_ELEMENTS = 1 << 19  # scores held at once: 2 MiB of float32; queries and sums of values take four times as much
 # What takes a CPU about as long as a row of a matrix's product does, so many times:
 CALL = 200  # another call of torch's batched product
 COPY = 16  # reading or copying the matrix, a block's keys of one head

@@ -146,27 +146,41 @@ def _iter_items(path: Path, label: str, key: str | None = None) -> Iterator[tupl
     text.skip(TEXT_SPACE)
     text.at += 1  # the bracket
     number = 0
-    while (character := text.skip(SPACE)) and character != "]":
+    while (character := text.skip(TEXT_SPACE)) and character != "]":
+        if number and character != ",":
+            raise UserError(f"{path}: expected a comma after item {number}, found {character!r}; fix the file")
+        text.at += number > 0
+        text.skip(TEXT_SPACE)
         number += 1
         where = f"{label}{number}"
         yield where, as_object(text.value(where), where)
-    if not character:
+    text.at += 1
+    if not character or (key is not None and (_find(text, None, path) or text.skip(TEXT_SPACE) != "}")):
         raise UserError(f"{path}: the JSON list breaks off after item {number}; fetch the file again")
+    text.at += key is not None
+    if text.skip(TEXT_SPACE):
+        raise UserError(f"{path}: more follows the JSON list of {number} items; give each list a file of its own")
 
 
 def _enter(text: _Text, key: str, path: Path) -> None:
     """Pass over the keys of an object that come before `key`, up to its list."""
     text.skip(TEXT_SPACE)
     text.at += 1  # the brace
+    if not _find(text, key, path):
+        raise UserError(f'{path}: no list "{key}" in this object; convert the file')
+
+
+def _find(text: _Text, key: str | None, path: Path) -> bool:
+    """Pass over keys of an object, up to the list under `key`. Return whether it is there."""
     while text.skip(SPACE) == '"':
         name = text.value(str(path))
         if text.skip(TEXT_SPACE) != ":":
             break
         text.at += 1
         if text.skip(TEXT_SPACE) == "[" and name == key:
-            return
+            return True
         text.value(str(path))
-    raise UserError(f'{path}: no list "{key}" in this object; convert the file')
+    return False
 
 
 def _iter_table(path: Path, delimiter: str) -> Iterator[tuple[str, Record]]:
@@ -175,6 +189,9 @@ def _iter_table(path: Path, delimiter: str) -> Iterator[tuple[str, Record]]:
     for where, _, cells in rows:
         if columns is None:
             columns = [cell.strip() for cell in cells]
+            for name in filter(None, columns):
+                if columns.count(name) > 1:
+                    raise UserError(f"{where}: the column {name!r} occurs twice; give every column its own name")
         elif len(cells) != len(columns):
             raise UserError(
                 f"{where}: expected {len(columns)} cells ({', '.join(columns)}), found {len(cells)}; fix this record"

@@ -2,7 +2,9 @@
 
 A source is one question set: a name, its files, and how many of its questions are wanted. Without a seed the first ones
 are taken; with one, each source is sampled by a seed of its own and the whole is shuffled. Where several sources are
-mixed, an id becomes `name/id` and the metadata gets "dataset". Records that are left out are counted by reason.
+mixed, an id becomes `name/id` and the metadata gets "dataset". A question whose id another one has gets its hash behind
+it: merged files, such as Search-R1's, count from 0 in each of their sets. Records that are left out are counted by
+reason.
 """
 
 import json
@@ -27,7 +29,8 @@ from thresher.retrieval.questions import NAMED_DOCUMENTS, Question, passage_reco
 
 AUTO = "auto"
 BROWSECOMP = "browsecomp-plus"
-ID_AGAIN = "the id was used before"
+ID_AGAIN = "the id and the question were there before"
+RENAMED = "questions given another id, for theirs was used before"
 SAMPLE = 100  # records of a file by which the room for its questions is planned
 GZIPPED = 0.2  # of a text's size; rather too small, for what would fit must not be refused
 ALIAS_KEYS = ("aliases", "demonyms")
@@ -165,7 +168,7 @@ def read_source(
 ) -> Iterator[Question]:
     """Yield every question of a source, in order, ids differing; what is left out goes into `tally`. fmt: None to look
     at each file."""
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for path in source.paths:
         reader = fmt or detect(path)
         tally.formats.append(reader.name)
@@ -183,12 +186,15 @@ def read_source(
             on_record(tally.name, tally.records)
             try:
                 question = reader.read(row)
+                if seen.get(question.id, question.question) != question.question:
+                    tally.notes[RENAMED] += 1
+                    question = replace(question, id=f"{question.id}#{content_id('', question.question)}")
                 if question.id in seen:
                     raise Skipped(ID_AGAIN)
             except Skipped as skip:
                 tally.skipped.append((where, row.id("id", "_id", "QuestionId", "question_id", "query_id"), str(skip)))
                 continue
-            seen.add(question.id)
+            seen[question.id] = question.question
             yield question
 
 

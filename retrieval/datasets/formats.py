@@ -28,6 +28,7 @@ write a function Row -> Question, and give it a row in FORMATS.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,11 +99,11 @@ class Row:
         return checked_string(value, f'{self.where}: "{key}"').strip()
 
     def golds(self, *values: object) -> tuple[str, ...]:
-        """Return the gold answers in strings, numbers, lists of them and nulls: stripped, not blank, each once."""
+        """Return the gold answers in strings, numbers and lists of them: stripped, no blank, null or NaN, each once."""
         golds: dict[str, None] = {}
         for value in values:
             for item in value if isinstance(value, list | tuple) else [value]:
-                if item is None:
+                if item is None or (isinstance(item, float) and not math.isfinite(item)):  # pandas writes NaN for none
                     continue
                 if isinstance(item, int | float) and not isinstance(item, bool):
                     item = str(item)

@@ -115,7 +115,11 @@ class Bm25Index(LocalRetriever):
         if not known:
             return []
         score_N = self._scores.get_scores_from_ids(known)
-        rows = np.flatnonzero(score_N > 0)
+        has_word_N = np.zeros(len(score_N), bool)  # a score may be 0 and below by okapi
+        columns = self._scores.scores
+        for word in known:
+            has_word_N[columns["indices"][columns["indptr"][word] : columns["indptr"][word + 1]]] = True
+        rows = np.flatnonzero(has_word_N)
         if len(rows) > k:
             # Every tie at the k-th place stays, so that the row decides among them and not the partition.
             kth = np.partition(score_N[rows], len(rows) - k)[len(rows) - k]

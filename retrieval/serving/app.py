@@ -83,9 +83,9 @@ class Request:
     scores: bool
 
 
-def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) -> Request:
+def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int, passages: int) -> Request:
     """Return the request in `body`. Refused with 400 for what is not JSON, has a wrong key, or is out of bounds. A
-    blank query among others finds nothing."""
+    blank query among others finds nothing. passages: of the corpus, the most that a request gets that does not say."""
     record = _read_object(body)
     for key in record:
         if key not in (dialect.queries, dialect.k, dialect.scores):
@@ -94,7 +94,7 @@ def read_request(body: bytes, dialect: Dialect, bounds: Bounds, default_k: int) 
     queries = _queries(record, dialect, bounds)
     k = record.get(dialect.k)
     if k is None:
-        k = default_k if dialect.default_k is None else min(dialect.default_k, bounds.max_k)
+        k = min(default_k if dialect.default_k is None else dialect.default_k, bounds.max_k, passages)
     if type(k) is not int or not 1 <= k <= bounds.max_k:
         raise _bad(f"{dialect.k}: expected a whole number from 1 to {bounds.max_k}, got {_shown(k)}")
     if len(queries) * k > bounds.max_passages:
@@ -525,7 +525,7 @@ class App:
         try:
             started = time.monotonic()
             dialect = DIALECTS[path]
-            request = read_request(body, dialect, self.settings.bounds, self.settings.k)
+            request = read_request(body, dialect, self.settings.bounds, self.settings.k, self.served.passages)
             answer = await self._search(request, dialect, client)
             self.metrics.served(len(request.queries), time.monotonic() - started)
             return answer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from thresher.common.errors import UserError
 from thresher.retrieval.datasets.formats import detect
 from thresher.retrieval.passages import Passage
-from thresher.retrieval.questions import Query, Question, question_record, read_queries, read_questions
+from thresher.retrieval.questions import Query, Question, check_apart, question_record, read_queries, read_questions
 
 
 def write(path, *records):
@@ -182,6 +182,21 @@ def test_the_titles_to_find_are_those_of_the_gold_passages_unless_named(tmp_path
     asked = {"question": "a?", "passages": passages, "gold_indices": [3, 1, 2]}
     path = write(tmp_path / "q.jsonl", asked, {**asked, "metadata": {"gold_titles": ["T"]}})
     assert [query.gold_titles for query in read_queries(path)] == [("Beta", "Alpha"), ("T",)]
+
+
+@pytest.mark.parametrize("id_", ["1", "nq/17", "train_0", "nq/test_3"])
+def test_sets_that_number_their_questions_are_apart(id_):
+    train, dev = Question(id_, "who is b?", ("b",)), Question(id_, "who is d?", ("d",))
+    check_apart([("train.jsonl", [train]), ("dev.jsonl", [dev])])
+    with pytest.raises(UserError, match=rf"dev\.jsonl: question {id_} is in train\.jsonl too"):
+        check_apart([("train.jsonl", [train]), ("dev.jsonl", [Question(id_, "Who is B", ("b",))])])
+
+
+@pytest.mark.parametrize("id_", ["5a8b57f25542995d1e6f1371", "2hop__13548_13529", "tc_33"])
+def test_a_question_is_known_by_the_id_of_its_data_set(id_):
+    corrected = [[Question(id_, text, ("b",))] for text in ("who si b?", "who is b?")]
+    with pytest.raises(UserError, match=r"is in train\.jsonl too"):
+        check_apart(zip(("train.jsonl", "dev.jsonl"), corrected, strict=True))
 
 
 def test_real_questions(shared_data):

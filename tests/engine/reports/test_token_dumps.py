@@ -154,6 +154,18 @@ def episode(tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
     return {"id": "e", "env": {"id": "qa"}, "group": {"id": "g"}, "run": run, "ok": True, "traces": [trace]} | changes
 
 
+@pytest.mark.parametrize(
+    ("score", "weight", "reward"), [(1.0, None, 1.5), (None, 1.0, None), (None, None, None), (1.0, 3.0, 3.5)]
+)
+def test_a_reward_of_prime_rl_may_be_null(
+    tmp_path: Path, tiny_tokenizer: Tokenizer, score: float | None, weight: float | None, reward: float | None
+) -> None:
+    one = episode(tiny_tokenizer)
+    one["traces"][0]["rewards"]["exact"] = {"score": score, "weight": weight}
+    [group] = data_of(write_token_page(lines(tmp_path / "traces.jsonl", one)))["groups"]
+    assert {sample["reward"] for sample in group["samples"]} == {reward}
+
+
 def test_episodes_of_prime_rl(tmp_path: Path, model: Path, tiny_tokenizer: Tokenizer) -> None:
     failed = {"id": "f", "env": {"id": "qa"}, "task": {}, "ok": False, "errors": [{"type": "E"}], "traces": []}
     two = [episode(tiny_tokenizer), failed, episode(tiny_tokenizer, group={"id": "other"})]

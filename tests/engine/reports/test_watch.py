@@ -250,7 +250,7 @@ def test_a_taken_port_and_no_run(run: RunFolder, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_both_views_with_130(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -258,8 +258,10 @@ def test_an_interrupt_ends_both_views_with_130(
     monkeypatch.setattr(watch_module, "watch_terminal", interrupted)
     monkeypatch.setattr(watch_module, "serve_page", interrupted)
     for flags in (["--tty"], ["--port", "0"]):
-        assert cli.run(["watch", str(tmp_path), *flags]) == 130
+        assert cli.run(["watch", str(run.path), *flags]) == 130
         assert capsys.readouterr() == ("", "")
+    assert cli.run(["watch", str(run.path), "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["step"] == 0
 
 
 LOST = "no answer from thresher watch: this page shows what it sent last"

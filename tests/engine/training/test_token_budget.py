@@ -8,6 +8,8 @@ from train_cases import Make, assert_same_run, metrics, single_threaded, steps_o
 
 from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, from_dict
+from thresher.engine.reports.pages import RunRecords
+from thresher.engine.reports.report import report_page
 from thresher.engine.store.run_folder import RunFolder, expected_steps, tokens_spent
 from thresher.engine.training.train import Progress, train
 
@@ -59,6 +61,7 @@ def test_a_run_ends_with_the_step_that_reaches_its_budget(
     assert_same_steps(three_steps, tmp_path / "run")
     assert (summary["steps"], summary["tokens_spent"]) == (3, third)
     assert [one.step for one in watched if "eval" in one.record] == [0, 2, 3]
+    assert "3 of 3 steps" in report_page(RunRecords.read(tmp_path / "run"))[0]
     assert watched[-1].steps == 3 and (tmp_path / "run" / "checkpoints" / "step_000003").is_dir()
 
 

@@ -11,8 +11,16 @@ import pytest
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
 from thresher.retrieval.corpus import read_corpus
-from thresher.retrieval.datasets.convert import MixSource, convert, draw, parse_mix, read_aliases
-from thresher.retrieval.datasets.formats import NO_ANSWER
+from thresher.retrieval.datasets.convert import (
+    ID_AGAIN,
+    RENAMED,
+    MixSource,
+    convert,
+    draw,
+    parse_mix,
+    read_aliases,
+)
+from thresher.retrieval.datasets.formats import NO_ANSWER, content_id
 from thresher.retrieval.datasets.summary import excerpt, spread, summarize
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, read_questions
@@ -55,14 +63,30 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
     out, skipped = tmp_path / "out.jsonl", tmp_path / "skipped.jsonl"
     figures = convert([MixSource(paths=(first, second))], out, skipped=skipped)
     assert ids(out) == ["x", "3"]  # the row number counts on from file to file
-    reasons = {NO_ANSWER: 1, "the id was used before": 1, "no question": 1}
+    reasons = {NO_ANSWER: 1, "the id and the question were there before": 1, "no question": 1}
     [source] = figures["sources"]
     assert (source["records"], source["kept"], source["skipped"]) == (5, 2, reasons)
     assert [json.loads(line) for line in skipped.read_text().splitlines()] == [
         {"source": "questions", "where": f"{first}:2", "id": "y", "reason": NO_ANSWER},
-        {"source": "questions", "where": f"{first}:3", "id": "x", "reason": "the id was used before"},
+        {"source": "questions", "where": f"{first}:3", "id": "x", "reason": ID_AGAIN},
         {"source": "questions", "where": f"{second}:2", "id": "4", "reason": "no question"},
     ]
+
+
+def test_another_question_under_an_id_is_kept(tmp_path: Path) -> None:
+    """Search-R1's training file is merged from sets that each count from 0."""
+    model = {"reward_model": {"ground_truth": {"target": ["a"]}}, "prompt": [{"role": "user", "content": "x"}]}
+    rows = [
+        {"id": "train_0", "question": question, "data_source": source, **model}
+        for question, source in (("one?", "nq"), ("two?", "hotpotqa"), ("two?", "hotpotqa"), ("one?", "nq"))
+    ]
+    out = tmp_path / "out.jsonl"
+    figures = convert([MixSource(paths=(write(tmp_path / "train.jsonl", *rows),))], out)
+    first, second = read_questions(out)
+    assert (first.id, first.question, second.question) == ("train_0", "one?", "two?")
+    assert second.id == f"train_0#{content_id('', 'two?')}" and second.metadata["data_source"] == "hotpotqa"
+    [source] = figures["sources"]
+    assert source["skipped"] == {ID_AGAIN: 2} and source["notes"] == {RENAMED: 2}
 
 
 def test_without_a_seed_the_first_are_taken_and_reading_stops(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,7 @@ def test_every_format_has_a_case() -> None:
         ("popqa", {**POPQA, "possible_answers": "[]"}, NO_ANSWER),
         ("popqa", {**POPQA, "possible_answers": ""}, NO_ANSWER),
         ("nq-open", {"question": "q?", "answer": ["", " "]}, NO_ANSWER),
+        ("nq-open", {"question": "q?", "answer": [math.nan]}, NO_ANSWER),
         ("verl", {**VERL, "reward_model": {"ground_truth": "<|answer_split|>"}}, NO_ANSWER),
         ("verl", {**VERL, "prompt": []}, NO_QUESTION),
     ],
@@ -292,6 +294,12 @@ def test_a_json_list_is_read_in_pieces(
         (b'[{"a": "\xff"}]', "not valid UTF-8 near byte 8"),
         (b'{\n"a": 1\n}', "expected a JSON list of questions"),
         (b'{"a": {"Data": []}}', 'no list "Data" in this object'),
+        (b'[{"a": 1}]\n[{"a": 2}]\n', "more follows the JSON list of 1 items; give each list a file of its own"),
+        (b'[{"a": 1}]{"a": 2}', "more follows the JSON list of 1 items"),
+        (b'[{"a": 1} {"a": 2}]', "expected a comma after item 1, found '{'"),
+        (b'[{"a": 1},, {"a": 2}]', "item 2: not valid JSON"),
+        (b'{"Data": [{"a": 1}], "b": 2', "breaks off after item 1"),
+        (b'{"Data": [{"a": 1}]} 5', "more follows the JSON list of 1 items"),
     ],
 )
 def test_a_damaged_json_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
@@ -320,6 +328,9 @@ def test_tables(tmp_path: Path) -> None:
         assert find_format("popqa").read(row(found[0][1])).golds == ("a", 'b"c')
     (tmp_path / "b.csv").write_text("Question,Answer\nq?,a\nq?\n")
     assert detect(tmp_path / "b.csv").name == "bamboogle"
+    (tmp_path / "d.csv").write_text("Question,Answer,Answer\nq?,a,b\n")
+    with pytest.raises(UserError, match=r"d\.csv:1: the column 'Answer' occurs twice"):
+        list(iter_rows(tmp_path / "d.csv"))
     with pytest.raises(UserError, match=r"b\.csv:3: expected 2 cells \(Question, Answer\), found 1"):
         list(iter_rows(tmp_path / "b.csv"))
 

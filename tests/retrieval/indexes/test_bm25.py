@@ -68,6 +68,17 @@ def test_equal_to_the_formula(variant, k1, b, tmp_path):
             assert score == pytest.approx(expected[row], rel=2e-6)
 
 
+def test_a_passage_with_a_word_is_found_whatever_its_score(tmp_path):
+    """okapi's idf is 0 for a word of half of the passages, and its floor may be below 0."""
+    settings = Bm25Settings(variant="okapi")
+    half = build_bm25(corpus_of("apple tree", "pear tree"), tmp_path / "half", settings=settings)
+    assert found(half, "apple", 2) == [(0, 0.0)]
+    assert [row for row, _ in found(half, "apple tree", 2)] == [0, 1]
+    alone = build_bm25(corpus_of("apple tree"), tmp_path / "alone", settings=settings)
+    [(row, score)] = found(alone, "apple", 1)
+    assert row == 0 and score < 0 and found(alone, "plum", 1) == []
+
+
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 25))
 @settings(max_examples=60, derandomize=True, deadline=None)
 def test_the_best_k_of_all_scores_ties_by_row(seed, count, k):
