@@ -24,6 +24,7 @@ from thresher.engine.scoring.score import Judges
 from thresher.engine.systems import load_system, own_digest, preset_of
 from thresher.engine.threads import threads_for, use_threads
 from thresher.kernels.attention.backends.choice import Backend
+from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy, attention_backend, load_policy
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.retrieval.questions import Question, read_questions
@@ -112,14 +113,18 @@ def load_run_context(recipe: Recipe, model_path: str | Path | None = None, syste
     attention = rollout_attention(recipe, policy)
     if recipe.model.prompt == "chat" and tokenizer.chat_template is None:
         raise UserError(f'{folder}: model.prompt is "chat", but the model has no chat template; set it to "raw"')
-    rollout = recipe.rollout
-    if rollout.max_context > policy.config.max_position_embeddings:
-        raise UserError(
-            f"rollout.max_context is {rollout.max_context}, but the model was made for "
-            f"{policy.config.max_position_embeddings} positions; lower it"
-        )
+    check_positions(recipe, policy.config)
     known = {field.name: getattr(context, field.name) for field in fields(context)}
     return RunContext(policy=policy, **known | {"limits": replace(context.limits, attention=attention)})
+
+
+def check_positions(recipe: Recipe, config: ModelConfig) -> None:
+    """Raise UserError where episodes may be longer than what the model was made for."""
+    if recipe.rollout.max_context > config.max_position_embeddings:
+        raise UserError(
+            f"rollout.max_context is {recipe.rollout.max_context}, but the model was made for "
+            f"{config.max_position_embeddings} positions; lower it"
+        )
 
 
 def make_prompt_context(recipe: Recipe, tokenizer: Tokenizer, system: System | None = None) -> PromptContext:

@@ -30,9 +30,11 @@ Axes: S seeds, Q questions.
 """
 
 import json
+import re
 import shlex
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -69,6 +71,7 @@ HEAD = ("at", "commit", "machine", "torch")  # of a run's start
 PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")  # of a step
 LEVEL = 0.05
 MOST_BYTES = 1 << 20  # of the file
+NAME = re.compile(r"\w[^/\\\s]*")  # of methods and conditions
 SHIPPED = Path(str(files("thresher.bench.studies"))) / "comparisons"
 
 
@@ -94,6 +97,8 @@ class Comparison(Section):
             for name, texts in getattr(self, table).items():
                 if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
                     raise FieldError(f"{table}.{name}", f"expected a list of settings such as --set has, got {texts!r}")
+                if not NAME.fullmatch(name):
+                    raise FieldError(table, f"expected names that files can have, such as lr-3, got {name!r}")
         if self.baseline not in self.methods:
             raise FieldError("baseline", f"expected one of {', '.join(self.methods)}, got {self.baseline!r}")
         for name in ("seeds", "budgets"):
@@ -105,6 +110,9 @@ class Comparison(Section):
             raise FieldError("measure", f'expected "em", "f1" or "reward", got {self.measure!r}')
         if stray := set(self.control_seeds or ()) - set(self.seeds):
             raise FieldError("control_seeds", f"expected some of seeds, got {sorted(stray)}")
+        for name, count in Counter(run.name for run in runs_of(self)).items():
+            if count > 1:
+                raise FieldError("methods", f"two runs would be {name}; give a method or a condition another name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,26 +175,32 @@ def run_comparison(
     run_command: runs a command from its arguments. rows_file: rows of runs that are not repeated. train_more: False
     compares what is finished."""
     check_out(out)
-    known = []
+    known: dict[str, dict[str, Any]] = {}
     for number, row in () if rows_file is None else iter_jsonl(rows_file):
-        check_row(row, f"{rows_file}: line {number}", plan)
-        known.append(row)
-    names = {row["name"] for row in known}
+        where = f"{rows_file}: line {number}"
+        check_row(row, where, plan)
+        if row["name"] in known:
+            raise UserError(f"{where}: the run {row['name']} is in an earlier line too; leave one of them out")
+        known[row["name"]] = row
     started, runs = time.perf_counter(), runs_of(plan)
-    jobs = jobs_of(plan, out, [run for run in runs if run.name not in names], run_command)
+    own = {run.name: out / "rows" / f"{run.name}.json" for run in runs if run.name not in known}
+    jobs = jobs_of(plan, out, [run for run in runs if run.name in own], run_command)
     if train_more:
-        for run in runs:  # settings that one of them refuses are told before the first is trained
+        for run in runs:  # what one of them refuses is told before the first is trained
             recipe_of(plan, out, run)
+            if run.name in own and own[run.name].exists():
+                check_row(read_json_object(own[run.name]), str(own[run.name]), plan, whole=False)
         work_through(jobs)
-    order = {run.name: place for place, run in enumerate(runs)}
-    rows = list(known)
-    for path in sorted((out / "rows").glob("*.json")):
-        if path.stem in order and path.stem not in names:
-            rows.append(read_json_object(path))
-            check_row(rows[-1], str(path), plan)
-    rows = sorted((row for row in rows if row["name"] in order), key=lambda row: order[row["name"]])
+    rows = []
+    for run in runs:
+        if run.name in known:
+            rows.append(known[run.name])
+        elif own[run.name].exists():
+            rows.append(read_json_object(own[run.name]))
+            check_row(rows[-1], str(own[run.name]), plan)
     if not rows:
         raise UserError(f"{out}: no run is finished; run the command without --finished")
+    _check_questions(rows)
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "rows.jsonl", rows)
     found = analysis(plan, rows) | {"seconds": time.perf_counter() - started}
@@ -200,9 +214,10 @@ def run_comparison(
     return found
 
 
-def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
-    """Raise UserError for a row that has not the measure, the recipe, the commands or the settings of its run, or does
-    not reach the largest budget. where: its place, named first."""
+def check_row(row: Mapping[str, Any], where: str, plan: Comparison, *, whole: bool = True) -> None:
+    """Raise UserError for a row that has not the form, the measure, the recipe, the commands or the settings of its
+    run; if `whole`, also for one that lacks a measure of `shown` or does not reach the largest budget. where: its
+    place, named first."""
     if not (isinstance(row.get("curve"), list) and row["curve"]) or row.get("measure") != plan.measure:
         raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
     if {"recipe": row.get("recipe"), "prepare": row.get("prepare")} != origin_of(plan):
@@ -210,10 +225,25 @@ def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
             f"{where}: its run had another recipe, or other commands in prepare; leave it out, or take another --out"
         )
     run = next((run for run in runs_of(plan) if run.name == row.get("name")), None)
+    try:
+        is_its_own = run is None or all(row[key] == value for key, value in asdict(run).items())
+        for point in row["curve"]:
+            numbers = (point["step"], point["tokens"], point["seconds"], point[plan.measure])
+            if not all(isinstance(number, int | float) for number in numbers) or not unpacked(point["questions"]):
+                raise ValueError(f"the evaluation of step {point['step']}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{where}: no row as compare-methods writes it ({type(error).__name__}: {error}); leave it out; a file in "
+            "rows/ that is deleted is made again from its run"
+        ) from None
+    if not is_its_own:
+        raise UserError(f"{where}: its name is {row['name']}, and its seed, condition, method or control another's")
     if run is not None and row.get("settings") != (expected := settings_of(plan, run)):
-        other = next((text for text in expected if text not in row.get("settings", ())), "fewer")
+        other = next((text for text in expected if text not in (row.get("settings") or ())), "fewer")
         raise UserError(f"{where}: its run had other settings than the file has now ({other}); choose another --out")
-    if not _reaches(row, plan):
+    if whole and (absent := _absent(row, plan)):
+        raise UserError(f"{where}: its evaluations have no {absent}, which shown asks for; take it out of shown")
+    if whole and not _reaches(row, plan):
         raise UserError(
             f"{where}: its run ended at {row['curve'][-1]['tokens']:,} tokens, below the largest of budgets, "
             f"{max(plan.budgets):,}; leave the row out, or that budget"
@@ -222,6 +252,25 @@ def check_row(row: Mapping[str, Any], where: str, plan: Comparison) -> None:
 
 def _reaches(row: Mapping[str, Any], plan: Comparison) -> bool:
     return "diverged" in row or bool(row["curve"][-1]["tokens"] >= max(plan.budgets))
+
+
+def _absent(row: Mapping[str, Any], plan: Comparison) -> str | None:
+    return next((name for name in plan.shown if any(name not in point for point in row["curve"])), None)
+
+
+def _check_questions(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError where runs of one condition and seed were evaluated on different questions. Rows of earlier
+    versions say their number alone."""
+    first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for row in rows:
+        numbers = {len(unpacked(point["questions"])) for point in row["curve"]}
+        same = first.setdefault((row["condition"], row["seed"]), row)
+        known = {one["asked"] for one in (row, same) if "asked" in one}
+        if len(known) > 1 or numbers != {len(unpacked(same["curve"][0]["questions"]))}:
+            raise UserError(
+                f"{row['name']}: was evaluated on other questions than {same['name']}; take another --out for "
+                "another file of data.dev, or leave the row out"
+            )
 
 
 def origin_of(plan: Comparison) -> dict[str, str]:
@@ -336,7 +385,7 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
         )
 
     def done() -> bool:
-        return row.exists() and _reaches(read_json_object(row), plan)
+        return row.exists() and _reaches(found := read_json_object(row), plan) and not _absent(found, plan)
 
     return Job(run.name, folder, done, train_it, after)
 
@@ -370,23 +419,28 @@ def _taken(job: Job) -> bool:
 
 def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
     """Return a finished run in one record. Tokens are sums over its steps, zero_advantage_groups the groups of a step
-    that teach nothing, on average. curve: of each evaluation the step, the tokens and seconds until then, the measures,
-    and the measure of each question; seconds are those of rollouts, rewards and updates."""
+    that teach nothing, on average. asked: a digest of the last evaluation's questions. curve: of each evaluation the
+    step, the tokens and seconds until then, the measures, and the measure of each question; seconds are those of
+    rollouts, rewards and updates."""
     curve: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
+    asked = ""
     for record in folder.metrics():
         if "eval" not in record:
             steps.append(record)
             continue
         measures = record["eval"]
         path = folder.evaluations / f"{step_name(record['step'])}.jsonl"
+        answers = [one for _, one in read_records(path, remedy="put a copy back")]
+        questions = [[one.get(key) for key in ("id", "question", "golden_answers")] for one in answers]
+        asked = sha256(json.dumps(questions).encode()).hexdigest()[:16]
         curve.append(
             {
                 "step": record["step"],
                 "tokens": tokens_spent(steps),
                 "seconds": round(sum(step.get(part) or 0.0 for step in steps for part in PARTS), 2),
                 **{name: measures.get(name, measures["parts"].get(name)) for name in (plan.measure, *plan.shown)},
-                "questions": packed([_measure(one, plan.measure) for _, one in read_records(path)]),
+                "questions": packed([_measure(one, plan.measure) for one in answers]),
             }
         )
     start = next(iter(folder.starts()), {})
@@ -398,6 +452,7 @@ def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
         "measure": plan.measure,
         **origin_of(plan),
         "settings": settings_of(plan, run),
+        "asked": asked,
         "steps": len(steps),
         **{kind: sum(step.get(kind) or 0 for step in steps) for kind in SPENT},
         "zero_advantage_groups": round(fmean(step["zero_advantage_groups"] for step in steps), 3) if steps else None,
@@ -457,7 +512,7 @@ def analysis(plan: Comparison, rows: Sequence[Mapping[str, Any]]) -> dict[str, A
         "baseline": plan.baseline,
         "runs": len(rows),
         "of": len(runs_of(plan)),
-        "commits": sorted({row["commit"] for row in rows}),
+        "commits": sorted({row.get("commit") or "no checkout" for row in rows}),
         "diverged": [row["name"] for row in rows if "diverged" in row],
         "tables": tables,
     }

@@ -219,12 +219,13 @@ class Plan(
 
     def __call__(self) -> None:
         from thresher.common.machine import cpu_dtype
-        from thresher.engine.assemble import read_run_recipe
+        from thresher.engine.assemble import check_positions, read_run_recipe
         from thresher.engine.planning.plan import GB, plan
         from thresher.engine.planning.tail import read_lengths
 
         recipe = read_run_recipe(self.recipe, flags.overrides(self.set, self.device))
         config = _config(recipe.model.path if self.model is None else self.model)
+        check_positions(recipe, config)
         rates, memory = self._rates(recipe), self._memory(recipe)
         if self.lengths is not None and rates is None:
             raise UserError(

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 
 from thresher.common.errors import UserError
-from thresher.common.records import read_records
+from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.planning.memory import PlanSetting
 from thresher.engine.planning.time import (
     DecodeShape,
@@ -284,7 +284,7 @@ def read_lengths(path: str | Path) -> list[int]:
     """Return the tokens that the policy wrote in each stored trajectory of a file. UserError where it has none, or only
     text."""
     found = []
-    for number, record in read_records(path):
+    for number, record in read_records(path, remedy=ON_PURPOSE):
         check_shape(record, TRAJECTORY, f"{path}:{number}")
         turns = [one for one in record.get("segments") or [] if one.get("source") == "policy"]
         if not all("ids" in turn for turn in turns):

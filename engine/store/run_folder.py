@@ -479,7 +479,7 @@ def best_checkpoint(path: str | Path) -> Best:
     UserError for a folder that is no run, for a run without an evaluation, and where no evaluated step is kept.
     """
     run = RunFolder.existing(path)
-    recipe, records = load_recipe(run.recipe_file), read_metrics(run.metrics_file)
+    recipe, records = load_recipe(run.recipe_file), read_metrics(run.metrics_file, remedy="put a copy back")
     metric = chosen_by(records, recipe.run.best_metric)
     ranked = [(record["step"], record["eval"][metric]) for record in evaluations_by_dev(records, metric)]
     if not ranked:

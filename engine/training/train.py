@@ -108,6 +108,10 @@ def train(
         recipe = recipe.going_on(load_recipe(RunFolder(Path(out)).recipe_file))
     checkpoint = checkpoint_to_resume(Path(out) / "checkpoints", from_step, recipe.run.verify) if resume else None
     done = checkpoint.step if checkpoint else -1
+    if done > recipe.run.steps:
+        raise UserError(
+            f"{out}: step {done} is done, and run.steps is {recipe.run.steps}; raise it, or go back by --resume-from"
+        )
     check_config_sync(recipe, ranks, out, checkpoint.path if checkpoint else None)
     if ranks.is_main:
         if resume:

@@ -4,8 +4,10 @@ import json
 import os
 import random
 import shlex
+import shutil
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,8 @@ def read(text: str, tmp_path: Path) -> Comparison:
         ("budgets = [300, 600]", "budgets = [0]", "budgets: expected one or more different numbers of at least 1"),
         ("plain = []", "plain = 3", r"\[methods\] plain: expected a list of settings"),
         ("seeds", "sead", "unknown key"),
+        ("plain = []", 'plain = []\n"lr/3" = []', r"\[?methods\]?.* expected names that files can have, such as lr-3"),
+        ("none = [", '"plain-control" = [', "two runs would be plain-control-seed0; give a method or a condition"),
         ("[methods]", "[methods", "expected a comparison in TOML"),
         ("seeds = [0, 1]", 'seeds = [0, 1]\nmeasure = "bleu"', 'measure: expected "em", "f1" or "reward"'),
         ("seeds = [0, 1]", "seeds = [0, 1]\ncontrol_seeds = [2]", "control_seeds: expected some of seeds"),
@@ -263,6 +267,56 @@ def test_rows_of_another_comparison_are_refused(file: Path, compared: Path, tmp_
     (tmp_path / "rows.jsonl").write_text(json.dumps(stored(compared / "rows.jsonl")[0] | {"curve": []}) + "\n")
     with pytest.raises(UserError, match="line 1: expected a row of compare-methods"):
         run_comparison(read_comparison(file), tmp_path / "out", copying, tmp_path / "rows.jsonl")
+
+
+def told(rows: list[dict[str, Any]], plan: Comparison, folder: Path) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError) as error:
+        run_comparison(plan, folder / "out", copying, folder / "rows.jsonl", train_more=False)
+    return str(error.value)
+
+
+def test_rows_that_are_none_or_there_twice_are_named(file: Path, compared: Path, tmp_path: Path) -> None:
+    plan, rows = read_comparison(file), stored(compared / "rows.jsonl")
+    first = rows[0]
+    assert "line 9: the run plain-seed0 is in an earlier line too" in told([*rows, first], plan, tmp_path)
+    assert "line 1: its name is plain-seed0, and its seed" in told([first | {"method": "none"}], plan, tmp_path)
+    for change in ({"tokens": "4"}, {"questions": "zz"}, {"questions": None}, {"em": None}):
+        damaged = first | {"curve": [first["curve"][0] | change]}
+        assert "line 1: no row as compare-methods writes it (" in told([damaged], plan, tmp_path)
+    assert "plain-control-seed0: was evaluated on other questions than plain-seed0" in told(
+        [first, rows[1] | {"asked": "another"}], plan, tmp_path
+    )
+    shorter = [{**point, "questions": "11"} for point in rows[1]["curve"]]
+    assert "was evaluated on other questions" in told([first, rows[1] | {"curve": shorter}], plan, tmp_path)
+    shown = replace(plan, shown=("f1",))
+    assert "its evaluations have no f1, which shown asks for" in told([first], shown, tmp_path)
+
+
+def test_without_a_checkout_rows_have_no_commit(file: Path, compared: Path, tmp_path: Path) -> None:
+    plan, rows = read_comparison(file), stored(compared / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"commit": None}) + "\n" for row in rows))
+    found = run_comparison(plan, tmp_path / "out", copying, tmp_path / "rows.jsonl", train_more=False)
+    assert found["commits"] == ["no checkout"] and "of no checkout." in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_what_is_refused_of_finished_runs_is_told_before_others_are_trained(
+    file: Path, compared: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(compared, tmp_path / "out"))
+    (out / "rows" / "plain-seed0.json").unlink()
+    shutil.rmtree(out / "runs" / "plain-seed0")
+    with pytest.raises(UserError, match=r"plain-control-seed0\.json: its run had other settings"):
+        run_comparison(read(file.read_text().replace("lr=1e-3", "lr=2e-3"), tmp_path), out, copying)
+    assert not (out / "runs" / "plain-seed0").exists()
+
+
+def test_another_measure_to_show_is_read_from_the_finished_runs(file: Path, compared: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(compared, tmp_path / "out"))
+    run_comparison(replace(read_comparison(file), shown=("searches", "f1")), out, copying)
+    rows = stored(out / "rows.jsonl")
+    assert all(isinstance(point["f1"], float) for row in rows for point in row["curve"])
+    assert [row["steps"] for row in rows] == [row["steps"] for row in stored(compared / "rows.jsonl")]
 
 
 def test_a_recipe_that_is_none_is_told_before_anything_is_prepared(file: Path, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_auto_leaves_a_reference_that_is_none_where_it_is() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    write_config(make_config(vocab_size=512), tmp_path / "model")
+    write_config(make_config(vocab_size=512, max_position_embeddings=4096), tmp_path / "model")
     (tmp_path / "recipe.toml").write_text(f'[model]\npath = "{tmp_path / "model"}"\ndtype = "bfloat16"\n')
     return ["plan", "--recipe", str(tmp_path / "recipe.toml"), "--device", "cuda"]
 
@@ -252,6 +252,11 @@ def test_bfloat16_is_advised_where_the_processor_multiplies_it(
     said = [f"this processor multiplies bfloat16 faster: {low}"]
     assert plans["float32"]["advice"] == (said if dtype == "bfloat16" else [])
     assert plans["bfloat16"]["advice"] == []
+
+
+def test_a_context_that_training_refuses_is_no_plan(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*files, "--set", "rollout.max_context=100000"]) == 2
+    assert "rollout.max_context is 100000, but the model was made for" in capsys.readouterr().err
 
 
 def test_the_command_reads_a_config_and_a_recipe_alone(

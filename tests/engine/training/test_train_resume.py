@@ -142,6 +142,9 @@ def test_a_finished_run_can_go_on_for_longer_and_be_resumed_for_nothing(
     before = what_happened(out)
     train(make_recipe(**constant), out, resume=True)
     assert what_happened(out) == before
+    with pytest.raises(UserError, match=r"step 4 is done, and run\.steps is 2; raise it, or go back by --resume-from"):
+        train(make_recipe(run={"steps": 2}, **constant), out, resume=True)
+    assert what_happened(out) == before
     # One warm-up step of four reaches the full rate at once, so this is the whole run but for its recipe.
     expected = what_happened(uninterrupted)
     assert [key for key in expected if expected[key] != before[key]] == ["recipe"]
