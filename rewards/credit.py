@@ -90,13 +90,16 @@ def anchor_advantages(
     omega: float = 1.0,
     baseline: PairBaseline = "leave_one_out",
     std_floor: float | None = None,
+    sample_std: bool = False,
+    eps: float = 0.0,
 ) -> list[list[float]]:
     """Return A_i + omega A_ik of every turn: its trajectory beside the group, and the turn beside all from its state.
 
     GiGPO (Feng et al. 2025, arXiv 2505.10978). Turns of the group that saw the same context, given as equal keys, are a
     step group. baseline "group" is the paper's: A_i = R_i - mean R, with R_i the sum of rewards, and A_ik = G_ik - mean
-    of G over its step group, so 0 where it is alone. Both are divided by max(std, std_floor), of R and of the step
-    group's G, if there is a std_floor. It is biased even without: a turn is shrunk by 1 - 1/n of its state's n visits.
+    of G over its step group, so 0 where it is alone. Both are divided by max(std, std_floor) + eps, of R and of the
+    step group's G, if there is a std_floor; std as `group_advantages` has it. It is biased even without: a turn is
+    shrunk by 1 - 1/n of its state's n visits.
 
     baseline "leave_one_out": the means are over the other trajectories of the group, and of their visits to the state;
     of a state that none of them visited, over their returns-to-go at this turn, a stopped one counting 0. This is
@@ -116,6 +119,8 @@ def anchor_advantages(
         baseline=baseline,
         scale="none" if std_floor is None else "group",
         std_floor=std_floor or 0.0,
+        sample_std=sample_std,
+        eps=eps,
     )
     visits: dict[Hashable, list[tuple[int, int]]] = {}
     for i, own in enumerate(states):
@@ -125,7 +130,11 @@ def anchor_advantages(
     for places in visits.values():
         there = [returns[i][k] for i, k in places]
         if baseline == "group":
-            steps = center(there) if std_floor is None else group_advantages(there, std_floor=std_floor)
+            steps = (
+                center(there)
+                if std_floor is None
+                else group_advantages(there, std_floor=std_floor, sample_std=sample_std, eps=eps)
+            )
         else:
             steps = []
             for (i, k), g in zip(places, there, strict=True):

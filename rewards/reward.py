@@ -13,7 +13,8 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
-_END = re.compile(r"(<\|[^<>|]*\|>|</s>)+\s*$")  # as Qwen's, Llama's and SmolLM2's templates end a reply
+# As the templates of Qwen, Llama, SmolLM2 and DeepSeek, whose bars are U+FF5C, end a reply.
+_END = re.compile(r"(<\|[^<>|]*\|>|<\uff5c[^<>\uff5c]*\uff5c>|</s>)+\s*$")
 _WORD = re.compile(r"[^\W_]+")
 
 

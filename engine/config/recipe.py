@@ -112,6 +112,14 @@ class Recipe(Section):
             raise FieldError(
                 "rollout.tools_replay", "expected none with grpo.refill = true, for groups set aside are not stored"
             )
+        if self.grpo.refill and (self.rollout.partial or self.run.async_):
+            for key in ("baseline", "scale"):
+                if getattr(self.grpo, key) == "batch":
+                    raise FieldError(
+                        f"grpo.{key}",
+                        "expected another than batch with grpo.refill and rollout.partial or run.async: a group is "
+                        "judged before its batch is complete",
+                    )
         if self.run.async_ and self.rollout.tools_replay is not None:
             raise FieldError(
                 "rollout.tools_replay",

@@ -281,6 +281,10 @@ class GrpoSection(Section):
             )
         if self.tis_floor is not None and self.tis_rule != "mask":
             raise FieldError("tis_floor", 'expected none with tis_rule = "truncate", which has no floor')
+        if self.guard != "none" and self.tis_level != "none" and self.tis_rule == "mask":
+            raise FieldError(
+                "tis_rule", f'expected "truncate" with guard = "{self.guard}", which goes by the sign of the advantage'
+            )
         if self.reference == "cpu" and self.beta == 0:
             raise FieldError("reference", 'expected a beta > 0 with reference = "cpu", for at 0 there is no reference')
 

@@ -158,6 +158,8 @@ def _of_group(trajectories: Sequence[Trajectory], rewards: Values, grpo: GrpoSec
             omega=grpo.omega,
             baseline="group" if grpo.baseline == "group" else "leave_one_out",
             std_floor=grpo.std_floor if grpo.scale == "group" else None,
+            sample_std=grpo.sample_std,
+            eps=grpo.std_eps,
         )
     by_number = dict(zip(some, found, strict=True))
     return [by_number.get(n, []) for n in range(len(rewards))]

@@ -346,7 +346,11 @@ class GrpoStep:
         if grpo.shuffle_rewards:
             numbers = list(dict.fromkeys(groups))
             rewards = shuffled_rewards(rewards, numbers, recipe.rollout.questions_per_step, seed)
-        advantages = grpo_advantages(rewards, groups, grpo)
+        if "batch" in (grpo.baseline, grpo.scale):
+            first, rewards_of_all, groups_of_all = self._of_all_ranks(rewards, groups)
+            advantages = grpo_advantages(rewards_of_all, groups_of_all, grpo)[first : first + len(rewards)]
+        else:
+            advantages = grpo_advantages(rewards, groups, grpo)
         if grpo.advantage == "trajectory" and not any(entry.result.branches for entry in scored):
             return advantages, None
         return advantages, token_advantages(scored, rewards, advantages, grpo, self.context.tokenizer, seed)
@@ -393,6 +397,10 @@ class GrpoStep:
 
     def _max_over_ranks(self, count: int) -> int:
         return count
+
+    def _of_all_ranks(self, rewards: list[float], groups: list[int]) -> tuple[int, list[float], list[int]]:
+        """Return where this rank's rewards begin among those of all ranks, all rewards, and the group of each."""
+        return 0, rewards, groups
 
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         return self.rollout.retrieve_and_truncate(questions)
@@ -446,6 +454,12 @@ class DistributedGrpoStep(GrpoStep):
 
     def _max_over_ranks(self, count: int) -> int:
         return self.ranks.all_reduce_max(count)
+
+    def _of_all_ranks(self, rewards: list[float], groups: list[int]) -> tuple[int, list[float], list[int]]:
+        gathered = self.ranks.gather((rewards, groups))
+        parts = self.ranks.broadcast(lambda: gathered) or []
+        first = sum(len(own) for own, _ in parts[: self.ranks.rank])
+        return first, [one for own, _ in parts for one in own], [one for _, own in parts for one in own]
 
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         with self.ranks.interruptible():

@@ -77,6 +77,11 @@ def test_every_baseline_of_turns_is_here() -> None:
         ({"baseline": "group"}, [[0.75, 0.25, 1.25], [-0.75, -1.25]]),
         ({"baseline": "group", "std_floor": 0.0}, [[3, 1, 3], [-3, -3]]),
         ({"baseline": "group", "std_floor": 1.0}, [[0.75, 0.25, 1.25], [-0.75, -1.25]]),
+        ({"baseline": "group", "std_floor": 0.0, "eps": 0.25}, [[1.5, 0.5, 11 / 6], [-1.5, -11 / 6]]),
+        (
+            {"baseline": "group", "std_floor": 0.0, "sample_std": True},
+            [[value / 2**0.5 for value in own] for own in ([3, 1, 3], [-3, -3])],
+        ),
     ],
 )
 def test_anchor_states_by_hand(options: dict[str, Any], expected: list[list[float]]) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thresher.rewards import UserError, contains_answer, exact_match, f1_score, normalize_answer
+from thresher.rewards.reward import RewardInput, Source, TextSegment
 
 NORMAL_FORMS = [
     # text, squad, arena
@@ -120,3 +121,9 @@ def test_a_hundred_kilobytes() -> None:
     assert contains_answer(text, ["nowhere", "Paris"])
     assert not exact_match(text, "Paris")
     assert 0 < f1_score(text, "Paris") < 1e-3
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>\n", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", ""])
+def test_what_a_policy_wrote_is_without_the_end_of_a_reply(end: str) -> None:
+    pieces = [TextSegment(Source.PROMPT, b"Q<|im_end|>"), TextSegment(Source.POLICY, f"Paris{end}".encode())]
+    assert RewardInput(pieces=pieces, golds=["Paris"]).text == "Paris"

@@ -240,6 +240,14 @@ def test_rules_between_fields(write: Any) -> None:
         ("grpo.reference=cpu grpo.beta=0", "reference: expected a beta > 0"),
         ("grpo.tis_level=token", 'old_logprobs: expected "recomputed" with tis_level = "token"'),
         ("grpo.tis_floor=0.5", "tis_floor: expected none with tis_rule"),
+        (
+            "grpo.guard=llds grpo.old_logprobs=recomputed grpo.tis_level=token grpo.tis_rule=mask",
+            'tis_rule: expected "truncate" with guard = "llds"',
+        ),
+        (
+            "grpo.objective=reinforce++ grpo.refill=true rollout.partial=true",
+            "baseline: expected another than batch with grpo.refill",
+        ),
         ("sft.steps=3", "expected either transcripts or data, questions, got neither"),
         ("sft.transcripts=t sft.data=d", "expected either transcripts or data, questions, got both"),
         ("sft.data=d sft.format=reasoning sft.answer=plain", "leave out template and answer"),

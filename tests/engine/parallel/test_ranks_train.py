@@ -8,6 +8,7 @@ gradient's rounding error reaches it no larger than it is, while the step itself
 of very few, and by a code's width, .9 / 64 of the largest magnitude in its block at most (adamw.py).
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,6 +85,9 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
         folding = small(base, run={"steps": 1}, system={"name": "mem1"})
         folding.write(folder / "folding.toml")
         train(folding, folder / "one-folding")
+        batch = small(base, run={"steps": 1}, grpo={"baseline": "batch", "scale": "batch"})
+        batch.write(folder / "batch.toml")
+        train(batch, folder / "one-batch")
 
         def scenario(name: str, recipe: str = "plain", **more: Any) -> dict[str, Any]:
             return {"ranks": 2, "out": str(folder / name), "recipe": str(folder / f"{recipe}.toml"), **more}
@@ -95,6 +99,7 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
             [
                 scenario("two"),
                 scenario("two-folding", "folding"),
+                scenario("two-batch", "batch"),
                 scenario("interrupted", "rarely", interrupted=1),
                 scenario("other-recipe", mine=other),
                 scenario("partial", "rarely", **partial),
@@ -124,6 +129,14 @@ def test_two_ranks_train_the_contexts_of_one(pair: Runs) -> None:
     (first,), (second,) = (steps_of(pair.folder / f"{name}-folding") for name in ("one", "two"))
     assert first["loss_tokens"] == second["loss_tokens"] == first["sampled_tokens"]
     assert apart(*(pair.weights(f"{name}-folding", 1) for name in ("one", "two"))) < TOLERANCE
+
+
+def test_two_ranks_take_mean_and_deviation_of_one_batch(pair: Runs) -> None:
+    needs_invariant_policy(load_policy(pair.recipe.model.path))
+    one, two = (sampled(pair.folder / f"{name}-batch", 1) for name in ("one", "two"))
+    assert one == two and len({entry["advantage"] for entry in one}) > 1
+    assert math.fsum(entry["advantage"] for entry in two) == pytest.approx(0, abs=1e-9)
+    assert apart(*(pair.weights(f"{name}-batch", 1) for name in ("one", "two"))) < TOLERANCE
 
 
 def test_rank_0_alone_changes_the_run_folder(pair: Runs) -> None:
