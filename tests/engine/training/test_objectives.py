@@ -2,7 +2,8 @@
 and not, in float64, and what a recorder keeps of it; a function of one's own, and the guard; overlong shaping."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from update_cases import ADVANTAGES, logits, logprobs, make_updater, spoken, upd
 from thresher.common.errors import UserError
 from thresher.engine.config.objectives import OBJECTIVES
 from thresher.engine.config.recipe import make_recipe
-from thresher.engine.config.sections import GrpoSection
+from thresher.engine.config.sections import GrpoSection, RolloutSection
 from thresher.engine.packing import build_train_sequences
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.store.token_stats import TokenRecorder
-from thresher.engine.training.step import overlong_penalty
+from thresher.engine.training.step import GrpoStep, overlong_penalty
 from thresher.policy.model import Policy, init_policy
+from thresher.rewards.reward import RewardResult
 
 PRESET = {"grpo": {"beta": 0.5, "clip_high": 0.2, "kl_value": "k1"}}
 
@@ -156,6 +158,22 @@ def test_an_objective_of_ones_own(tmp_path: Path, gradients: dict[str, torch.Ten
     ):
         with pytest.raises(UserError, match=why):
             update(policy, None, trajectories, ADVANTAGES, GrpoSection(objective=f"{own}:{function}", beta=0.0))
+
+
+@pytest.mark.parametrize(
+    ("turns", "most", "expected"), [(1, 2048, [1, 0.5, 0]), (2, 18, [1, 1, 0.6]), (9, 99, [1, 1, 1])]
+)
+def test_overlong_shaping_begins_below_what_all_turns_may_have(turns: int, most: int, expected: list[float]) -> None:
+    """Samples of 2, 7 and 12 tokens; a turn may have 12, and the buffer is of 10."""
+    recipe = SimpleNamespace(
+        grpo=GrpoSection(overlong_tokens=10), rollout=RolloutSection(max_turns=turns, max_turn_tokens=12)
+    )
+    context = SimpleNamespace(recipe=recipe, limits=SimpleNamespace(max_policy_tokens=most))
+    scored = [
+        SimpleNamespace(result=RewardResult(1.0), trajectory=SimpleNamespace(count=lambda _, length=length: length))
+        for length in (2, 7, 12)
+    ]
+    assert GrpoStep._rewards(cast(Any, SimpleNamespace(context=context)), cast(Any, scored)) == pytest.approx(expected)
 
 
 def test_overlong_shaping_is_trls() -> None:
