@@ -226,6 +226,12 @@ class SftTrainer:
         self.held_out, self.training = list(transcripts[:held_out]), list(transcripts[held_out:])
         if not self.training:
             raise UserError("sft: every transcript is held out; lower sft.held_out or give more transcripts")
+        longest, positions = max(len(one.ids) for one in transcripts), policy.config.max_position_embeddings
+        if longest > positions:
+            raise UserError(
+                f"sft: a transcript has {longest:,} tokens, but the model was made for {positions:,} positions; leave "
+                "out those that are longer"
+            )
 
     @property
     def data_digest(self) -> str:

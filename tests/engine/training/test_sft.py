@@ -324,6 +324,14 @@ def test_a_last_update_that_diverges_is_not_written(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+def test_a_transcript_has_room_in_the_model() -> None:
+    policy = make_policy()
+    room = policy.config.max_position_embeddings
+    trainer_of(policy, sft(held_out=0.0), [*COPIES, Transcript([0] * room, [1], [])])
+    with pytest.raises(UserError, match=f"has {room + 1} tokens, but the model was made for {room} positions"):
+        trainer_of(policy, sft(held_out=0.0), [*COPIES, Transcript([0] * (room + 1), [1], [])])
+
+
 def test_some_are_held_out_whenever_any_share_is_but_not_all() -> None:
     shares = (0.0, 0.001, 0.25, 0.9)
     held = [len(trainer_of(make_policy(), sft(held_out=share), COPIES).held_out) for share in shares]
