@@ -228,9 +228,9 @@ def check_row(row: Mapping[str, Any], where: str, plan: Comparison, *, whole: bo
     try:
         is_its_own = run is None or all(row[key] == value for key, value in asdict(run).items())
         for point in row["curve"]:
-            numbers = (point["step"], point["tokens"], point["seconds"], point[plan.measure])
+            numbers = (point["tokens"], point["seconds"], point[plan.measure])
             if not all(isinstance(number, int | float) for number in numbers) or not unpacked(point["questions"]):
-                raise ValueError(f"the evaluation of step {point['step']}")
+                raise ValueError(f"the evaluation {point}"[:80])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{where}: no row as compare-methods writes it ({type(error).__name__}: {error}); leave it out; a file in "

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,12 @@ def test_a_template_is_filled_though_its_process_has_to_wait_or_was_killed(
     going_on.join()
 
 
-def test_an_interrupted_request_leaves_no_answer_to_the_next_one(small: Tokenizer, tmp_path: Path) -> None:
+def test_an_interrupted_request_leaves_no_answer_to_the_next_one(
+    small: Tokenizer, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    # A shell lets what it starts in the background ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
     tokenizer = with_template(small, tmp_path, "{{ messages[0].content }}")
     stopped(tokenizer, signal.SIGSTOP)
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
