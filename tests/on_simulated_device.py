@@ -168,8 +168,9 @@ FLOAT32 = {
 def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path) -> None:
     for name in ("cpu", "cuda"):
         train(make(name, **changes), tmp_path / name)
-    # Of two orders of float32 sums, through two updates.
-    assert_same(tmp_path / "cuda", tmp_path / "cpu", 2e-4)
+    # Of two orders of float32 sums, through two updates, or through eight: AdamW divides a gradient by its own size, so
+    # that a weight whose gradient is a rounding error moves by a whole step. An EPYC with AVX512_BF16 showed 1e-3.
+    assert_same(tmp_path / "cuda", tmp_path / "cpu", 3e-3 if changes == FLOAT32["several updates"] else 2e-4)
     assert simcuda.counts()["launches"] > 1000
 
 

@@ -52,6 +52,7 @@ def test_a_run_is_repeated_whenever_its_tools_had_answered(slow: Recipe) -> None
         "shared_tokens",
         "sampled_tokens",
         "tool_calls",
+        "tool_errors",
         "tokens_spent",
     }  # others drew, too
     for name in ("again", "killed"):
