@@ -145,13 +145,13 @@ FLOAT32 = {
     "moments in CPU memory": {"optim": {"offload": "moments"}},
     "reference in CPU memory": {"grpo": {"reference": "cpu"}, "optim": {"checkpoint_activations": "on"}},
     "several updates": {
-        # A wide clip: a ratio at its edge would fall on either side by rounding.
+        # No clip: a ratio at its edge would fall on either side by rounding.
         "grpo": {
             "old_logprobs": "recomputed",
             "updates_per_batch": 2,
             "epochs_per_batch": 2,
-            "clip_low": 0.99,
-            "clip_high": 100.0,
+            "clip_low": 1.0,
+            "clip_high": 1e9,
         },
         "optim": {"micro_batch_tokens": 200},
     },
@@ -168,8 +168,8 @@ FLOAT32 = {
 def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path) -> None:
     for name in ("cpu", "cuda"):
         train(make(name, **changes), tmp_path / name)
-    # Of two orders of float32 sums, through two updates, or through eight: AdamW divides a gradient by its own size, so
-    # that a weight whose gradient is a rounding error moves by a whole step. An EPYC with AVX512_BF16 showed 1e-3.
+    # Of two orders of float32 sums, through two updates, or through eight, which amplify rounding: over CPU settings and
+    # learning rates up to 1.4e-3 was seen.
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 3e-3 if changes == FLOAT32["several updates"] else 2e-4)
     assert simcuda.counts()["launches"] > 1000
 
