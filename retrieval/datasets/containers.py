@@ -147,17 +147,22 @@ def _iter_items(path: Path, label: str, key: str | None = None) -> Iterator[tupl
     text.at += 1  # the bracket
     number = 0
     while (character := text.skip(TEXT_SPACE)) and character != "]":
-        if number and character != ",":
-            raise UserError(f"{path}: expected a comma after item {number}, found {character!r}; fix the file")
-        text.at += number > 0
-        text.skip(TEXT_SPACE)
+        if number:
+            if character != ",":
+                raise UserError(f"{path}: expected a comma after item {number}, found {character!r}; fix the file")
+            text.at += 1
+            text.skip(TEXT_SPACE)
         number += 1
         where = f"{label}{number}"
         yield where, as_object(text.value(where), where)
     text.at += 1
-    if not character or (key is not None and (_find(text, None, path) or text.skip(TEXT_SPACE) != "}")):
+    ended = character == "]"
+    if ended and key is not None:
+        _pass_keys(text, None, path)
+        ended = text.skip(TEXT_SPACE) == "}"
+        text.at += 1
+    if not ended:
         raise UserError(f"{path}: the JSON list breaks off after item {number}; fetch the file again")
-    text.at += key is not None
     if text.skip(TEXT_SPACE):
         raise UserError(f"{path}: more follows the JSON list of {number} items; give each list a file of its own")
 
@@ -166,11 +171,11 @@ def _enter(text: _Text, key: str, path: Path) -> None:
     """Pass over the keys of an object that come before `key`, up to its list."""
     text.skip(TEXT_SPACE)
     text.at += 1  # the brace
-    if not _find(text, key, path):
+    if not _pass_keys(text, key, path):
         raise UserError(f'{path}: no list "{key}" in this object; convert the file')
 
 
-def _find(text: _Text, key: str | None, path: Path) -> bool:
+def _pass_keys(text: _Text, key: str | None, path: Path) -> bool:
     """Pass over keys of an object, up to the list under `key`. Return whether it is there."""
     while text.skip(SPACE) == '"':
         name = text.value(str(path))
