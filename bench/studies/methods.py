@@ -98,7 +98,7 @@ class Comparison(Section):
                 if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
                     raise FieldError(f"{table}.{name}", f"expected a list of settings such as --set has, got {texts!r}")
                 if not NAME.fullmatch(name):
-                    raise FieldError(table, f"expected names that files can have, such as lr-3, got {name!r}")
+                    raise FieldError(table, f"expected names such as lr-3, without / and spaces, got {name!r}")
         if self.baseline not in self.methods:
             raise FieldError("baseline", f"expected one of {', '.join(self.methods)}, got {self.baseline!r}")
         for name in ("seeds", "budgets"):
@@ -189,7 +189,8 @@ def run_comparison(
         for run in runs:  # what one of them refuses is told before the first is trained
             recipe_of(plan, out, run)
             if run.name in own and own[run.name].exists():
-                check_row(read_json_object(own[run.name]), str(own[run.name]), plan, whole=False)
+                goes_on = (out / "runs" / run.name).is_dir()  # else the whole run would be trained again
+                check_row(read_json_object(own[run.name]), str(own[run.name]), plan, whole=not goes_on)
         work_through(jobs)
     rows = []
     for run in runs:

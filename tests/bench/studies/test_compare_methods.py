@@ -78,7 +78,7 @@ def read(text: str, tmp_path: Path) -> Comparison:
         ("budgets = [300, 600]", "budgets = [0]", "budgets: expected one or more different numbers of at least 1"),
         ("plain = []", "plain = 3", r"\[methods\] plain: expected a list of settings"),
         ("seeds", "sead", "unknown key"),
-        ("plain = []", 'plain = []\n"lr/3" = []', r"\[?methods\]?.* expected names that files can have, such as lr-3"),
+        ("plain = []", 'plain = []\n"lr/3" = []', r"expected names such as lr-3, without / and spaces, got 'lr/3'"),
         ("none = [", '"plain-control" = [', "two runs would be plain-control-seed0; give a method or a condition"),
         ("[methods]", "[methods", "expected a comparison in TOML"),
         ("seeds = [0, 1]", 'seeds = [0, 1]\nmeasure = "bleu"', 'measure: expected "em", "f1" or "reward"'),
@@ -317,6 +317,14 @@ def test_another_measure_to_show_is_read_from_the_finished_runs(file: Path, comp
     rows = stored(out / "rows.jsonl")
     assert all(isinstance(point["f1"], float) for row in rows for point in row["curve"])
     assert [row["steps"] for row in rows] == [row["steps"] for row in stored(compared / "rows.jsonl")]
+
+
+def test_a_row_whose_run_is_gone_is_not_trained_again_for_a_measure(file: Path, compared: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(compared, tmp_path / "out"))
+    shutil.rmtree(out / "runs" / "plain-seed0")
+    with pytest.raises(UserError, match=r"plain-seed0\.json: its evaluations have no f1, which shown asks for"):
+        run_comparison(replace(read_comparison(file), shown=("f1",)), out, copying)
+    assert not (out / "runs" / "plain-seed0").exists()
 
 
 def test_a_recipe_that_is_none_is_told_before_anything_is_prepared(file: Path, tmp_path: Path) -> None:
