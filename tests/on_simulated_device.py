@@ -168,8 +168,8 @@ FLOAT32 = {
 def test_a_run_is_the_cpu_s(changes: dict[str, Any], make: Callable[..., Recipe], tmp_path: Path) -> None:
     for name in ("cpu", "cuda"):
         train(make(name, **changes), tmp_path / name)
-    # Of two orders of float32 sums, through two updates, or through eight, which amplify rounding: over CPU settings and
-    # learning rates up to 1.4e-3 was seen.
+    # Of two orders of float32 sums, through two updates, or through eight, which amplify rounding: up to 1.4e-3 over
+    # CPU settings and learning rates.
     assert_same(tmp_path / "cuda", tmp_path / "cpu", 3e-3 if changes == FLOAT32["several updates"] else 2e-4)
     assert simcuda.counts()["launches"] > 1000
 

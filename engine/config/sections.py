@@ -156,6 +156,11 @@ class RolloutSection(Section):
             )
 
     @property
+    def policy_tokens(self) -> int:
+        """Return how many tokens the policy writes in a trajectory, at most."""
+        return min(self.max_policy_tokens or self.max_context, self.max_turns * self.max_turn_tokens)
+
+    @property
     def in_flight(self) -> int:
         """Return how many groups are begun and not yet trained on, at most."""
         if not self.partial:

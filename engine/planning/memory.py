@@ -269,7 +269,7 @@ def read_setting(recipe: Recipe, gpus: int = 1) -> PlanSetting:
     rollout, lora, system = recipe.rollout, recipe.lora, recipe.system
     played = None if system is None else load_system(system.name, system.options)
     searches = rollout.max_turns - 1 if played is None or played.needs_index or played.tools else 0
-    written = min(rollout.max_policy_tokens or rollout.max_context, rollout.max_turns * rollout.max_turn_tokens)
+    written = rollout.policy_tokens
     return PlanSetting(
         rollout=rollout,
         optim=recipe.optim,

@@ -360,8 +360,8 @@ class GrpoStep:
         rewards, buffer = [entry.result.reward for entry in scored], self.context.recipe.grpo.overlong_tokens
         if not buffer:
             return rewards
-        rollout, lengths = self.context.recipe.rollout, (e.trajectory.count(Source.POLICY) for e in scored)
-        most = min(self.context.limits.max_policy_tokens, rollout.max_turns * rollout.max_turn_tokens)
+        most = self.context.recipe.rollout.policy_tokens
+        lengths = (entry.trajectory.count(Source.POLICY) for entry in scored)
         return [r - overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]
 
     def learn(self, result: StepResult, recorder: TokenRecorder | None = None) -> StepResult:

@@ -165,10 +165,8 @@ def test_an_objective_of_ones_own(tmp_path: Path, gradients: dict[str, torch.Ten
 )
 def test_overlong_shaping_begins_below_what_all_turns_may_have(turns: int, most: int, expected: list[float]) -> None:
     """Samples of 2, 7 and 12 tokens; a turn may have 12, and the buffer is of 10."""
-    recipe = SimpleNamespace(
-        grpo=GrpoSection(overlong_tokens=10), rollout=RolloutSection(max_turns=turns, max_turn_tokens=12)
-    )
-    context = SimpleNamespace(recipe=recipe, limits=SimpleNamespace(max_policy_tokens=most))
+    rollout = RolloutSection(max_turns=turns, max_turn_tokens=12, max_policy_tokens=most)
+    context = SimpleNamespace(recipe=SimpleNamespace(grpo=GrpoSection(overlong_tokens=10), rollout=rollout))
     scored = [
         SimpleNamespace(result=RewardResult(1.0), trajectory=SimpleNamespace(count=lambda _, length=length: length))
         for length in (2, 7, 12)
