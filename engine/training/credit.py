@@ -39,15 +39,16 @@ def token_advantages(
     scored: Sequence[Scored],
     rewards: Sequence[float],
     advantages: Sequence[float],
+    branches: Sequence[Mapping[str, float]],
     grpo: GrpoSection,
     tokenizer: Tokenizer,
     seed: int,
 ) -> Values:
     """Return the advantage of each trained token (`trained_contexts`), by `grpo.advantage`. UserError for a reward
-    whose turns, spans or branches do not fit its trajectory.
+    whose turns or spans do not fit its trajectory.
 
-    rewards, advantages: of each trajectory. seed: of the control that shuffles rewards; it shuffles those of turns,
-    too, among all turns of a group, and those of branches among the branches of a name.
+    rewards, advantages: of each trajectory. branches: `branch_advantages`. seed: of the control that shuffles rewards;
+    it shuffles those of turns, too, among all turns of a group.
     """
     if grpo.advantage == "trajectory":
         own = [[value] * entry.trajectory.count(Source.POLICY) for entry, value in zip(scored, advantages, strict=True)]
@@ -57,7 +58,6 @@ def token_advantages(
         own = _by_turns(scored, rewards, grpo, seed)
     if grpo.advantage == "tree":
         advantages = [values[-1] if values else whole for values, whole in zip(own, advantages, strict=True)]
-    branches = _branch_advantages(scored, grpo, seed)
     return [_of_trained(*each) for each in zip(scored, own, advantages, branches, strict=True)]
 
 
@@ -73,31 +73,42 @@ def _of_trained(entry: Scored, own: list[float], advantage: float, branches: Map
     return values
 
 
-def _branch_advantages(scored: Sequence[Scored], grpo: GrpoSection, seed: int) -> list[dict[str, float]]:
-    """Return, of each trajectory, the advantages of its branches that have rewards of their own, by name."""
-    found: list[dict[str, float]] = [{} for _ in scored]
-    members: dict[str, list[int]] = {}
-    for n, entry in enumerate(scored):
-        for name in _rewarded_branches(entry):
-            members.setdefault(name, []).append(n)
-    for name, numbers in members.items():
-        groups = [scored[n].trajectory.group for n in numbers]
-        rewards = [float((scored[n].result.branches or {})[name]) for n in numbers]
-        if grpo.shuffle_rewards:
-            for group in sorted(set(groups)):
-                places = [place for place, of in enumerate(groups) if of == group]
-                drawn = [rewards[place] for place in places]
-                Random(f"{seed} {group} {name}").shuffle(drawn)
-                for place, value in zip(places, drawn, strict=True):
-                    rewards[place] = value
-        for n, value in zip(numbers, grpo_advantages(rewards, groups, grpo), strict=True):
+def branch_rewards(scored: Sequence[Scored], shuffle: bool, seed: int) -> list[dict[str, float]]:
+    """Return, of each trajectory, the rewards of its branches that have their own, by name. UserError for a branch that
+    is not trained, and for what is no number.
+
+    shuffle: the control; among the branches of a name in a group, by the seed.
+    """
+    found = [_rewarded_branches(entry) for entry in scored]
+    if shuffle:
+        members: dict[tuple[int, str], list[dict[str, float]]] = {}
+        for entry, rewards in zip(scored, found, strict=True):
+            for name in rewards:
+                members.setdefault((entry.trajectory.group, name), []).append(rewards)
+        for (group, name), branches in members.items():
+            drawn = [rewards[name] for rewards in branches]
+            Random(f"{seed} {group} {name}").shuffle(drawn)
+            for rewards, value in zip(branches, drawn, strict=True):
+                rewards[name] = value
+    return found
+
+
+def branch_advantages(
+    rewards: Sequence[Mapping[str, float]], groups: Sequence[int], grpo: GrpoSection
+) -> list[dict[str, float]]:
+    """Return, of each trajectory, the advantages of its branches by name, each among those of its name. rewards:
+    `branch_rewards`. groups: the group of each trajectory."""
+    found: list[dict[str, float]] = [{} for _ in rewards]
+    for name in dict.fromkeys(name for own in rewards for name in own):
+        numbers = [n for n, own in enumerate(rewards) if name in own]
+        values = grpo_advantages([rewards[n][name] for n in numbers], [groups[n] for n in numbers], grpo)
+        for n, value in zip(numbers, values, strict=True):
             found[n][name] = value
     return found
 
 
-def _rewarded_branches(entry: Scored) -> list[str]:
-    """Return the names of the branches that the reward has numbers for. UserError for one that is not trained, and for
-    what is no number."""
+def _rewarded_branches(entry: Scored) -> dict[str, float]:
+    """Return the rewards of a trajectory's branches. UserError as `branch_rewards`."""
     given, branches = entry.result.branches or {}, entry.trajectory.branches
     trained = [name for name, branch in branches.items() if branch.in_loss]
     # A call that it took over is trained where it was sampled.
@@ -114,7 +125,7 @@ def _rewarded_branches(entry: Scored) -> list[str]:
                 f"the reward of question {entry.question.id} has {shown(value)} for the branch {name}; expected a "
                 "finite number"
             )
-    return list(given)
+    return {name: float(value) for name, value in given.items()}
 
 
 def _by_turns(scored: Sequence[Scored], rewards: Sequence[float], grpo: GrpoSection, seed: int) -> Values:

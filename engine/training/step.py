@@ -38,7 +38,7 @@ from functools import lru_cache
 from random import Random
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from thresher.common.errors import UserError
 from thresher.engine.assemble import RunContext
@@ -53,13 +53,15 @@ from thresher.engine.rollout.trees import TreeShape
 from thresher.engine.rollout.unfinished import RecordedDraws, play_on
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.token_stats import TokenRecorder
-from thresher.engine.training.credit import token_advantages
+from thresher.engine.training.credit import branch_advantages, branch_rewards, token_advantages
 from thresher.engine.training.importance import RecomputedLogprobs, recompute_logprobs
 from thresher.engine.training.partial import Counted, Queue, Taking, restore
 from thresher.engine.training.update import Updater, UpdateStats
 from thresher.kernels.operands import NotFinite
 from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -346,14 +348,19 @@ class GrpoStep:
         if grpo.shuffle_rewards:
             numbers = list(dict.fromkeys(groups))
             rewards = shuffled_rewards(rewards, numbers, recipe.rollout.questions_per_step, seed)
+        of_branches: list[dict[str, float]] = [{} for _ in scored]
+        if any(entry.result.branches for entry in scored):
+            of_branches = branch_rewards(scored, grpo.shuffle_rewards, seed)
+        first, compared = 0, list(zip(rewards, groups, of_branches, strict=True))
         if "batch" in (grpo.baseline, grpo.scale):
-            first, rewards_of_all, groups_of_all = self._of_all_ranks(rewards, groups)
-            advantages = grpo_advantages(rewards_of_all, groups_of_all, grpo)[first : first + len(rewards)]
-        else:
-            advantages = grpo_advantages(rewards, groups, grpo)
-        if grpo.advantage == "trajectory" and not any(entry.result.branches for entry in scored):
+            first, compared = self._of_all_ranks(compared)
+        own = slice(first, first + len(rewards))
+        groups_of_all = [group for _, group, _ in compared]
+        advantages = grpo_advantages([reward for reward, _, _ in compared], groups_of_all, grpo)[own]
+        if grpo.advantage == "trajectory" and not any(of_branches):
             return advantages, None
-        return advantages, token_advantages(scored, rewards, advantages, grpo, self.context.tokenizer, seed)
+        branches = branch_advantages([rewards for _, _, rewards in compared], groups_of_all, grpo)[own]
+        return advantages, token_advantages(scored, rewards, advantages, branches, grpo, self.context.tokenizer, seed)
 
     def _rewards(self, scored: Sequence[Scored]) -> list[float]:
         """Return the rewards that advantages are taken from."""
@@ -399,9 +406,9 @@ class GrpoStep:
     def _max_over_ranks(self, count: int) -> int:
         return count
 
-    def _of_all_ranks(self, rewards: list[float], groups: list[int]) -> tuple[int, list[float], list[int]]:
-        """Return where this rank's rewards begin among those of all ranks, all rewards, and the group of each."""
-        return 0, rewards, groups
+    def _of_all_ranks(self, own: list[T]) -> tuple[int, list[T]]:
+        """Return where this rank's items begin among those of all ranks, and the items of all."""
+        return 0, own
 
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         return self.rollout.retrieve_and_truncate(questions)
@@ -456,11 +463,10 @@ class DistributedGrpoStep(GrpoStep):
     def _max_over_ranks(self, count: int) -> int:
         return self.ranks.all_reduce_max(count)
 
-    def _of_all_ranks(self, rewards: list[float], groups: list[int]) -> tuple[int, list[float], list[int]]:
-        gathered = self.ranks.gather((rewards, groups))
+    def _of_all_ranks(self, own: list[T]) -> tuple[int, list[T]]:
+        gathered = self.ranks.gather(own)
         parts = self.ranks.broadcast(lambda: gathered) or []
-        first = sum(len(own) for own, _ in parts[: self.ranks.rank])
-        return first, [one for own, _ in parts for one in own], [one for _, own in parts for one in own]
+        return sum(map(len, parts[: self.ranks.rank])), list(itertools.chain.from_iterable(parts))
 
     def _show_passages(self, questions: Sequence[Question]) -> PromptBatch:
         with self.ranks.interruptible():

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from batch_invariance import needs_invariant_policy
+from folding_cases import OWN
 from rank_cases import ENVIRONMENT, LR, WORKER, apart, play, small
 from rank_worker import copy_until_step_1
 from safetensors.torch import load_file
@@ -85,7 +86,9 @@ def pair(once: Callable[..., Path], base: dict[str, dict[str, Any]]) -> Runs:
         folding = small(base, run={"steps": 1}, system={"name": "mem1"})
         folding.write(folder / "folding.toml")
         train(folding, folder / "one-folding")
-        batch = small(base, run={"steps": 1}, grpo={"baseline": "batch", "scale": "batch"})
+        (folder / "own.py").write_text(OWN)  # whose branch has rewards of its own
+        system = {"name": str(folder / "own.py"), "template": None}
+        batch = small(base, run={"steps": 1}, grpo={"baseline": "batch", "scale": "batch"}, system=system)
         batch.write(folder / "batch.toml")
         train(batch, folder / "one-batch")
 
@@ -136,6 +139,9 @@ def test_two_ranks_take_mean_and_deviation_of_one_batch(pair: Runs) -> None:
     one, two = (sampled(pair.folder / f"{name}-batch", 1) for name in ("one", "two"))
     assert one == two and len({entry["advantage"] for entry in one}) > 1
     assert math.fsum(entry["advantage"] for entry in two) == pytest.approx(0, abs=1e-9)
+    stats = (pair.folder / f"{name}-batch" / "trajectories" / "step_000001.safetensors" for name in ("one", "two"))
+    tokens, gathered = (load_file(file)["advantage_P"] for file in stats)
+    assert torch.equal(tokens, gathered) and len(tokens.unique()) > len({entry["advantage"] for entry in one})
     assert apart(*(pair.weights(f"{name}-batch", 1) for name in ("one", "two"))) < TOLERANCE
 
 

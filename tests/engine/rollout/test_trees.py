@@ -40,7 +40,7 @@ from thresher.engine.rollout.rollout import Job
 from thresher.engine.rollout.tools import HostedTool, Toolbox, load_tools
 from thresher.engine.rollout.trees import TreeShape
 from thresher.engine.scoring.score import Scored
-from thresher.engine.training.credit import token_advantages
+from thresher.engine.training.credit import branch_advantages, branch_rewards, token_advantages
 from thresher.policy.config import DeltaShape
 from thresher.policy.model import Policy, init_policy
 from thresher.policy.tokenizer import Tokenizer
@@ -189,7 +189,8 @@ def test_samples_go_on_from_episodes_that_fold_score_and_call(
     scored = [Scored(tiny_questions[0], one, result, NOTHING) for one, result in zip(found[True], results, strict=True)]
     grpo = GrpoSection(advantage="tree")
     rewards = [result.reward for result in results]
-    assert list(map(len, token_advantages(scored, rewards, rewards, grpo, run.tokenizer, 0))) == trained
+    branches = branch_advantages(branch_rewards(scored, False, 0), [0] * len(scored), grpo)
+    assert list(map(len, token_advantages(scored, rewards, rewards, branches, grpo, run.tokenizer, 0))) == trained
 
 
 def test_samples_of_a_model_with_states_go_on_from_where_they_were_kept(

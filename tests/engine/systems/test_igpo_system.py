@@ -48,7 +48,7 @@ def test_gains_reach_the_tokens_of_their_turns(
     assert [entry.result.turns for entry in found] == [pytest.approx([gain, 0.0]), [0.0]]
     assert [entry.result.reward for entry in found] == [1.0, 0.0]
     grpo = GrpoSection(advantage="turn", baseline="leave_one_out", scale="none")
-    tokens = token_advantages(found, [1.0, 0.0], [0.0, 0.0], grpo, tiny_tokenizer, 0)
+    tokens = token_advantages(found, [1.0, 0.0], [0.0, 0.0], [{}, {}], grpo, tiny_tokenizer, 0)
     lengths = [[len(turn.ids) for turn in turns(one)] for one in trajectories]
     # Returns-to-go: gain + 1 and 1; 0. The other's, of a turn that it did not reach, are 0.
     wanted = [[1 + gain] * lengths[0][0] + [1.0] * lengths[0][1], [-1 - gain] * lengths[1][0]]

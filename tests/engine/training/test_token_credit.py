@@ -38,7 +38,8 @@ def attempt(tokenizer: Tokenizer, sample: int, parts: Sequence[str], result: Rew
 
 def credit(scored: Sequence[Scored], tokenizer: Tokenizer, **grpo: Any) -> list[list[float]]:
     rewards = [entry.result.reward for entry in scored]
-    return token_advantages(scored, rewards, [0.25] * len(scored), GrpoSection(**grpo), tokenizer, 0)
+    advantages, branches = [0.25] * len(scored), [dict[str, float]()] * len(scored)
+    return token_advantages(scored, rewards, advantages, branches, GrpoSection(**grpo), tokenizer, 0)
 
 
 def by_turn(values: list[float], entry: Scored) -> list[float]:

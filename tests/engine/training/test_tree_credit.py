@@ -98,7 +98,7 @@ def forest(seed: int, trees: int = 2, forks: int = 5) -> Forest:
 
 def credited(scored: Sequence[Scored], grpo: GrpoSection, tokenizer: Tokenizer) -> list[list[float]]:
     rewards = [entry.result.reward for entry in scored]
-    return token_advantages(scored, rewards, [7.0] * len(scored), grpo, tokenizer, 0)
+    return token_advantages(scored, rewards, [7.0] * len(scored), [{}] * len(scored), grpo, tokenizer, 0)
 
 
 @pytest.mark.parametrize("rule", RULES)
