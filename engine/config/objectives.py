@@ -55,6 +55,8 @@ OBJECTIVES = {
     ),
 }
 
+CLIPPED = ("clip", "gspo")  # the surrogates that dual_clip bounds
+
 
 def surrogate_name(objective: str) -> str:
     """Return the surrogate of a named objective; of a user's own its FILE.py:FUNCTION."""

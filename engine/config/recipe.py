@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from thresher.common.errors import UserError
 from thresher.common.files import MOST_TEXT, atomic_write_text, read_bytes
-from thresher.engine.config.objectives import OBJECTIVES
+from thresher.engine.config.objectives import CLIPPED, OBJECTIVES, surrogate_name
 from thresher.engine.config.renamed import current_override, current_tables
 from thresher.engine.config.sections import (
     DataSection,
@@ -310,7 +310,9 @@ def _preset_objective(tables: dict[str, Any], chosen: dict[str, Any]) -> None:
     """Put the keys of the recipe's objective into [grpo], over a system's preset and under what was `chosen`. Where it
     takes a mean over a constant, that is the most tokens that a trajectory may have."""
     grpo = _table(tables, "grpo")
-    name = grpo.get("objective")
+    name = grpo.get("objective", GrpoSection.objective)
+    if isinstance(name, str) and "dual_clip" not in chosen and surrogate_name(name) not in CLIPPED:
+        grpo.pop("dual_clip", None)  # of a system's preset
     if not isinstance(name, str) or name not in OBJECTIVES:
         return
     presets = OBJECTIVES[name].grpo

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from thresher.engine.config.objectives import OBJECTIVES
+from thresher.engine.config.objectives import CLIPPED, OBJECTIVES, surrogate_name
 from thresher.engine.config.sampling import HIGHEST, LOWEST
 from thresher.engine.config.tables import (
     BelowOne,
@@ -271,6 +271,9 @@ class GrpoSection(Section):
             near = get_close_matches(self.objective, OBJECTIVES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(OBJECTIVES)}, or FILE.py:FUNCTION"
             raise FieldError("objective", f"expected the name of an objective, got {shown(self.objective)}; {hint}")
+        if self.dual_clip is not None and surrogate_name(self.objective) not in CLIPPED:
+            takers = ", ".join(name for name, one in OBJECTIVES.items() if one.surrogate in CLIPPED)
+            raise FieldError("dual_clip", f"expected none with objective = {shown(self.objective)}; {takers} have it")
         if (self.aggregation == "constant") != (self.aggregation_constant is not None):
             expected = "a number > 0" if self.aggregation == "constant" else "no value"
             got = "nothing" if self.aggregation_constant is None else shown(self.aggregation_constant)

@@ -104,10 +104,12 @@ def measures_of(entry: Scored, tags: Sequence[str] = ()) -> Values:
         }
     if "answered" in parts:
         values["answered"] = _value(parts["answered"])
+    # A tool of this name answers the searches of ZeroSearch.
+    searches = len(trajectory.searches) + sum(call["name"] == "search" for call in trajectory.tools)
     values |= {
         "actions": float(segments[Source.POLICY]),
         "invalid_actions": float(segments[Source.FEEDBACK]),
-        "searches": float(len(trajectory.searches)),
+        "searches": float(searches),
         "response_tokens": float(trajectory.count(Source.POLICY)),
         "tokens": float(len(trajectory)),
     }

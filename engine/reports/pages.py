@@ -15,6 +15,7 @@ import jinja2
 
 from thresher.common.console import shown as shown_number
 from thresher.common.console import visible
+from thresher.common.errors import UserError
 from thresher.engine.config.recipe import Recipe, load_recipe
 from thresher.engine.store.run_folder import RunFolder, expected_steps, step_folders, step_of, tokens_spent
 from thresher.engine.systems import load_system
@@ -47,6 +48,11 @@ class RunRecords:
         `unverified`, not as it was written."""
         folder, recipe = open_run(path, unverified)
         records, starts = folder.metrics(), folder.starts()
+        if any("restart" in record for record in records):
+            raise UserError(
+                f"{folder.path}: expected a run of thresher train, got that of a thresher sft that is not finished; "
+                "its metrics.jsonl has the loss of each step"
+            )
         start = starts[-1] if starts else {}
         return RunRecords(folder=folder, recipe=recipe, records=records, summary=folder.summary() or {}, start=start)
 

@@ -30,7 +30,7 @@ from thresher.rewards.reward import RewardInput, RewardResult
 class Options:
     """Switches of the reward: `evaluation_reward` off is the paper's ablation; the others are the points where the
     released code and the equation disagree (see rewards/papers/search.py). separate_evaluation: what came back is
-    evaluated in a turn of its own, which ends at </evaluate> and counts as none of the N."""
+    evaluated in a turn of its own, which ends at </evaluate> (or answers) and counts as none of the N."""
 
     evaluation_reward: bool = True
     count_before_search: bool = True

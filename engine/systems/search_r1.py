@@ -58,8 +58,8 @@ def search_loop(
 ) -> Episode:
     """Yield the requests of Search-R1's episode, and of systems that differ in the tags inside a turn alone.
 
-    behind_information: a turn up to this tag follows what was found, and is not counted. around: text before and after
-    what was found. tool: is called with the query in place of a search.
+    behind_information: a turn up to this tag, or to an answer, follows what was found, and is not counted. around: text
+    before and after what was found. tool: is called with the query in place of a search.
     """
     yield Prompt(config.template, question.question)
     for searches_left in reversed(range(config.max_turns)):
@@ -74,7 +74,9 @@ def search_loop(
             found = yield (Search(query) if tool is None else Tool(tool, {"query": query}))
             yield Retrieved(found if tool is None else found.text, *around)
             if behind_information is not None:
-                yield Generate(stop=(behind_information,))
+                turn = yield Generate(stop=(behind_information, "</answer>"))
+                if turn.stopped_at("</answer>") and turn.inside("answer"):
+                    return "answered"
         else:
             yield Feedback(INVALID)
     return "turns"

@@ -102,7 +102,7 @@ def write_search(
     found, left = _facts(triples[:searches] if recall else triples[:searches][-1:]), triples[searches:]
     if note and sample.trajectory.segments[-2].source is Source.RETRIEVED:
         before = f"<{note}>{found} </{note}>"
-        if stop == (f"</{note}>",):
+        if f"</{note}>" in stop:  # a turn of its own
             return before
         before += "\n"
     if not left:

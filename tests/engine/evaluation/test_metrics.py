@@ -54,6 +54,14 @@ def measures(system: str, *said: str, **known: Any) -> dict[str, float | None]:
     return measures_of(scored(system, *said, **known), load_system(system, {}).tags)
 
 
+def test_searches_that_a_tool_answers_count() -> None:
+    entry = scored("zero_search", "<search>x</search>", "<answer>Paris</answer>")
+    entry.trajectory.tools += [{"name": "search", "arguments": {"query": "x"}, "text": "Paris", "error": None}]
+    assert measures_of(entry)["searches"] == 1.0
+    entry.trajectory.tools += [{"name": "calculate", "arguments": {}, "text": "2", "error": None}]
+    assert measures_of(entry)["searches"] == 1.0
+
+
 def test_answers_work_and_a_judge() -> None:
     values = measures("search_r1", "<search>x</search>", "<answer>in Paris</answer>", searches=1, verdict=True)
     assert values == {

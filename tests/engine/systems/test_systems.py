@@ -104,6 +104,15 @@ def test_autorefine_reads_between_tags_of_its_own_and_searches_an_index() -> Non
     assert load_system("autorefine", {"refinement_reward": False}).reward(wrong).reward == 0
 
 
+def test_an_evaluation_of_its_own_is_none_of_the_turns_and_may_answer() -> None:
+    system = load_system("eval_rar", {"separate_evaluation": True})
+    search, evaluation = "<search>Glass Bay</search>", Generate(("</evaluate>", "</answer>"))
+    requests, reason = drive(system, [search, "<evaluate>It says who.</evaluate>", ANSWER], max_turns=2)
+    assert requests[4:] == [evaluation, SEARCH] and reason == "answered"
+    requests, reason = drive(system, [search, "<evaluate>It says who." + ANSWER], max_turns=2)
+    assert requests[4:] == [evaluation] and reason == "answered"
+
+
 def test_search_r1_without_a_last_turn_to_answer() -> None:
     system = load_system("search_r1", {"answer_after_searches": False})
     search = "<search>Glass Bay</search>"

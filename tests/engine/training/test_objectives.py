@@ -22,7 +22,7 @@ from thresher.engine.training.step import GrpoStep, overlong_penalty
 from thresher.policy.model import Policy, init_policy
 from thresher.rewards.reward import RewardResult
 
-PRESET = {"grpo": {"beta": 0.5, "clip_high": 0.2, "kl_value": "k1"}}
+PRESET = {"grpo": {"beta": 0.5, "clip_high": 0.2, "kl_value": "k1", "dual_clip": 3.0}}
 
 
 def policy_of(seed: int = 0) -> Policy:
@@ -90,6 +90,9 @@ def test_an_objective_presets_keys_between_the_systems_and_ones_own() -> None:
     assert (dapo.beta, dapo.clip_high, dapo.aggregation, dapo.kl_value) == (0.0, 0.28, "token", "k1")
     own = grpo(objective="dapo", beta=0.1, aggregation="trajectory")
     assert (own.beta, own.clip_high, own.aggregation) == (0.1, 0.28, "trajectory")
+    assert [grpo(objective=name).dual_clip for name in ("grpo", "gspo", "cispo", "sapo")] == [3.0, 3.0, None, None]
+    with pytest.raises(UserError, match=r'dual_clip: expected none with objective = "gmpo"; grpo, dr_grpo, dapo, gspo'):
+        grpo(objective="gmpo", dual_clip=3.0)
     dr = grpo(objective="dr_grpo")
     assert (dr.aggregation, dr.aggregation_constant, dr.scale) == ("constant", 77.0, "none")
     assert grpo(objective="dr_grpo", aggregation="token").aggregation_constant is None

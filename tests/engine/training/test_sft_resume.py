@@ -17,6 +17,7 @@ from thresher.common.errors import UserError
 from thresher.common.locks import lock_folder
 from thresher.common.records import RecordLog, write_records
 from thresher.engine.config.recipe import Recipe
+from thresher.engine.reports.pages import RunRecords
 from thresher.engine.store.run_folder import saved_so_far, sft_folder, to_be_resumed
 from thresher.engine.training.sft import SftTrainer
 from thresher.engine.training.sft_run import FineTuning
@@ -111,6 +112,8 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_bits(
     assert saved(out) == []
     killed(recipe, out, 3, resume=True)
     assert saved(out) == [2]
+    with pytest.raises(UserError, match=r"out\.training: expected a run of thresher train, got that of a thresher sft"):
+        RunRecords.read(sft_folder(out))
     killed(recipe, out, 2, resume=True)
     assert saved(out) == [4]
     shown: list[int] = []
