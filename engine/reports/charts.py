@@ -1,6 +1,7 @@
 """A run's curves: `charts_of` turns metrics records into charts, `draw` draws charts as a PNG.
 
-A value that is missing or null (a number that was not finite) is a gap in its curve. A curve without any value is left
+A value that is missing or null (a number that was not finite) is a gap in its curve, and among layers where others are
+known a layer of 0. A curve without any value is left
 out, and so is a chart without a curve. A curve of many steps is drawn twice, thin as it is and thick as a moving mean;
 evaluations are dots and never smoothed. matplotlib's figures need no screen and no global state of pyplot.
 """
@@ -140,11 +141,23 @@ class Chart:
     rule: tuple[float, str] | None = None
 
 
-def charts_of(
-    records: Sequence[Record], *, kl_value: str, beta: float, max_grad_norm: float, groups: int
-) -> list[Chart]:
-    """Return the charts that these metrics records fill, in the order of reading.
+def charts_of(records: Sequence[Record], **recipe: Any) -> list[Chart]:
+    """Return the charts that these metrics records fill, in the order of reading. recipe: as `all_charts` takes it."""
+    return [chart for chart in map(filled, all_charts(records, records, **recipe)) if chart.series]
 
+
+def all_charts(
+    records: Sequence[Record],
+    of_all: Sequence[Record],
+    *,
+    kl_value: str,
+    beta: float,
+    max_grad_norm: float,
+    groups: int,
+) -> list[Chart]:
+    """Return all charts of metrics records, with the curves that are empty.
+
+    of_all: the records of all runs that share the charts, by which parts of rewards are spread over charts.
     kl_value, beta, max_grad_norm: the recipe's, for captions and for the line at which gradients are clipped.
     groups: questions of a step, of which `zero_advantage_groups` counts some.
     """
@@ -165,25 +178,21 @@ def charts_of(
 
     def ended(reason: str, record: Record) -> float:
         reasons = record.get("reasons")
-        count = reasons.get(reason, 0) if isinstance(reasons, Mapping) else 0
-        return _ratio(float(count), _number(record, "questions"))
+        count = float(reasons.get(reason, 0)) if isinstance(reasons, Mapping) else float("nan")
+        return _ratio(count, _number(record, "questions"))
 
     def again(record: Record) -> float:  # of partial rollouts alone; else it is 0
         known = _number(record, "tokens_recomputed") if "staleness_tokens" in record else float("nan")
         return _ratio(known, _number(record, "loss_tokens"))
 
-    endings = {
-        label: (partial(ended, reason), color)
-        for (reason, label), color in zip(ENDINGS.items(), (BLUE, ORANGE, PURPLE, RED, GREY), strict=True)
-        if any(ended(reason, record) > 0 for record in steps)
-    }
+    endings = {label: partial(ended, reason) for reason, label in ENDINGS.items()}
     in_loss = beta > 0 and kl_value != "none"
     kl = f"The recipe adds {beta:g} × {kl_value} to the loss." if in_loss else "The recipe's loss has none."
 
     def chart(name: str, title: str, series: tuple[Series, ...], **options: Any) -> Chart:
         return Chart(name, title, CAPTIONS[name] + (kl if name == "kl" else ""), series, **options)
 
-    charts = [
+    return [
         chart("reward", "Reward", both("reward")),
         chart("em", "Exact match", both("em"), percent=True),
         chart("kl", "KL to the reference, by estimator", lines({"k1": "kl_k1", "k2": "kl_k2", "k3": "kl_k3"})),
@@ -201,7 +210,7 @@ def charts_of(
             "Log-prob of right answers (nats per sampled token)",
             lines({"right": "right_logprob"}),
         ),
-        *_reward_charts(steps, evals, lines, both),
+        *_reward_charts(of_all, lines, both),
         chart("compression", "Compression ratio", both("compression")),
         chart(
             "recall",
@@ -230,7 +239,7 @@ def charts_of(
         chart(
             "unanswered",
             "Trajectories without an answer",
-            tuple(_series(steps, value, label, color) for label, (value, color) in endings.items()),
+            lines(endings, (BLUE, ORANGE, PURPLE, RED, GREY)),
             percent=True,
             stacked=True,
         ),
@@ -258,12 +267,10 @@ def charts_of(
             stacked=True,
         ),
     ]
-    return [chart for chart in map(_filled, charts) if chart.series]
 
 
 def _reward_charts(
-    steps: Sequence[Record],
-    evals: Sequence[Record],
+    records: Sequence[Record],
     lines: Callable[[Mapping[str, Value]], tuple[Series, ...]],
     both: Callable[[Value], tuple[Series, ...]],
 ) -> Iterator[Chart]:
@@ -272,7 +279,8 @@ def _reward_charts(
     Terms that are named after another (answer, answer_full, answer_evidence) share a chart with it; one that leaves
     [0, 1] (a bonus, a count) has one to itself; the rest share one.
     """
-    names = list(dict.fromkeys(name for record in (*steps, *evals) for name in record.get("parts") or {}))
+    parts = [(record.get("eval") or record).get("parts") or {} for record in records]
+    names = list(dict.fromkeys(name for own in parts for name in own))
     if len(names) < 2:
         return
 
@@ -282,7 +290,7 @@ def _reward_charts(
     groups: dict[str, list[str]] = {}
     for name in names:
         families = {one: [x for x in names if x == one or x.startswith(f"{one}_")] for one in names}
-        alone = name if any(term(name, record) > 1 for record in (*steps, *evals)) else ""
+        alone = name if any(_number(own, name) > 1 for own in parts) else ""
         key = next((one for one, members in families.items() if len(members) > 1 and name in members), alone)
         groups.setdefault(key, []).append(name)
     for key, members in groups.items():
@@ -317,12 +325,12 @@ def _series(records: Sequence[Record], value: Value, label: str, color: str, dot
     return Series(label, color, np.array(steps, np.float64), np.array(values, np.float64), dots)
 
 
-def _filled(chart: Chart) -> Chart:
-    """Return the chart without its empty curves (0 or less is empty on a log axis)."""
+def filled(chart: Chart) -> Chart:
+    """Return the chart without its empty curves. On a log axis 0 or less is empty, and a layer that is 0 throughout."""
     drawn = []
     for series in chart.series:
         values = np.where(series.values <= 0, np.nan, series.values) if chart.log else series.values
-        if np.isfinite(values).any():
+        if np.isfinite(values).any() and not (chart.stacked and not np.nansum(values)):
             drawn.append(replace(series, values=values))
     return replace(chart, series=tuple(drawn))
 
@@ -417,10 +425,12 @@ def _draw_line(axes: Axes, series: Series) -> None:
 def _draw_layers(axes: Axes, layers: Sequence[Series]) -> None:
     steps = np.unique(np.concatenate([layer.steps for layer in layers]))
     edges = np.append(steps - 0.5, steps[-1] + 0.5)
+    table = np.full((len(layers), len(steps)), np.nan)
+    for row, layer in zip(table, layers, strict=True):
+        row[np.searchsorted(steps, layer.steps)] = layer.values
     base = np.zeros(len(steps))
-    for layer in layers:
-        values = np.zeros(len(steps))
-        values[np.searchsorted(steps, layer.steps)] = np.nan_to_num(layer.values)
+    base[~np.isfinite(table).any(0)] = np.nan
+    for layer, values in zip(layers, np.nan_to_num(table), strict=True):
         axes.stairs(base + values, edges, baseline=base, fill=True, color=layer.color, lw=0, label=layer.label)
         base = base + values
 

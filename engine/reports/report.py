@@ -14,6 +14,7 @@ spaces end a line.
 import base64
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,8 +43,10 @@ from thresher.engine.reports.charts import (
     PHASES,
     Chart,
     Series,
+    all_charts,
     charts_of,
     draw,
+    filled,
     smoothing,
 )
 from thresher.engine.reports.health import health_of
@@ -104,7 +107,7 @@ def write_report(run: str | Path, out: str | Path | None = None, unverified: boo
 def report_page(run: RunRecords, *notes: Path) -> tuple[str, dict[str, bytes]]:
     """Return the page of a run and its pictures by name. notes: folders that may have a notes.md, before the run's."""
     folder, recipe, evals = run.folder, run.recipe, run.evals
-    charts = _charts(run)
+    charts = charts_of(run.records, **_of_charts(run.recipe))
     overview = [chart for chart in charts if chart.name in OVERVIEW]
     pictures = {chart.name: draw(chart) for chart in charts} | ({"overview": draw(*overview)} if overview else {})
     page = page_template("report.html").render(
@@ -133,15 +136,14 @@ def report_page(run: RunRecords, *notes: Path) -> tuple[str, dict[str, bytes]]:
     return page, pictures
 
 
-def _charts(run: RunRecords) -> list[Chart]:
-    recipe = run.recipe
-    return charts_of(
-        run.records,
-        kl_value=recipe.grpo.kl_value,
-        beta=recipe.grpo.beta,
-        max_grad_norm=recipe.optim.max_grad_norm,
-        groups=recipe.rollout.questions_per_step,
-    )
+def _of_charts(recipe: Recipe) -> dict[str, Any]:
+    """Return what charts need to know of a recipe."""
+    return {
+        "kl_value": recipe.grpo.kl_value,
+        "beta": recipe.grpo.beta,
+        "max_grad_norm": recipe.optim.max_grad_norm,
+        "groups": recipe.rollout.questions_per_step,
+    }
 
 
 def _data_uri(picture: bytes) -> str:
@@ -430,33 +432,39 @@ def overlaid(
 ) -> list[Chart]:
     """Return a chart for each curve that `at_least` groups have, in the order of a single run's page. It has a curve
     for each group (label, color, runs), the mean over its runs; of stacked layers their sum. chosen: as above."""
+    read = [(label, color, list(runs)) for label, color, runs in groups]
+    of_all = [record for _, _, runs in read for run in runs for record in run.records]
     curves: dict[tuple[str, str], dict[int, list[Series]]] = {}  # (chart, label) -> group -> a curve a run
     charts: dict[tuple[str, str], Chart] = {}  # as the first run has it
-    several = set()  # charts of more than one curve
-    for number, (_, _, runs) in enumerate(groups):
-        for chart in (chart for run in runs for chart in _charts(run) if chosen is None or chart.name in chosen):
-            if chart.stacked:
-                layers = np.nansum([series.values for series in chart.series], axis=0)
-                chart = replace(chart, series=(replace(chart.series[0], label="all", values=layers),))
-            for series in chart.series:
-                key = chart.name, series.label
-                if chart.name not in COMPARED_BY or series.label == COMPARED_BY[chart.name][0]:
-                    charts.setdefault(key, chart)
-                    curves.setdefault(key, {}).setdefault(number, []).append(series)
-                    several |= {key} if len(chart.series) > 1 else set()
+    for number, run in ((number, run) for number, (_, _, runs) in enumerate(read) for run in runs):
+        for chart in all_charts(run.records, of_all, **_of_charts(run.recipe)):
+            for series in _summed(chart) if chosen is None or chart.name in chosen else ():
+                charts.setdefault((chart.name, series.label), chart)
+                curves.setdefault((chart.name, series.label), {}).setdefault(number, []).append(series)
+    means: dict[tuple[str, str], Chart] = {}
+    for key, of_groups in curves.items():
+        drawn = [replace(_mean(of), label=read[n][0], color=read[n][1]) for n, of in of_groups.items()]
+        chart = filled(replace(charts[key], series=tuple(drawn), stacked=False))
+        if any(np.nansum(series.values) for series in chart.series) or not charts[key].stacked:
+            means[key] = chart
+    labels = Counter(name for (name, _), chart in means.items() if chart.series)
     shared: list[Chart] = []
-    order = list(dict.fromkeys(name for name, _ in curves))
-    for key in sorted(curves, key=lambda key: order.index(key[0])):
-        if len(curves[key]) < at_least:
-            continue
-        chart, drawn = charts[key], []
-        for number, found in curves[key].items():
-            label, color, _ = groups[number]
-            drawn.append(replace(_mean(found), label=label, color=color))
-        _, caption = COMPARED_BY.get(chart.name, ("", chart.caption))
-        title = f"{chart.title}: {key[1]}" if key in several else chart.title
-        shared.append(Chart(str(len(shared)), title, caption, tuple(drawn), chart.percent, chart.log))
+    order = list(dict.fromkeys(name for name, _ in means))
+    for (name, label), chart in sorted(means.items(), key=lambda mean: order.index(mean[0][0])):
+        compared, caption = COMPARED_BY.get(name, (label, chart.caption))
+        if label == compared and len(chart.series) >= at_least:
+            title = f"{chart.title}: {label}" if labels[name] > 1 else chart.title
+            shared.append(Chart(str(len(shared)), title, caption, chart.series, chart.percent, chart.log))
     return shared
+
+
+def _summed(chart: Chart) -> Sequence[Series]:
+    """Return the curves of a chart; of stacked layers one, their sum."""
+    if not chart.stacked or not chart.series:
+        return chart.series
+    layers = np.array([series.values for series in chart.series])
+    sums = np.where(np.isfinite(layers).any(0), np.nansum(layers, 0), np.nan)
+    return [replace(chart.series[0], label="all", values=sums)]
 
 
 def _mean(runs: Sequence[Series]) -> Series:

@@ -23,6 +23,7 @@ from thresher.engine.reports import report
 from thresher.engine.reports.charts import (
     DPI,
     PALETTE,
+    PHASES,
     SIZE,
     STYLE,
     Chart,
@@ -317,6 +318,29 @@ def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, dr
     reward = next(chart for chart in drawn if chart.title.startswith("Reward: sampled")).series[0]
     assert reward.values.tolist() == pytest.approx([1 / 30, 2 / 30, 3 / 30, 4 / 30]) and reward.spread is not None
     assert reward.spread.tolist() == [0.0] * 4
+
+
+def test_a_mean_over_seeds_has_those_whose_value_is_0(tmp_path: Path, drawn: list[Chart]) -> None:
+    """Also on a log axis, and where one seed alone has a part of a reward above 1."""
+    seeds = []
+    for number, (turns, bonus, gap) in enumerate([(8, 2.0, 1e-6), (0, 0.9, 0.0)]):
+        run = make_run(tmp_path / str(number), rollout={"questions_per_step": 4})
+        parts = {"format": 0.5, "bonus": bonus}
+        reasons = {"answered": 16 - turns, "turns": turns}
+        for step in (1, 2):
+            untimed = {f"{phase}_seconds": None for phase in PHASES} if step == 2 else {}
+            run.append_metrics(step_record(step, parts=parts, reasons=reasons, logprob_gap_max=gap) | untimed)
+        seeds.append(run.path)
+    write_curves("Seeds", {"Ours": seeds}, tmp_path / "curves.html")
+    found = {chart.title: chart.series[0].values.tolist() for chart in drawn}
+    assert found["Trajectories without an answer"] == [0.25, 0.25]
+    assert found["Reward's part: bonus"] == pytest.approx([1.45, 1.45])
+    assert found["Log-prob gap, sampling to training: largest"] == [5e-7, 5e-7]
+    assert math.isnan(found["Seconds per step"][1]), "a step that nobody timed took no 0 seconds"
+    drawn.clear()
+    write_comparison(seeds, tmp_path / "page.html")
+    titles = {chart.title for chart in drawn}
+    assert {"Trajectories without an answer", "Reward's part: bonus"} <= titles
 
 
 def test_runs_that_share_too_little(tmp_path: Path, drawn: list[Chart]) -> None:
