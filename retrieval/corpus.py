@@ -93,7 +93,8 @@ def stamp(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-EMBEDS = ("text", "title+text")
+PAIRED = "title[SEP]text"  # as DPR reads a passage
+EMBEDS = ("text", "title+text", PAIRED)
 OFFSETS_AT_A_TIME = 1 << 12  # buffered before they are written
 PASSAGES_AT_A_TIME = 256  # read in iteration
 # Ids with a hash seen twice that are looked at again; more of them only make the same complaint longer.
@@ -218,9 +219,13 @@ def open_corpus(
 
 
 def embedded_text(passage: Passage, embed: str) -> str:
-    """Return the text, or title, line feed and text, of `passage`. `embed` is one of EMBEDS."""
+    """Return the text of `passage`, or its title and text, with a line feed or BERT's [SEP] between. `embed` is one of
+    EMBEDS."""
     check_embed(embed)
-    return passage.text if embed == "text" or not passage.title else f"{passage.title}\n{passage.text}"
+    if embed == "text" or not passage.title:
+        return passage.text
+    between = " [SEP] " if embed == PAIRED else "\n"
+    return f"{passage.title}{between}{passage.text}"
 
 
 def check_embed(embed: str) -> None:

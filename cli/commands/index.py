@@ -151,7 +151,7 @@ class Build(
 ):
     corpus: Annotated[str, "FILE", "passages: JSONL or TSV, gzipped if named .gz"]
     encoder: Annotated[str, "lexical (hashed words), bm25, or a model's folder"] = "lexical"
-    embed: Annotated[Literal["text", "title+text"], "part of a passage that is encoded"] = "text"
+    embed: Annotated[Literal["text", "title+text", "title[SEP]text"], "part of a passage that is encoded"] = "text"
     kind: Annotated[str | None, "flat (the default), flat16, ivf, ivfpq, hnsw, or such as IVF4096,Flat"] = None
     memory: Annotated[str | None, "SIZE", "such as 16GB: pick the kind that fits, and say why"] = None
     recall: Annotated[Float, "recall of an approximate kind; default: 0.95"] = 0.95

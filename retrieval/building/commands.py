@@ -12,6 +12,7 @@ from thresher.common.jsonl import write_jsonl
 from thresher.retrieval.building.build import BuildSettings, build_folder, work_folder
 from thresher.retrieval.corpus import (
     CACHE_FILES,
+    PAIRED,
     Corpus,
     check_embed,
     embedded_text,
@@ -62,6 +63,8 @@ def build(
     """
     started = time.perf_counter()
     check_embed(embed)
+    if embed == PAIRED and encoder_name.partition(":")[0] in (WORDS, LexicalEncoder.name):
+        raise UserError(f"embed is {embed!r}, for a model that knows the token [SEP], as DPR's; take title+text")
     out = Path(out)
     refuse_existing(out)
     corpus = _open(Path(corpus_path), out, chunk_words, skip_empty)
@@ -110,7 +113,10 @@ def _encoder(name: str, corpus: Corpus, embed: str, dim: int, options: dict[str,
         # Lazily, for it imports torch.
         from thresher.retrieval.encoders.learned import load_encoder
 
-        return load_encoder(name, **options)
+        encoder = load_encoder(name, **options)
+        if embed == PAIRED and not encoder.separates:
+            raise UserError(f"embed is {embed!r}, and the tokenizer of {name} has no token [SEP]; take title+text")
+        return encoder
     if options:
         raise UserError(f"{', '.join(options)}: for the folder of a model; the encoder {name} has no such setting")
 

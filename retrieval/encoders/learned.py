@@ -325,6 +325,11 @@ class LearnedEncoder:
         self._passage = passage
         self._batch_tokens = batch_tokens
 
+    @property
+    def separates(self) -> bool:
+        """Return whether passages may have [SEP] between title and text."""
+        return self._passage.tokenizer.separates
+
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> "LearnedEncoder":
         """Return the encoder of the index in `folder`. UserError where its model is gone or another one."""

@@ -6,6 +6,7 @@ the hypothesis is not: half a claim is another claim.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class WordPiece:
         cut = 0
         for start in range(0, len(texts), TEXTS_AT_ONCE):
             part = texts[start : start + TEXTS_AT_ONCE]
-            heads = [text[:limit].encode("utf-8", "replace").decode() for text in part]
+            heads = [_head(text, limit).encode("utf-8", "replace").decode() for text in part]
             with panics_refused(heads, str(self.files[0])):
                 encodings = self._tokenizer.encode_batch_fast(heads)
             for text, encoding in zip(part, encodings, strict=True):
@@ -51,9 +52,19 @@ class WordPiece:
                 kept.append(ids if len(ids) <= self.max_length else [*ids[: self.max_length - 1], ids[-1]])
         return kept, cut
 
+    @property
+    def separates(self) -> bool:
+        """Return whether [SEP] in a text is read as the token that BERT has between two texts."""
+        return len(self._tokenizer.encode("[SEP]", add_special_tokens=False).ids) == 1
+
     def count(self, texts: list[str]) -> list[int]:
         """Return how many tokens each text has, whole, without those around it."""
         return count_tokens(self._tokenizer, texts)
+
+
+def _head(text: str, limit: int) -> str:
+    """Return the whole words among the first `limit` characters of a longer text."""
+    return text if len(text) <= limit else re.sub(r"\s\S*\Z", "", text[:limit])
 
 
 def count_tokens(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[int]:

@@ -18,7 +18,7 @@ from thresher.common.errors import UserError
 from thresher.engine.episode import Retrieved
 from thresher.engine.protocol.prompts import Renderer
 from thresher.retrieval import corpus as corpus_module
-from thresher.retrieval.corpus import Corpus, embedded_text, open_corpus, read_corpus
+from thresher.retrieval.corpus import EMBEDS, Corpus, embedded_text, open_corpus, read_corpus
 from thresher.retrieval.passages import Passage
 
 
@@ -109,7 +109,8 @@ def test_the_hash_sees_order_and_every_field(other):
 def test_what_is_embedded():
     assert embedded_text(Passage("0", "T", "x"), "text") == "x"
     assert embedded_text(Passage("0", "T", "x"), "title+text") == "T\nx"
-    assert embedded_text(Passage("0", "", "x"), "title+text") == "x"
+    assert embedded_text(Passage("0", "T", "x"), "title[SEP]text") == "T [SEP] x"
+    assert {embedded_text(Passage("0", "", "x"), embed) for embed in EMBEDS} == {"x"}
     with pytest.raises(UserError, match="expected one of text, title"):
         embedded_text(Passage("0", "T", "x"), "title")
 

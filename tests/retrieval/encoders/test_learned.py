@@ -20,9 +20,20 @@ from batch_invariance import needs_invariant_rows, weight_shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thresher.retrieval.encoders.learned import EncoderSettings, LearnedEncoder, batches, load_encoder, read_settings
+from thresher.common.errors import UserError
+from thresher.retrieval.building.commands import build
+from thresher.retrieval.corpus import embedded_text
+from thresher.retrieval.encoders.learned import (
+    HALVES,
+    EncoderSettings,
+    LearnedEncoder,
+    batches,
+    load_encoder,
+    read_settings,
+)
 from thresher.retrieval.encoders.tokenizer import CHARACTERS_PER_TOKEN, load_wordpiece
 from thresher.retrieval.encoders.transformer import LENGTH_STEP, load_bert
+from thresher.retrieval.passages import Passage
 
 INSTRUCTION = "Represent this sentence for searching relevant passages: "
 
@@ -120,6 +131,23 @@ def test_dpr_pair(tmp_path: Path) -> None:
         check(found, folder / half, folders.TEXTS, "cls", False, kind=kind)
     assert encoder.settings.why["pooling"] == "DPR, by the folders question_encoder and ctx_encoder"
     assert abs(np.linalg.norm(encoder.encode_queries(folders.TEXTS), axis=1) - 1).max() > 0.5
+
+
+@pytest.mark.parametrize("from_vocabulary", [False, True])
+def test_dpr_reads_title_and_text_as_a_pair(tmp_path: Path, from_vocabulary: bool) -> None:
+    folder = folders.dpr_pair(tmp_path / "dpr")
+    tokenizer = transformers.BertTokenizerFast.from_pretrained(str(folder / "ctx_encoder"))
+    if from_vocabulary:
+        for half in HALVES:
+            (folder / half / "tokenizer.json").unlink()
+    encoder, (title, text) = load_encoder(folder), folders.TEXTS[:2]
+    model = transformers.DPRContextEncoder.from_pretrained(folder / "ctx_encoder").eval()
+    with torch.no_grad():
+        exact = model(**tokenizer(title, text, return_tensors="pt", return_token_type_ids=False)).pooler_output.numpy()
+    found = encoder.encode_passages([embedded_text(Passage("0", title, text), "title[SEP]text")])
+    assert encoder.separates and np.abs(found - exact).max() < 1e-5
+    with pytest.raises(UserError, match=r"embed is 'title\[SEP\]text', for a model that knows the token \[SEP\]"):
+        build(tmp_path / "absent.jsonl", tmp_path / "index", embed="title[SEP]text")
 
 
 def test_distilbert_with_all_settings_given(tmp_path: Path) -> None:
@@ -229,6 +257,8 @@ def test_work_for_one_text_is_bounded(plain: Path) -> None:
     limit = 10 * CHARACTERS_PER_TOKEN
     ids, cut = tokenizer.encode([" " * limit + "the", " " * (limit - 3) + "the"])
     assert (ids, cut) == ([[2, 3], [2, folders.VOCABULARY.index("the"), 3]], 1)
+    half = "the " + "x" * 200 + " " * (limit - 206) + "the"  # whose last word stands across the limit
+    assert tokenizer.encode([half])[0] == [[2, folders.VOCABULARY.index("the"), folders.VOCABULARY.index("[UNK]"), 3]]
 
 
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 3000), st.booleans())
