@@ -322,7 +322,8 @@ def grpo_loss(
     surrogate: one of objective.SURROGATES, or a function as that file describes it; those of whole sequences need
     sequence_T, [T] whole numbers, the number of each token's sequence. clip_low, clip_high and dual_clip are of the
     surrogates that clip. tau_positive, tau_negative: sapo's. divergence: dppo's delta. guard: LLDS's lambda, which
-    needs turn_T, [T], the number of each token's turn. guard_zero: it holds tokens of advantage 0, too.
+    needs turn_T, [T], the number of each token's turn, or -1: it does not hold the token. guard_zero: it holds tokens
+    of advantage 0, too.
     kl_value, kl_gradient: "k1", "k2", "k3", "k3_ratio" or "none"; the estimator whose value is in the loss,
     and the one whose gradient is taken (None: the same one). beta > 0 needs ref_logprobs_T.
     vocab_size: columns from there on do not exist. Their rows of the head change no result and get no gradient. The

@@ -135,7 +135,7 @@ class LossRows:
     weights_R: Tensor
     ref_R: Tensor | None
     sequence_R: Tensor | None = None  # int64, the number of each row's sequence, from 0
-    turn_R: Tensor | None = None  # int64, the number of each row's turn, from 0, of all sequences
+    turn_R: Tensor | None = None  # int64, the number of each row's turn, from 0, of all sequences; -1: not guarded
     slopes_R: Tensor | None = None  # of the surrogate by the log-prob, once they are known for all rows
 
     def __len__(self) -> int:
@@ -215,8 +215,8 @@ def surrogate_of(logprobs_R: Tensor, rows: LossRows, settings: LossSettings) -> 
     if settings.guard:
         assert rows.turn_R is not None
         held_R = rows.advantages_R >= 0 if settings.guard_zero else rows.advantages_R > 0
-        fallen_R = -log_ratios(logprobs_R, rows) * held_R
-        fallen_R = fallen_R * (group_means(fallen_R, rows.turn_R) > 0)
+        fallen_R = -log_ratios(logprobs_R, rows) * (held_R & (rows.turn_R >= 0))
+        fallen_R = fallen_R * (group_means(fallen_R, rows.turn_R.clamp(min=0)) > 0)
         worth_R = worth_R - settings.guard * fallen_R.clamp(min=0.0)
     return ratio_R, worth_R, clipped_R
 

@@ -242,7 +242,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def scheduled_lr(lr: float, schedule: str, warmup_ratio: float, step: int, total_steps: int) -> float:
     """Linear warm-up over `warmup_ratio` of the steps, then constant, or linear or cosine down to 0 after the last.
     Steps are the optimiser's, counted from 0."""
-    warmup = math.ceil(warmup_ratio * total_steps)
+    warmup = math.ceil(round(warmup_ratio * total_steps, 9))  # .07 of 100 steps are 7, and in float64 a little more
     if step < warmup:
         return lr * (step + 1) / warmup
     done = (step - warmup) / max(total_steps - warmup, 1)

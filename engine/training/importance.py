@@ -94,7 +94,8 @@ def recompute_logprobs(
     started = time.perf_counter()
     sequences = [one for of_update in by_update for one in of_update]
     rollout = [one.old_logprobs for one in sequences]
-    own = updater.logprobs(sequences, temperature)
+    # Each update's by itself, as it packs them: before the first one, a ratio is then 1 to the bit.
+    own = [values for of_update in by_update for values in updater.logprobs(of_update, temperature)]
     gaps = logprob_gaps(sequences, own)
     weights, sums = importance_weights(own, rollout, grpo)
     renewed = iter(

@@ -13,7 +13,7 @@ Deliberately absent: printing, but for what a resume says.
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,9 @@ def check_out(out: Path, resume: bool) -> None:
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
     """Load the model, adapters where the recipe has them, and transcripts from `sft.transcripts` or `sft.data`."""
     sft = recipe.need(SftSection)
-    context = load_run_context(recipe)
+    # All weights are trained, and begin, in float32, whatever the dtype of GRPO's computation.
+    loaded = recipe if recipe.lora else replace(recipe, model=replace(recipe.model, dtype="float32"))
+    context = load_run_context(loaded)
     policy = context.policy
     encoding = (
         context.tokenizer,
@@ -247,9 +249,7 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
         transcripts = read_transcripts(sft.transcripts, *encoding)
     else:
         transcripts, unused, questions = read_data(sft, *encoding)
-    if recipe.lora is None:
-        policy = policy.float()
-    else:
+    if recipe.lora is not None:
         add_lora(policy, **asdict(recipe.lora))
     trainer = SftTrainer(policy, transcripts, sft, recipe.optim, context.vocab_size, recipe.run.seed)
     return FineTuning(recipe, context, policy, sft, trainer, unused, questions)

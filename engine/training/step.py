@@ -380,7 +380,8 @@ class GrpoStep:
             try:
                 place = (step - 1) * epochs * count + number
                 seen = recorder if epoch == 0 else None
-                stats = self.updater.update(sequences, place, recipe.rollout.temperature, seen)
+                moved = bool(result.updates)
+                stats = self.updater.update(sequences, place, recipe.rollout.temperature, seen, moved)
             except NotFinite:  # in a second update of the step; before the first, what was sampled tells
                 raise diverged(step, "policy") from None
             if stats is None:

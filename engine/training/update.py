@@ -167,11 +167,12 @@ class Updater:
         optimizer_step: int,
         temperature: float,
         recorder: TokenRecorder | None = None,
+        moved: bool = True,
     ) -> UpdateStats | None:
         """Run one optimiser step on all sequences and return its statistics; None where no rank has a sequence.
 
         optimizer_step: its number among the run's `total_steps`, from 0; it sets the learning rate. recorder: keeps the
-        values of each token.
+        values of each token. moved: whether the weights have learned since they drew what is not stale.
         """
         if self.weights.max_over_ranks(len(sequences)) == 0:
             return None
@@ -184,7 +185,7 @@ class Updater:
         for number, micro_batch in enumerate(micro_batches):
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
             self._stage = Stage("update", number, len(micro_batches), detail)
-            values_R = self._backward(micro_batch, temperature, unread)
+            values_R = self._backward(micro_batch, temperature, unread, self._guarded(micro_batch, moved))
             members = [sequences[n] for n in micro_batch.members]
             if members:  # an idle one has none
                 rows = len(micro_batch.rows_R)
@@ -260,8 +261,25 @@ class Updater:
         )
         return logprobs_R
 
-    def _backward(self, micro_batch: MicroBatch, temperature: float, unread: Unread) -> dict[str, Tensor]:
-        """Add a micro-batch's gradients and statistics; return the values of its rows that a recorder keeps."""
+    def _guarded(self, micro_batch: MicroBatch, moved: bool) -> Tensor | None:
+        """Return the turn of each row, -1 for one that the guard does not hold; None without a guard.
+
+        Until the weights move, what they drew is as likely as it was, and a difference is rounding: of half the tokens
+        the guard would take it for a fall, at its full slope.
+        """
+        if self.grpo.guard == "none":
+            return None
+        if moved:
+            return micro_batch.turn_R
+        if self.grpo.old_logprobs == "recomputed":
+            return torch.full_like(micro_batch.turn_R, -1)
+        return micro_batch.turn_R.masked_fill(micro_batch.fresh_R, -1)
+
+    def _backward(
+        self, micro_batch: MicroBatch, temperature: float, unread: Unread, turn_R: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Add a micro-batch's gradients and statistics; return the values of its rows that a recorder keeps. turn_R: as
+        `grpo_loss` takes it."""
         reference_logprobs, checks = None, list[list[RowCheck]]()
         if self.reference is not None:
             with torch.no_grad(), self.reference.adapters_off():
@@ -284,7 +302,7 @@ class Updater:
                 temperature=temperature,
                 surrogate=self.surrogate,
                 sequence_T=None if self.surrogate in OF_ROWS else micro_batch.sequence_R,
-                turn_T=None if grpo.guard == "none" else micro_batch.turn_R,
+                turn_T=turn_R,
                 tau_positive=grpo.tau_positive,
                 tau_negative=grpo.tau_negative,
                 divergence=grpo.divergence,

@@ -170,13 +170,15 @@ def test_passes_over_a_batch(tmp_path: Path, make_recipe: Make, monkeypatch: pyt
     wrote."""
     calls: list[tuple[int, list[TrainSequence]]] = []
     kept: list[bool] = []
+    later: list[bool] = []
     update = Updater.update
 
-    def noted(self: Any, items: list[TrainSequence], step: int, temperature: float, recorder: Any) -> Any:
+    def noted(self: Any, items: list[TrainSequence], step: int, temperature: float, recorder: Any, moved: bool) -> Any:
         calls.append((step, items))
         kept.append(recorder is not None)
+        later.append(moved)
         given = [replace(item, advantage=(1.0, -1.0)[item.key[1]]) for item in items]
-        return update(self, given, step, temperature, recorder)
+        return update(self, given, step, temperature, recorder, moved)
 
     monkeypatch.setattr(Updater, "update", noted)
     optim = {"lr": 1e-3, "schedule": "linear", "warmup_ratio": 0.0}
@@ -184,6 +186,7 @@ def test_passes_over_a_batch(tmp_path: Path, make_recipe: Make, monkeypatch: pyt
     train(make_recipe(rollout=SMALL, run=RUN, optim=optim, grpo=grpo), tmp_path / "run")
     assert [step for step, _ in calls] == list(range(8))
     assert kept == [True, True, False, False] * 2
+    assert later == [False, True, True, True] * 2
     for start in (0, 4):
         first, second = calls[start : start + 2], calls[start + 2 : start + 4]
         assert [items for _, items in first] == [items for _, items in second]

@@ -1,6 +1,7 @@
 """Objectives of a recipe: what a name presets, and that an update's gradient is the named one's, with prefixes shared
 and not, in float64, and what a recorder keeps of it; a function of one's own, and the guard; overlong shaping."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,7 @@ import pytest
 import torch
 from model_cases import make_config
 from surrogate_cases import BY_HAND, DELTA, HIGH, LOW
+from train_cases import Make, steps_of
 from update_cases import ADVANTAGES, logits, logprobs, make_updater, spoken, update
 
 from thresher.common.errors import UserError
@@ -19,6 +21,7 @@ from thresher.engine.packing import build_train_sequences
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.store.token_stats import TokenRecorder
 from thresher.engine.training.step import GrpoStep, overlong_penalty
+from thresher.engine.training.train import train
 from thresher.policy.model import Policy, init_policy
 from thresher.rewards.reward import RewardResult
 
@@ -134,6 +137,33 @@ def test_the_guard_sees_turns(gradients: dict[str, torch.Tensor]) -> None:
         none = [0.0] * len(ADVANTAGES)
         update(policy, None, trajectories, none, GrpoSection(beta=0.0, guard=guard))
         assert any(gradient.any() for gradient in found(policy, gradients)) == (guard == "llds")
+
+
+@pytest.mark.parametrize(("old", "updates"), [("rollout", 1), ("recomputed", 1), ("recomputed", 2)])
+def test_the_guard_takes_no_rounding_for_a_fall(make_recipe: Make, tmp_path: Path, old: str, updates: int) -> None:
+    """Its gradient is the only one, and the weights do not move: lr is 0."""
+    (tmp_path / "zero.py").write_text("def zero(logprobs, *others):\n    return 0 * logprobs\n")
+    grpo = {"objective": f"{tmp_path / 'zero.py'}:zero", "guard": "llds", "beta": 0.0, "old_logprobs": old}
+    recipe = make_recipe(
+        grpo=grpo | {"updates_per_batch": updates}, optim={"lr": 0.0}, run={"steps": 1, "eval_every": None}
+    )
+    train(recipe, tmp_path / "run")
+    (step,) = steps_of(tmp_path / "run")
+    assert step["grad_norm"] == 0 and step["loss_tokens"] > 0
+
+
+def test_the_guard_holds_what_earlier_weights_drew(gradients: dict[str, torch.Tensor]) -> None:
+    """In the first update of a batch, of which one trajectory is stale."""
+    policy, grpo = policy_of(), GrpoSection(beta=0.0, guard="llds")
+    sequences = build_train_sequences(spoken(policy, 3, 0.5), [0.0] * 3, grpo)
+    kept = []
+    for moved, stale in ((True, [0, 0, 0]), (False, [0, 0, 0]), (False, [len(one.positions) for one in sequences])):
+        chosen = [replace(one, stale=count) for one, count in zip(sequences, stale, strict=True)]
+        make_updater(policy, None, grpo, micro_batch_tokens=10_000).update(chosen, 0, 1.0, None, moved)
+        kept.append([gradient.clone() for gradient in found(policy, gradients)])
+    whole, nothing, of_stale = kept
+    assert any(gradient.any() for gradient in whole) and not any(gradient.any() for gradient in nothing)
+    assert all(map(torch.equal, whole, of_stale))
 
 
 def test_an_objective_of_ones_own(tmp_path: Path, gradients: dict[str, torch.Tensor]) -> None:

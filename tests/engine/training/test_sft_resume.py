@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from train_cases import SAVE, Killed, Make, recipe_maker, sigkill, steps_saved
 
 from thresher.cli.commands.training import run_sft
@@ -122,6 +124,14 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_bits(
     assert shown == [4, 5], "the progress line begins behind its checkpoint"
     assert files(out) == files(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir() if "out" in path.name} == {"out"}
+
+
+def test_all_weights_begin_as_they_are_stored(make: Make, tmp_path: Path, tiny_model_folder: Path) -> None:
+    """Also where model.dtype, which GRPO computes in, would round them."""
+    recipe = make(model={"dtype": "bfloat16"}, sft={"lr": 0.0, "steps": 1})
+    run_sft(recipe, tmp_path / "out")
+    stored, trained = (load_file(folder / "model.safetensors") for folder in (tiny_model_folder, tmp_path / "out"))
+    assert all(torch.equal(weight, trained[name]) for name, weight in stored.items())
 
 
 def measured_as(patch: pytest.MonkeyPatch, shares: list[float]) -> list[str]:

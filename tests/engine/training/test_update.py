@@ -377,6 +377,7 @@ def test_advantages_are_those_of_the_recipe_within_groups_however_scattered(entr
 def test_schedules(schedule: str, warmup_ratio: float, expected: list[float]) -> None:
     found = [scheduled_lr(3e-4, schedule, warmup_ratio, step, 10) for step in range(10)]
     assert found == pytest.approx([3e-4 * share for share in expected])
+    assert scheduled_lr(1.0, "constant", 0.07, 6, 100) == 1.0, "7 steps are 7, though .07 * 100 is a little more"
     beyond = [scheduled_lr(1.0, schedule, warmup_ratio, step, 10) for step in (10, 11, 100)]
     assert beyond == pytest.approx([1.0 if schedule == "constant" else 0.0] * 3)
 
