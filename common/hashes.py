@@ -25,6 +25,7 @@ FORMAT = 1
 # A row that is read alone costs the hash of its block, .2 ms; a list has 144 bytes of digests a MiB.
 BLOCK = 1 << 18
 DIGEST_CHARS = 32
+MODEL_FILES = ("config.json", "*.safetensors", "tokenizer.json")  # of a model folder: what decides what it writes
 # Fewer blocks are hashed by the calling thread alone.
 FEWEST_FOR_THREADS, LONGEST_RUN, MOST_THREADS = 64, 256, 8
 
@@ -126,6 +127,12 @@ def content_digest(files: Iterable[Path]) -> str:
     """Return a digest of the names and contents of these files. UserError where one cannot be read."""
     listed = [[path.name, *_hash_file(path)] for path in files]
     return _digest(json.dumps(listed).encode("utf-8", "surrogatepass"))
+
+
+def folder_digest(folder: str | Path, *patterns: str) -> str | None:
+    """Return the digest of the files of a folder that fit the patterns; None where there is none."""
+    files = sorted(path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file())
+    return content_digest(files) if files else None
 
 
 def _hash_file(path: Path) -> tuple[int, list[str]]:

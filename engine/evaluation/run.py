@@ -23,6 +23,7 @@ from typing import Any
 from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object, staged_folder
+from thresher.common.hashes import MODEL_FILES, folder_digest
 from thresher.common.locks import lock_folder
 from thresher.common.records import RecordLog, write_object, write_records
 from thresher.engine.assemble import (
@@ -67,6 +68,7 @@ from thresher.engine.rollout.rollout import EpisodeRunner, Job
 from thresher.engine.scoring.score import Judges, Scored, check_all, score
 from thresher.engine.store.run_folder import Best
 from thresher.engine.systems import PLAIN, own_digest, own_files
+from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
@@ -166,23 +168,33 @@ def check_prompts(
     return prompts
 
 
-def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequence[Question]) -> dict[str, Any]:
-    """Return all settings that determine the trajectories, by dotted keys. Only equal ones resume an evaluation."""
-    tables = recipe.to_dict()
+def recipe_settings(recipe: Recipe, weights: bool = True) -> dict[str, Any]:
+    """Return what of a recipe determines the trajectories of a question, by dotted keys, with digests of the files that
+    it names. weights: whether the recipe's model writes them."""
+    tables, retrieval = recipe.to_dict(), recipe.retrieval
     settings = {
         f"{section}.{key}": value
         for section in ("model", "retrieval", "system", "tools", "rollout")
         for key, value in tables.get(section, {}).items()
         if f"{section}.{key}" not in _FREE
     }
-    settings |= asked.answered_by.settings() if asked.answered_by else {}
-    content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
     if (digest := tools_digest(recipe)) is not None:
         settings["the content of the tools' files"] = digest
+    if weights and recipe.run.verify:
+        settings["the model's content"] = folder_digest(recipe.model.path, *MODEL_FILES)
+    if retrieval is not None and retrieval.index is not None:
+        settings["the index's content"] = folder_digest(retrieval.index, MANIFEST)
+    return settings | {"the system file's content": own_digest(recipe.system.name) if recipe.system else None}
+
+
+def settings_of(recipe: Recipe, asked: EvalOptions, path: str, questions: Sequence[Question]) -> dict[str, Any]:
+    """Return all settings that determine the trajectories. Only equal ones resume an evaluation."""
+    settings = recipe_settings(recipe, weights=asked.answered_by is None)
+    settings |= asked.answered_by.settings() if asked.answered_by else {}
+    content = repr([question_record(question) for question in questions]).encode("utf-8", "surrogatepass")
     noisy = any(tool.noise is not None for tool in (recipe.tools or {}).values())
     return settings | {
         "baseline": asked.baseline,
-        "the system file's content": own_digest(recipe.system.name) if recipe.system else None,
         "questions": path,
         "limit": asked.limit,
         "the questions' content": blake2b(content).hexdigest()[:16],

@@ -1,7 +1,7 @@
 """`thresher rollout`: questions in, trajectories out. Nothing is judged, rewarded or measured.
 
     {"id", "group", "sample", "reason", "searches", "segments": [{"source", "text", "ids", "logprobs"}, ..],
-     "question", "golden_answers", .., "seed", "temperature"}                                    a line of the file
+     "question", "golden_answers", .., "seed", "temperature", "settings"}                        a line of the file
 
 A sample's seed is a function of (seed, question number, sample). A file that a kill left is resumed; on a CPU in
 float32 it is then, byte for byte, that of a command that nothing interrupted.
@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from thresher.common import console
@@ -22,7 +23,7 @@ from thresher.common.records import RecordLog
 from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.evaluation.evaluate import generate_in_batches
-from thresher.engine.evaluation.run import check_prompts, retriever_of
+from thresher.engine.evaluation.run import check_prompts, recipe_settings, retriever_of
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.rollout.rollout import Job, seed_of
 from thresher.engine.scoring.score import asked_record, check_whole
@@ -72,14 +73,16 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
         for sample in range(plan.samples)
     ]
     log = RecordLog(plan.out, remedy="choose another file, or delete this one to begin again")
-    done = _recover(log, jobs, prompts, plan.temperature)
+    settings = sha256(json.dumps(recipe_settings(recipe), sort_keys=True).encode()).hexdigest()[:16]
+    done = _recover(log, jobs, prompts, plan.temperature, settings)
     totals: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     seconds = 0.0
 
     def keep(batch: Sequence[Job], trajectories: list[Trajectory]) -> None:
         nonlocal seconds
-        log.append(*_records(batch, trajectories, context, plan.temperature))
+        more = {"temperature": plan.temperature, "settings": settings}
+        log.append(*(record | more for record in _records(batch, trajectories, context)))
         reasons.update(trajectory.reason for trajectory in trajectories)
         clock = rollout.clock
         seconds += clock.total
@@ -108,7 +111,9 @@ def _run_rollouts(recipe: Recipe, plan: RolloutPlan) -> None:
     console.figures(f"rollout: {plan.out}", figures)
 
 
-def _recover(log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float) -> int:
+def _recover(
+    log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], temperature: float, settings: str
+) -> int:
     """Count the jobs that the file holds. UserError, naming the line, unless its records are the first of these
     jobs."""
     done = 0
@@ -120,6 +125,11 @@ def _recover(log: RecordLog, jobs: Sequence[Job], prompts: Sequence[Sequence[int
                 "that the file was begun with, or choose another file"
             )
         _check_belongs(record, where, jobs[done], prompts, temperature)
+        if record.get("settings") != settings:
+            raise UserError(
+                f"{where}: it was sampled with another model, system, index or limits; resume with the model and the "
+                "recipe that the file was begun with, or choose another file"
+            )
         done += 1
     return done
 
@@ -142,9 +152,7 @@ def _check_belongs(record: Record, where: str, job: Job, prompts: Sequence[Seque
         )
 
 
-def _records(
-    jobs: Sequence[Job], trajectories: Sequence[Trajectory], context: RunContext, temperature: float
-) -> list[Record]:
+def _records(jobs: Sequence[Job], trajectories: Sequence[Trajectory], context: RunContext) -> list[Record]:
     records = []
     for job, trajectory in zip(jobs, trajectories, strict=True):
         check_whole(trajectory, context.tokenizer, context.system.tags, context.limits.max_context)
@@ -155,5 +163,5 @@ def _records(
             for stored, segment in zip(segments, one.segments, strict=True):
                 if segment.source is Source.POLICY:
                     stored["logprobs"] = segment.logprobs
-        records.append(record | asked_record(job.question) | {"seed": job.seed, "temperature": temperature})
+        records.append(record | asked_record(job.question) | {"seed": job.seed})
     return records

@@ -18,6 +18,7 @@ from typing import Any
 
 from thresher.common import console
 from thresher.common.errors import UserError
+from thresher.common.hashes import MODEL_FILES, folder_digest
 from thresher.common.jsonl import Record
 from thresher.common.locks import locked_file
 from thresher.engine.assemble import load_retrieval, load_run_context
@@ -52,6 +53,7 @@ from thresher.engine.scoring.score import Scored, check_all, score
 from thresher.engine.store.run_folder import RunFolder
 from thresher.engine.systems import load_system
 from thresher.policy.config import read_config
+from thresher.retrieval.indexes.manifest import FILE as MANIFEST
 from thresher.retrieval.passages import Passage
 from thresher.retrieval.questions import Question, question_record, read_questions
 from thresher.retrieval.retriever import Retriever
@@ -129,6 +131,9 @@ class ExtractionPlan:
         for chosen in (kept["generator"], kept["agent"]):
             if chosen is not None:
                 del chosen["url"]
+                chosen["content"] = folder_digest(chosen["model"], *MODEL_FILES) if chosen["model"] else None
+        kept["the model's content"] = folder_digest(self.model, *MODEL_FILES)
+        kept["the index's content"] = folder_digest(self.index, MANIFEST) if self.index else None
         return kept
 
 

@@ -23,7 +23,7 @@ import torch
 from thresher.common import signals
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, delete_folder, need_room, staged_folder
-from thresher.common.hashes import content_digest, write_hashes
+from thresher.common.hashes import folder_digest, write_hashes
 from thresher.common.records import write_records
 from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
@@ -178,9 +178,8 @@ class FineTuning:
     def _digests(self) -> dict[str, str | None]:
         """Return the digests that a resumed run must find unchanged: of the transcripts' tokens and, unless run.verify
         is off, of the model with which the run began."""
-        folder = Path(self.recipe.model.path)
-        files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-        model = content_digest(files) if self.recipe.run.verify else None
+        verified = self.recipe.run.verify
+        model = folder_digest(self.recipe.model.path, "config.json", "*.safetensors") if verified else None
         return {"transcripts": self.trainer.data_digest, "model": model}
 
     def _check_digests(self, checkpoint: Checkpoint | None, digests: dict[str, str | None]) -> None:

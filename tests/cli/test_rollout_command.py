@@ -9,7 +9,7 @@ import pytest
 import torch
 from batch_invariance import needs_invariant_policy
 from evaluate_cases import SHORT, refusal, write_asked
-from stored_cases import stored
+from stored_cases import reweighted, stored
 
 from thresher.cli import main as cli
 from thresher.common.records import RecordLog
@@ -141,7 +141,10 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     return refuse
 
 
-def test_a_file_of_another_rollout_is_refused(run: Run, words: list[str], refused: Callable[..., str]) -> None:
+def test_a_file_of_another_rollout_is_refused(
+    run: Run, words: list[str], refused: Callable[..., str], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    other = reweighted(tiny_model_folder, tmp_path / "other")
     Path("other.txt").write_text("Another: {question}\n")
     out = run("out.jsonl", "--n", "2", "--limit", "4")
     with out.open("a") as file:
@@ -154,6 +157,11 @@ def test_a_file_of_another_rollout_is_refused(run: Run, words: list[str], refuse
         ("--resume --seed 1", ":1: its seed is "),
         ("--resume --temperature 0.5", ":1: its temperature is 1.0, not 0.5; resume with"),
         ("--resume --set system.template=other.txt", ":1: it begins with another prompt; resume with the model"),
+        (
+            "--resume --set rollout.max_policy_tokens=79",
+            ":1: it was sampled with another model, system, index or limits",
+        ),
+        (f"--resume --model {other}", ":1: it was sampled with another model, system, index or limits"),
     ]
     for more, message in cases:
         assert message in refused(*words, "--n", "2", "--limit", "4", "--out", str(out), *more.split())

@@ -1,6 +1,7 @@
 """`thresher eval` where something else comes in: what a kill leaves, whom it asks, which checkpoint it takes."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from evaluate_cases import PROMPT, SAID, recipe_from, refusal, searching_flags, write_asked
 from rollout_cases import EOS
-from stored_cases import stored
+from stored_cases import reweighted, stored
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
@@ -199,6 +200,30 @@ def test_an_evaluation_does_not_go_on_with_a_system_file_that_changed(tmp_path: 
     own.write_text("one = 2\n")
     with pytest.raises(UserError, match="unfinished evaluation with the system file's content ="):
         EvalFolder.check(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", []))
+
+
+def test_an_evaluation_does_not_go_on_with_other_weights_or_another_index_in_their_place(
+    tiny_model_folder: Path, tiny_index_folder: Path, tmp_path: Path
+) -> None:
+    model, index = reweighted(tiny_model_folder, tmp_path / "m", by=0.0), tmp_path / "index"
+    shutil.copytree(tiny_index_folder, index)
+    tables = {"model": {"path": str(model)}, "retrieval": {"index": str(index)}, "system": {"name": "search_r1"}}
+    recipe = from_dict(Recipe, tables, "test")
+
+    def check() -> None:
+        EvalFolder.check(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", []))
+
+    with EvalFolder.open(tmp_path / "out", settings_of(recipe, EvalOptions(), "q", [])):
+        pass
+    check()
+    whole = (index / "manifest.json").read_text()
+    (index / "manifest.json").write_text(whole + "\n")
+    with pytest.raises(UserError, match="unfinished evaluation with the index's content ="):
+        check()
+    (index / "manifest.json").write_text(whole)
+    reweighted(tiny_model_folder, model)
+    with pytest.raises(UserError, match="unfinished evaluation with the model's content ="):
+        check()
 
 
 def test_a_judge_that_cannot_be_had_leaves_no_folder(searching: list[str], tmp_path: Path, capsys: Any) -> None:

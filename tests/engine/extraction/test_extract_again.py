@@ -14,6 +14,7 @@ from chat_server import ChatServer
 from extract_cases import ANSWER, EOS, PASSAGES, SMALL, chat, extracted, lines
 from report_cases import make_run
 from rollout_cases import system_of
+from stored_cases import reweighted
 
 from thresher.cli import main as cli
 from thresher.common.errors import UserError
@@ -123,13 +124,20 @@ def test_only_one_process_writes_to_a_file(plan: ExtractionPlan) -> None:
         extract(replace(plan, out=f"{plan.out}/none/e.jsonl"))
 
 
-def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any) -> None:
+def test_other_settings_do_not_mix(plan: ExtractionPlan, script: Any, tmp_path: Path) -> None:
     script({n: [EOS] for n in range(3)})
     figures = extract(plan)
     # What decides no record may change.
     assert extract(replace(plan, overrides=(*SMALL[1:], "model.device=cpu"), batch=1, patience=1.0)) == figures
     with pytest.raises(UserError, match=r"e\.jsonl: was begun with k 5, not 2; choose another file"):
         extract(replace(plan, k=2))
+    folder = reweighted(Path(plan.model), tmp_path / "model", by=0.0)
+    moved = replace(plan, model=str(folder), out=str(tmp_path / "moved.jsonl"))
+    script({n: [EOS] for n in range(3)})
+    extract(moved)
+    reweighted(Path(plan.model), folder)
+    with pytest.raises(UserError, match=r"moved\.jsonl: was begun with the model's content"):
+        extract(moved)
     Path(plan.questions).write_text(Path(plan.questions).read_text().replace("Ida Jones", "Ida James"))
     with pytest.raises(UserError, match="was begun with the questions' content"):
         extract(plan)
