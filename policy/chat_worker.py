@@ -17,6 +17,8 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 MEMORY = 2 << 30  # bytes, the interpreter's own included
@@ -37,16 +39,32 @@ def fill(request: dict[str, Any]) -> str:
 @lru_cache(maxsize=16)
 def compiled(source: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     return environment.from_string(source)
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+class Generation(jinja2.ext.Extension):
+    """{% generation %}..{% endgeneration %} is its body. By it others mark what the assistant wrote."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Plain JSON, as chat templates expect it; Jinja's own filter escapes HTML and sorts keys."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message: str) -> None:
@@ -59,6 +77,8 @@ def reply(line: str) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         text = fill(request)
         return {"text": text} if len(text) <= LONGEST else {"error": f"its text has {len(text):,} characters"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno} of the template: {error.message}"}
     except jinja2.TemplateError as error:
         return {"error": str(error)}
     except MemoryError:

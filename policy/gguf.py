@@ -161,6 +161,9 @@ def _config(fields: _Fields, architecture: str, tensors: Mapping[str, Any]) -> M
         raise UserError(
             f"{fields.path}: {architecture}.rope.scaling.type is {kind!r}, expected 'none'; use another file"
         )
+    for key in ("attention.sliding_window", "expert_count"):
+        if value := fields.get(f"{architecture}.{key}", int, 0):
+            raise UserError(f"{fields.path}: {architecture}.{key} is {value}, expected 0; use another file")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{fields.path}: the tensor token_embd.weight is missing; fetch the file again")
     base = constant("rope.freq_base")

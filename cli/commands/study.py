@@ -333,7 +333,9 @@ class Reproduce(
         servers = servers_of(read_manifest(self.paper), self.answer_url, self.answer_model, keys)
         prompts = None if self.prompts is None else Path(self.prompts)
         scale = Scale(self.scale, range(self.seeds), tuple(self.set), self.limit, keys, servers, prompts)
-        console.answer(reproduce(self.paper, self.tables, scale, out, self.run_command))
+        with signals.on_interrupt(lambda: f"{out} keeps what is finished" if out.exists() else None):
+            found = reproduce(self.paper, self.tables, scale, out, self.run_command)
+        console.answer(found)
 
     def _list(self) -> None:
         from thresher.engine.planning.time import CHIPS

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from thresher.cli import flags
-from thresher.cli.flags import Count, Dtype, Integer, ModelDevice, Natural, OfRecipe, Overrides, Positive, Seed, Texts
+from thresher.cli.flags import Count, Dtype, ModelDevice, Natural, OfRecipe, Overrides, Positive, Seed, Texts
 from thresher.cli.parser import POSITIONAL, REPEATED, Command, OneOf
 from thresher.common import console
 from thresher.common.errors import UserError
@@ -40,7 +40,7 @@ class Init(
     train_tokenizer: Annotated[Texts, "FILE", "train one on the strings of JSONL files"] = []
     vocab_size: Annotated[Count, "of a tokenizer that is trained"] = 1024
     set: Annotated[Texts, REPEATED, "KEY=VALUE", "override a key of the config; may be repeated"] = []
-    seed: Annotated[Integer, "of the random weights"] = 0
+    seed: Annotated[Seed, "of the random weights"] = 0
     embedding_std: Annotated[Positive | None, "STD", "default: initializer_range"] = None
     zero_outputs: Annotated[bool, "every layer begins as the identity"] = False
     out: Annotated[str, "model folder to write"]

@@ -12,6 +12,7 @@ Killed at any moment, the same command goes on; two that run at once share the w
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -26,6 +27,7 @@ from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
 from thresher.common.locks import Held, lock_folder, share_work
 from thresher.engine.baselines import load_baseline
+from thresher.engine.config.recipe import load_recipe
 from thresher.engine.episode import System, read_template
 from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, read_manifest
 from thresher.engine.reproduce.pipelines import (
@@ -54,9 +56,10 @@ def reproduce(
     manifest = read_manifest(paper)
     chosen = choose_tables(manifest, tables, scale.invented)
     _check_prompts(manifest, chosen, scale)
-    out.mkdir(parents=True, exist_ok=True)
     experiments = {name: experiment_runs(manifest, table, scale, out) for name, table in chosen.items()}
     every = [one for several in experiments.values() for one in several]
+    _check_overrides(every)
+    out.mkdir(parents=True, exist_ok=True)
     check_folder(every, out)
     if scale.invented:
         write_prompts(out / "world")
@@ -86,7 +89,7 @@ def reproduce(
         console.note(markdown(found[name]))
     if refused:
         (words, why), *others = [(shlex.join(command.words[:2]), why) for command, why in refused.items()]
-        more = f", and {len(others)} more commands" if others else ""
+        more = f", and {len(others)} more command{'s' * (len(others) > 1)}" if others else ""
         raise UserError(
             f"reproduce: thresher {words} .. was refused ({why}){more}; mend that, and give this command again"
         )
@@ -194,6 +197,15 @@ def choose_tables(manifest: PaperManifest, names: Sequence[str], invented: bool)
     return there
 
 
+def _check_overrides(experiments: Sequence[ExperimentRun]) -> None:
+    """Raise UserError for an override that a recipe of these commands does not take."""
+    for command in dict.fromkeys(command for one in experiments for command in one.every()):
+        recipe = next((word for word in command.words if word.endswith(".toml") and Path(word).is_file()), None)
+        if recipe is not None:
+            sets = [word for flag, word in itertools.pairwise(command.words) if flag == "--set"]
+            load_recipe(Path(recipe), sets)
+
+
 def _report_unread(experiments: Sequence[ExperimentRun], scale: Scale) -> None:
     read = read_overrides(experiments, scale)
     for text in dict.fromkeys(scale.overrides):
@@ -273,8 +285,20 @@ def _keys(recipe: str) -> str:
 
 
 def _keyed(words: Sequence[str]) -> dict[str, str]:
-    """Return a command's words without their order, key -> value: of overrides of one key the last counts."""
-    return dict(word.partition("=")[::2] for word in words)
+    """Return a command's words without the order of its flags, flag or key -> value: of overrides of one key the last
+    counts."""
+    found: dict[str, str] = {}
+    flag: str | None = None  # that still wants its value
+    for word in words:
+        if word.startswith("--"):
+            flag, found[word] = word, ""
+        elif flag is None or flag == "--set":
+            key, _, value = word.partition("=")
+            found[key] = value
+            flag = None
+        else:
+            found[flag], flag = word, None
+    return found
 
 
 def _place(command: Command, out: Path) -> Path:

@@ -186,7 +186,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         if results["scale"] == "world"
         else "Ours at the paper's scale."
     )
-    asked = "" if results["limit"] is None else f", of every set the first {results['limit']} questions"
+    sets = "of the world's" if results["scale"] == "world" else "of every set"
+    asked = "" if results["limit"] is None else f", {sets} the first {results['limit']} questions"
     changed = "".join(f", {text}" for text in results["overrides"])
     lines.append(f"Seeds: {results['seeds']}{asked}{changed}.")
     lines += _of_p(results)

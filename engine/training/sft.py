@@ -34,6 +34,7 @@ from thresher.engine.episode import Prompt, read_template
 from thresher.engine.optim.master_weights import make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.protocol.prompts import Renderer, fit
+from thresher.engine.scoring.transcripts import read_pieces
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
 from thresher.engine.training.update import choose_attention
 from thresher.kernels import grpo_loss
@@ -43,6 +44,8 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import to_passage
 from thresher.retrieval.questions import read_questions
 from thresher.rewards.reward import Source
+
+FORM = "{'question', 'segments': [{'source', 'text'}, ..]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,16 @@ def encode_all(
     result = []
     with console.counting("transcripts into tokens:") as counter:
         for place, record in placed:
+            segments = record.get("segments")
+            if not isinstance(segments, list) or not segments:
+                raise UserError(f"{place}: expected {FORM}, but it has no segments; correct or remove it")
+            read_pieces(segments, place)
             try:
                 for part in _contexts(record):
                     result.append(encode_transcript(part, tokenizer, renderer, template, end_id))
             except (LookupError, TypeError, ValueError) as error:
-                raise UserError(
-                    f"{place}: expected {{'question', 'segments': [{{'source', 'text'}}, ..]}}, but {error!r}"
-                ) from error
+                why = f"it has no {error}" if isinstance(error, KeyError) else error
+                raise UserError(f"{place}: expected {FORM}, but {why}; correct or remove it") from error
             counter(len(result))
     if cut := sum(transcript.cut for transcript in result):
         console.console.print(

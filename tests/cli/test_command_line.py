@@ -138,7 +138,7 @@ def test_the_example_of_every_help_is_a_command() -> None:
         ("train r.toml --out x --device cdua", "--device: expected cpu or cuda, got cdua; did you mean cuda?"),
         ("init --vocab-size many", "--vocab-size: expected a whole number of at least 1, got many"),
         ("init --vocab-size 0", "--vocab-size: expected a whole number of at least 1, got 0"),
-        ("init --seed x", "--seed: expected a whole number, got x"),
+        ("init --seed x", "--seed: expected a whole number from 0 to 2^63 - 1, got x"),
         ("data invent --forms -1", "--forms: expected a whole number of at least 0, got -1"),
         ("data invent --aware nan", "--aware: expected a number from 0 to 1, got nan"),
         ("bench loss --density 101", "--density: expected a whole number from 1 to 100, got 101"),

@@ -107,6 +107,8 @@ def with_template(tokenizer: Tokenizer, folder: Path, template: str) -> Tokenize
         ("{{ {'b': '<ä>', 'a': 1} | tojson }}", '{"b": "<ä>", "a": 1}'),
         ("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}", "True"),
         ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
+        ("{{ {'b': [1, 2]} | tojson(separators=(',', ':')) }}", '{"b":[1,2]}'),
+        ("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}.", "user."),
     ],
 )
 def test_templates_render_as_hugging_face_does(small: Tokenizer, tmp_path: Path, template: str, text: str) -> None:
@@ -120,6 +122,7 @@ def test_templates_render_as_hugging_face_does(small: Tokenizer, tmp_path: Path,
         ("{{ messages[7].content.x }}", ""),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ""),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("\n{% generatoin %}", "line 2 of the template: Encountered unknown tag 'generatoin'"),
         ("{% for x in range(10**9) %}x{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself without end"),
         ("{{ 'a' * 10**11 }}", "it takes more than 2 GiB of memory"),

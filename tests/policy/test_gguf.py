@@ -98,6 +98,8 @@ def test_llama_3s_scaling_is_read_from_its_divisors(tmp_path: Path) -> None:
         ({"fields": {"tokenizer.ggml.model": "llama"}}, "the tokenizer is 'llama' with tokenizer.ggml.pre 'qwen2'"),
         ({"pre": "tekken"}, "the tokenizer is 'gpt2' with tokenizer.ggml.pre 'tekken', expected 'gpt2' with one of"),
         ({"fields": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type is 'yarn', expected 'none'"),
+        ({"fields": {"llama.attention.sliding_window": 4096}}, "llama.attention.sliding_window is 4096, expected 0"),
+        ({"fields": {"llama.expert_count": 8}}, "llama.expert_count is 8, expected 0"),
         ({"fields": {"llama.block_count": "two"}}, "llama.block_count is 'two', expected int"),
         ({"fields": {"llama.block_count": 1}}, "tensor blk.1.* is no part of a llama model"),
         ({"fields": {"llama.feed_forward_length": 64}}, r"has shape \[96, 64\], expected \[64, 64\]"),

@@ -104,6 +104,23 @@ def test_an_output_belongs_to_its_command_and_recipe(
         r"runs/eval_rar-seed0: was made with less, where now there is grpo\.beta=0\.1; choose another --out",
         "grpo.beta=0.1",
     )
+    ran.clear()
+    for wrong, problem in (
+        ("run.bogus=3", r"--set run\.bogus: unknown key"),
+        ("run.steps=abc", r"--set run\.steps: expected"),
+        ("bogus", "--set bogus: expected"),
+        ("grop.beta=1", "grop: unknown key; did you mean grpo"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            table(out.with_name("new"), ran.append, overrides=(wrong,))
+    assert not ran and not out.with_name("new").exists(), "it is refused before anything runs"
+    assert run._keyed(["eval", "--limit", "5", "--quiet", "--n", "2"]) == {
+        "eval": "",
+        "--limit": "5",
+        "--quiet": "",
+        "--n": "2",
+    }
+    assert run._keyed(["--a", "1", "--b", "2"]) != run._keyed(["--a", "2", "--b", "1"])
     (out / "commands" / "runs-eval_rar-seed0" / "command.json").write_text('{"words": null}')
     refused(r"command\.json: expected the words of a command; delete it")
     monkeypatch.setattr(run, "_keys", lambda recipe: "other")
@@ -149,9 +166,10 @@ def test_what_is_refused_is_said_and_the_rest_runs(
         table(tmp_path, refusing)
     assert "left out, for no model asks" in capsys.readouterr().out
     with pytest.raises(UserError, match="runs/eval_rar-seed0: was made with less"):  # and not what was refused
-        table(tmp_path, refusing, overrides=["judge.url=http://x"])
+        table(tmp_path, refusing, overrides=["judge.url=http://x", "judge.model=m"])
     manifest = read_manifest("eval_rar")
-    (_, cell) = experiment_runs(manifest, manifest.tables["T2"], Scale("world", overrides=("judge.url=x",)), tmp_path)
+    other = Scale("world", overrides=("judge.url=x", "judge.model=m"))
+    (_, cell) = experiment_runs(manifest, manifest.tables["T2"], other, tmp_path)
     assert (tmp_path / "commands" / "runs-without_evaluation-seed0").is_dir()
     check_folder([ExperimentRun(cell.row, cell.seed, cell.before)], tmp_path)
     with_reward, without = json.loads((tmp_path / "eval_rar-T2.json").read_text())["rows"]

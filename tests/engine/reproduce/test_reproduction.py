@@ -436,7 +436,7 @@ def test_what_another_model_of_the_server_answered_is_refused(run_command: Calla
 
     answered_by("one")
     answered_by("one")
-    with pytest.raises(UserError, match=r"gpt_4o-hotpotqa-seed0: was made with one, where now there is other"):
+    with pytest.raises(UserError, match=r"gpt_4o-hotpotqa-seed0: was made with --answer-model=one, where now there"):
         answered_by("other")
 
 
