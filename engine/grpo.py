@@ -26,7 +26,9 @@ from thresher.retrieval.questions import Question, question_record
 
 Reward = Callable[..., Any]
 Records = str | Path | Iterable[Mapping[str, Any] | Question | str]
-BARE = ("run", "rollout", "grpo", "optim", "model", "data", "retrieval", "lora", "judge")  # sections of bare keys
+# Sections of bare keys; those of the second are bare where no section of the first has them.
+BARE = (("run", "rollout", "grpo", "optim", "model", "data", "retrieval"), ("lora", "judge"))
+OF_SYSTEM = ("options", "template")
 FROM_TRL = {
     "num_generations": "group_size",
     "learning_rate": "lr",
@@ -44,9 +46,9 @@ class GRPO:
     model: its folder. reward: a function, or several, whose values are added up (see engine/systems/_plain.py for what
     its parameters get); "FILE.py:FUNCTION" names one of a file. weights: of several rewards. prompts: texts. questions:
     a file of questions, or records {"question", ..} whose other keys a reward's parameters may name. dev: the same, for
-    evaluations. system: the name or path of a system, with its own reward, in place of `reward`. out: the run's folder;
-    the questions of this call are written beside it. keys: those of a recipe (docs/recipe.md), bare where only one
-    section has them, or a whole section as a table: GRPO(.., steps=50, optim={"lr": 1e-5}).
+    evaluations. system: the name or path of a system, with its own reward, in place of `reward`; options and template are
+    its own. out: the run's folder; the questions of this call are written beside it. keys: those of a recipe
+    (docs/recipe.md), bare (`_set`), or a whole section as a table: GRPO(.., steps=50, optim={"lr": 1e-5}).
     """
 
     def __init__(
@@ -155,6 +157,7 @@ def _name(reward: Any) -> str:
 
 
 def _set(tables: dict[str, Any], key: str, value: Any) -> None:
+    """Put a keyword into the tables: a section, "section.key", or the bare key of one section. UserError for others."""
     sections = {name: section_in(hint) for name, hint in hints(Recipe).items()}
     if key in sections and isinstance(value, Mapping):
         tables.setdefault(key, {}).update(value)
@@ -163,7 +166,12 @@ def _set(tables: dict[str, Any], key: str, value: Any) -> None:
     if dot:
         tables.setdefault(section, {})[name] = value
         return
-    found = [one for one in BARE if (kind := sections[one]) is not None and key in keys(kind)]
+    if key in OF_SYSTEM:
+        before = tables["system"].get(key)
+        tables["system"][key] = {**before, **value} if before and isinstance(value, Mapping) else value
+        return
+    having = ([one for one in some if (kind := sections[one]) is not None and key in keys(kind)] for some in BARE)
+    found = next((some for some in having if some), [])
     if len(found) != 1:
         what = f"is a key of {' and '.join(found)}" if found else "is no key of a recipe"
         hint = f"write {found[0]}={{{key!r}: ..}}" if found else "docs/recipe.md has them all"

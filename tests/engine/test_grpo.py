@@ -239,6 +239,24 @@ def test_what_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
             make(reward, **keys)
 
 
+def test_keys_are_those_of_the_section_that_training_means(tiny_model_folder: Path, tmp_path: Path) -> None:
+    def made(reward: Any = letters, **keys: Any) -> Any:
+        return GRPO(tiny_model_folder, reward, prompts=["Say a"], out=tmp_path / "run", **keys).recipe
+
+    recipe = made(device="cpu", prompt="raw", dtype="bfloat16", seed=7, lora={"rank": 2}, template="{question}!")
+    assert (recipe.model.device, recipe.model.prompt, recipe.model.dtype, recipe.run.seed) == (
+        "cpu",
+        "raw",
+        "bfloat16",
+        7,
+    )
+    assert recipe.lora.rank == 2 and recipe.system.template == "{question}!" and recipe.system.options["rewards"]
+    assert made(rank=3).lora.rank == 3 and made(**{"model.device": "cpu"}).model.device == "cpu"
+    options = {"evaluation_reward": False}
+    recipe = made(None, system="eval_rar", options=options, url="http://localhost:1")
+    assert recipe.system.options == options and recipe.retrieval.url == "http://localhost:1"
+
+
 @pytest.mark.slow
 def test_a_run_of_a_files_function_goes_on_from_the_command_line(
     tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
