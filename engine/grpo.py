@@ -46,9 +46,9 @@ class GRPO:
     model: its folder. reward: a function, or several, whose values are added up (see engine/systems/_plain.py for what
     its parameters get); "FILE.py:FUNCTION" names one of a file. weights: of several rewards. prompts: texts. questions:
     a file of questions, or records {"question", ..} whose other keys a reward's parameters may name. dev: the same, for
-    evaluations. system: the name or path of a system, with its own reward, in place of `reward`; options and template are
-    its own. out: the run's folder; the questions of this call are written beside it. keys: those of a recipe
-    (docs/recipe.md), bare (`_set`), or a whole section as a table: GRPO(.., steps=50, optim={"lr": 1e-5}).
+    evaluations. system: the name or path of a system, with its own reward, in place of `reward`; its options and its
+    template are keywords. out: the run's folder; the questions of this call are written beside it. keys: those of a
+    recipe (docs/recipe.md), bare (`_set`), or a whole section as a table: GRPO(.., steps=50, optim={"lr": 1e-5}).
     """
 
     def __init__(

@@ -373,7 +373,7 @@ def saved_so_far(path: str | Path) -> str | None:
     if not run.recipe_file.is_file():
         return None
     last = max((step_of(path.name) or 0 for path in step_folders(run.checkpoints)), default=0)
-    return f"{path} is saved up to step {last}" if last else f"{path} has finished no step yet"
+    return f"{path} is saved up to step {last}" if last else f"{path} has saved no step yet"
 
 
 def count_starts(path: str | Path) -> int:

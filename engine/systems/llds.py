@@ -9,7 +9,8 @@ so that a turn that was not worse than its group's mean does not become less lik
 turns that look like wrong ones, which the paper holds to be what lets Search-R1 collapse.
 
 Preset: Search-R1's, with lambda .2 and 4 turns, three of which may search (the paper's script). The guard compares two
-versions of the weights: it needs more than one update a batch, since in the first l is old but for rounding.
+versions of the weights: it needs more than one update a batch. In the first l is old but for rounding, and there it
+holds nothing (training/update.py). In bfloat16 grpo.old_logprobs = "recomputed" keeps the rollout's rounding out, too.
 
 Otherwise than in its code: the penalty has the weight of the token's surrogate (`grpo.aggregation`), where the code
 takes a mean over all tokens of a micro-batch. A turn has the same tokens in both, those between two observations.

@@ -169,7 +169,9 @@ def train(
         before = float(checkpoint.state["seconds"]) if checkpoint else 0.0
         trackers = tracking(run.path, recipe.run.trackers if ranks.is_main else (), done)
         under_way = "a step that is being learned is finished, and saved"
-        if recipe.run.async_:
+        if recipe.rollout.stale_cache:
+            under_way = "a step that is being learned is finished, and the run's last checkpoint kept"
+        elif recipe.run.async_:
             under_way = "the step under way is finished, with the rollout beside it, and saved"
         finished = defer_signals(under_way, unless=trainer.loses_nothing)
         with trackers, finished, console.polling(lambda: updater.stage() or rollout.stage()):

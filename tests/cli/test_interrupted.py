@@ -50,7 +50,7 @@ COMMANDS: dict[str, tuple[str, Any, str, int, str | None, str]] = {
     ),
     "train, before its first step": (
         "train {at}/recipe.toml --out {out}",
-        *(Rollout, "run", 1, "{out} has finished no step yet", " --resume"),
+        *(Rollout, "run", 1, "{out} has saved no step yet", " --resume"),
     ),
     "index build": (
         "index build --corpus {at}/corpus.jsonl --out {out}",
