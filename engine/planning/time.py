@@ -23,6 +23,8 @@ from typing import Protocol
 
 import torch
 
+from thresher.engine.config.objectives import surrogate_name
+from thresher.engine.config.sections import GrpoSection
 from thresher.engine.decoding.kv_cache import DeltaStates
 from thresher.engine.planning.memory import (
     BF16,
@@ -39,6 +41,7 @@ from thresher.engine.planning.memory import (
     trained_weights_of,
 )
 from thresher.kernels.delta.rule import CHUNK
+from thresher.kernels.objective import OF_ROWS
 from thresher.policy.config import ModelConfig
 
 GB, TB, TERA = 1e9, 1e12, 1e12
@@ -165,7 +168,7 @@ class DecodeShape:
 class UpdateShape:
     """trajectories of `length` tokens, `sampled` of them by the policy; both may be means. full: all weights are
     trained, else adapters, whose own work is left out. reference: whether there is one. checkpointed: whether the
-    backward computes activations anew."""
+    backward computes activations anew. head_first: how often the head computes log-probs before the gradient."""
 
     trajectories: float = 256
     length: int = 1500
@@ -173,6 +176,7 @@ class UpdateShape:
     full: bool = True
     reference: bool = True
     checkpointed: bool = False
+    head_first: float = 0.0
 
     @property
     def tokens(self) -> float:
@@ -218,7 +222,7 @@ def update_costs(config: ModelConfig, shape: UpdateShape) -> tuple[Cost, ...]:
     return (
         Cost("layers", (products + again) * layers, 0),
         Cost("attention", 3 * attention, 0),
-        Cost("loss", products * head, 0),
+        Cost("loss", (products + 2 * shape.head_first) * head, 0),
         Cost("reference", (2 * layers + attention + 2 * head) if shape.reference else 0, 0),
         Cost("optimiser", 0, ADAMW_BYTES * trained_weights(config) / shape.tokens if shape.full else 0),
     )
@@ -309,6 +313,14 @@ def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
     return predicted_prefill_s(config, max(fed, 0), rates) + a_step * s.samples * s.sampled / batch
 
 
+def _head_first(grpo: GrpoSection) -> float:
+    """Return in which share of its updates the loss needs the log-probs of whole sequences or turns before a gradient.
+    The guard holds nothing in a batch's first."""
+    if surrogate_name(grpo.objective) not in OF_ROWS:
+        return 1.0
+    return 0.0 if grpo.guard == "none" else 1.0 - 1.0 / (grpo.updates_per_batch * grpo.epochs_per_batch)
+
+
 def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointed: bool) -> float:
     tokens = s.groups * s.computed_tokens
     whole = tokens / s.length  # fewer trajectories where prompts are computed once, each with more rows in the loss
@@ -319,6 +331,7 @@ def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointe
         full=s.adapters is None,
         reference=s.grpo.beta > 0,
         checkpointed=checkpointed,
+        head_first=_head_first(s.grpo),
     )
     costs = update_costs(config, shape)
     forward = 2 * (layer_weights(config) + head_weights(config) * shape.sampled / s.length)

@@ -185,8 +185,9 @@ class Updater:
         for number, micro_batch in enumerate(micro_batches):
             detail = f"{stats.rows:,} tokens in the loss" if stats.rows else ""
             self._stage = Stage("update", number, len(micro_batches), detail)
-            values_R = self._backward(micro_batch, temperature, unread, self._guarded(micro_batch, moved))
             members = [sequences[n] for n in micro_batch.members]
+            guarded_R = self._guarded(micro_batch, moved, any(one.stale for one in members))
+            values_R = self._backward(micro_batch, temperature, unread, guarded_R)
             if members:  # an idle one has none
                 rows = len(micro_batch.rows_R)
                 fresh = rows - sum(one.stale for one in members)
@@ -261,18 +262,18 @@ class Updater:
         )
         return logprobs_R
 
-    def _guarded(self, micro_batch: MicroBatch, moved: bool) -> Tensor | None:
-        """Return the turn of each row, -1 for one that the guard does not hold; None without a guard.
+    def _guarded(self, micro_batch: MicroBatch, moved: bool, stale: bool) -> Tensor | None:
+        """Return the turn of each row, -1 for one that the guard does not hold; None where it holds none.
 
         Until the weights move, what they drew is as likely as it was, and a difference is rounding: of half the tokens
-        the guard would take it for a fall, at its full slope.
+        the guard would take it for a fall, at its full slope. stale: whether earlier weights drew some.
         """
         if self.grpo.guard == "none":
             return None
         if moved:
             return micro_batch.turn_R
-        if self.grpo.old_logprobs == "recomputed":
-            return torch.full_like(micro_batch.turn_R, -1)
+        if self.grpo.old_logprobs == "recomputed" or not stale:
+            return None
         return micro_batch.turn_R.masked_fill(micro_batch.fresh_R, -1)
 
     def _backward(
@@ -306,7 +307,7 @@ class Updater:
                 tau_positive=grpo.tau_positive,
                 tau_negative=grpo.tau_negative,
                 divergence=grpo.divergence,
-                guard=0.0 if grpo.guard == "none" else grpo.guard_weight,
+                guard=0.0 if turn_R is None else grpo.guard_weight,
                 guard_zero=grpo.guard == "llds",
                 clip_low=grpo.clip_low,
                 clip_high=grpo.clip_high,

@@ -186,6 +186,14 @@ def test_seconds_are_those_of_the_floors() -> None:
     assert once > update_seconds(grpo={"beta": 0.0})
     assert update_seconds(grpo={"epochs_per_batch": 4}) == pytest.approx(4 * once)
     assert once < update_seconds(grpo={"old_logprobs": "recomputed"}) < 1.6 * once
+    # The head's log-probs before the gradient: always, or of the second update alone, for a guard that holds nothing in
+    # the first.
+    whole = update_seconds(grpo={"objective": "gmpo"}) - once
+    guards = [
+        update_seconds(grpo={"guard": "llds", "updates_per_batch": n}) - update_seconds(grpo={"updates_per_batch": n})
+        for n in (1, 2, 4)
+    ]
+    assert whole > 0 and guards == pytest.approx([0.0, whole / 2, 3 * whole / 4], abs=1e-9 * once)
     shape = {"group_size": 8, "questions_per_step": 32, "max_policy_tokens": 300, "max_context": 1500}
     assert update_seconds(rollout=shape) == pytest.approx(0.1277 * 256 * 1.5, rel=1e-3)
 
