@@ -104,7 +104,8 @@ def build_train_sequences(
 ) -> list[TrainSequence]:
     """Return the sequences to train on, one for each trained context, with the weight of each of their tokens in the
     loss. advantages: of each trajectory, or of each of its trained tokens, those of all its contexts in order. totals:
-    of the optimiser step; None: it has no others. version: of the weights that are to be trained (`Segment`)."""
+    of the optimiser step; None: it has no others. version: the first whose weights are those that are to be trained
+    (`Segment`)."""
     totals = totals or normalizer_of(trajectories)
     weight_of = {
         "trajectory": lambda count: 1.0 / (totals.trajectories * count),

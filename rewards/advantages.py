@@ -125,11 +125,14 @@ def finite_rewards(rewards: Sequence[float]) -> list[float]:
 
 def center(rewards: Sequence[float]) -> list[float]:
     """Return the rewards less their mean; exactly 0 where they differ by rounding alone."""
-    # Tested on the rewards, not on the deviation: the rounded mean of seven times .1 is not .1.
-    if max(rewards) - min(rewards) <= ROUNDING * max(1.0, *map(abs, rewards)):
-        return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+    return [less(reward, mean) for reward in rewards]
+
+
+def less(value: float, mean: float) -> float:
+    """Return the difference; exactly 0 where it is rounding: the rounded mean of seven times .1 is not .1."""
+    difference = value - mean
+    return 0.0 if abs(difference) <= ROUNDING * max(1.0, abs(value), abs(mean)) else difference
 
 
 def _deviation(centred: Sequence[float], sample_std: bool, std_floor: float) -> float:

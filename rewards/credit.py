@@ -31,7 +31,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from thresher.common.errors import UserError, as_number, as_whole, shown
-from thresher.rewards.advantages import advantages_by_group, center, finite_rewards, group_advantages
+from thresher.rewards.advantages import advantages_by_group, center, finite_rewards, group_advantages, less
 
 TurnBaseline = Literal["leave_one_out", "reached", "whole", "none", "turn_index", "turn_rewards"]
 TURN_BASELINES: tuple[str, ...] = get_args(TurnBaseline)
@@ -69,13 +69,13 @@ def turn_advantages(
     if baseline == "turn_rewards":
         by_turn = _by_turn([finite_rewards(own) for own in rewards])
         means = [math.fsum(there) / len(there) for there in by_turn]
-        return [returns_to_go([r - b for r, b in zip(own, means, strict=False)], gamma) for own in rewards]
+        return [returns_to_go([less(r, b) for r, b in zip(own, means, strict=False)], gamma) for own in rewards]
     if baseline == "turn_index":
         means = [math.fsum(there) / len(there) for there in _by_turn(returns)]
-        return [[g - b for g, b in zip(own, means, strict=False)] for own in returns]
+        return [[less(g, b) for g, b in zip(own, means, strict=False)] for own in returns]
     return [
         [
-            g - _others_mean(returns, i, 0 if baseline == "whole" else k, baseline == "reached")
+            less(g, _others_mean(returns, i, 0 if baseline == "whole" else k, baseline == "reached"))
             for k, g in enumerate(own)
         ]
         for i, own in enumerate(returns)
@@ -139,9 +139,9 @@ def anchor_advantages(
             steps = []
             for (i, k), g in zip(places, there, strict=True):
                 others = [value for (j, _), value in zip(places, there, strict=True) if j != i]
-                steps.append(g - (math.fsum(others) / len(others) if others else _others_mean(returns, i, k)))
+                steps.append(less(g, math.fsum(others) / len(others) if others else _others_mean(returns, i, k)))
         for (i, k), step in zip(places, steps, strict=True):
-            result[i][k] = 0.0 if len(returns) == 1 else whole[i] + omega * step
+            result[i][k] = 0.0 if len(returns) == 1 else less(whole[i], -omega * step)
     return result
 
 
@@ -196,11 +196,11 @@ def tree_advantages(
         tree[n] = n if parent == -1 else tree[parent]
         weights[n] = (1.0 if parent == -1 else weights[parent]) / len(siblings)
         trees = [top for top in tops if top != tree[n]]
-        beyond = values[n] - math.fsum(values[t] for t in trees) / len(trees) if trees else 0.0
+        beyond = less(values[n], math.fsum(values[t] for t in trees) / len(trees)) if trees else 0.0
         within = beyond
         if len(siblings) > 1:
-            within = values[n] - math.fsum(values[s] for s in siblings if s != n) / (len(siblings) - 1)
-        advantages.append(within + across * beyond)
+            within = less(values[n], math.fsum(values[s] for s in siblings if s != n) / (len(siblings) - 1))
+        advantages.append(less(within, -across * beyond))
     return TreeCredit(advantages, weights)
 
 
@@ -233,7 +233,7 @@ def _leaf_credit(
     beyond = compared([leaf for top in tops for leaf in leaves[top]])
     within = {leaf: value for top in tops for leaf, value in compared(leaves[top]).items()}
     return TreeCredit(
-        [math.fsum(within[leaf] + across * beyond[leaf] for leaf in own) / len(own) for own in leaves],
+        [less(math.fsum(within[leaf] + across * beyond[leaf] for leaf in own) / len(own), 0.0) for own in leaves],
         [len(own) / len(beyond) for own in leaves],
     )
 

@@ -33,6 +33,7 @@ kl_value = "k2"
 aggregation = "constant"
 aggregation_constant = 256
 old_logprobs = "recomputed"
+updates_per_batch = 2
 tis_cap = 4
 [optim]
 betas = [0.9, 0.95]

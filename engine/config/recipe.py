@@ -136,6 +136,19 @@ class Recipe(Section):
                 "run.token_budget",
                 "expected none with run.async = true, whose next rollout has begun when a step's tokens are counted",
             )
+        stale = (self.rollout.partial or self.run.async_) and self.grpo.old_logprobs == "rollout"
+        if self.grpo.guard != "none" and self.grpo.updates_per_batch * self.grpo.epochs_per_batch == 1 and not stale:
+            raise FieldError(
+                "grpo.updates_per_batch",
+                f'expected 2 or more with grpo.guard = "{self.grpo.guard}", which holds what an earlier update of the '
+                "batch made less likely, got 1",
+            )
+        if self.grpo.overlong_tokens > self.rollout.policy_tokens:
+            raise FieldError(
+                "grpo.overlong_tokens",
+                f"expected at most the {self.rollout.policy_tokens} tokens that a trajectory may have, got "
+                f"{self.grpo.overlong_tokens}",
+            )
         if (self.rollout.trees > 0) != (self.grpo.advantage == "tree"):
             expected = '"tree" with rollout.trees > 0' if self.rollout.trees else "another with rollout.trees = 0"
             raise FieldError("grpo.advantage", f"expected {expected}, got {shown(self.grpo.advantage)}")

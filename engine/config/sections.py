@@ -291,6 +291,8 @@ class GrpoSection(Section):
             )
         if self.tis_floor is not None and self.tis_rule != "mask":
             raise FieldError("tis_floor", 'expected none with tis_rule = "truncate", which has no floor')
+        if self.tis_level != "none" and self.tis_rule == "mask" and self.tis_cap == 1:
+            raise FieldError("tis_cap", 'expected more than 1 with tis_rule = "mask", which drops what is beyond it')
         if self.guard != "none" and self.tis_level != "none" and self.tis_rule == "mask":
             raise FieldError(
                 "tis_rule", f'expected "truncate" with guard = "{self.guard}", which goes by the sign of the advantage'

@@ -24,7 +24,6 @@ from typing import Protocol
 import torch
 
 from thresher.engine.config.objectives import surrogate_name
-from thresher.engine.config.sections import GrpoSection
 from thresher.engine.decoding.kv_cache import DeltaStates
 from thresher.engine.planning.memory import (
     BF16,
@@ -313,10 +312,11 @@ def _rollout(config: ModelConfig, s: PlanSetting, rates: DeviceRates) -> float:
     return predicted_prefill_s(config, max(fed, 0), rates) + a_step * s.samples * s.sampled / batch
 
 
-def _head_first(grpo: GrpoSection) -> float:
+def _head_first(s: PlanSetting) -> float:
     """Return in which share of its updates the loss needs the log-probs of whole sequences or turns before a gradient.
-    The guard holds nothing in a batch's first."""
-    if surrogate_name(grpo.objective) not in OF_ROWS:
+    The guard holds nothing in a batch's first, but for tokens of earlier weights."""
+    grpo = s.grpo
+    if surrogate_name(grpo.objective) not in OF_ROWS or (grpo.guard != "none" and s.rollout.partial):
         return 1.0
     return 0.0 if grpo.guard == "none" else 1.0 - 1.0 / (grpo.updates_per_batch * grpo.epochs_per_batch)
 
@@ -331,7 +331,7 @@ def _update(config: ModelConfig, s: PlanSetting, rates: DeviceRates, checkpointe
         full=s.adapters is None,
         reference=s.grpo.beta > 0,
         checkpointed=checkpointed,
-        head_first=_head_first(s.grpo),
+        head_first=_head_first(s),
     )
     costs = update_costs(config, shape)
     forward = 2 * (layer_weights(config) + head_weights(config) * shape.sampled / s.length)

@@ -32,6 +32,7 @@ from thresher.policy.tokenizer import Tokenizer
 from thresher.rewards.credit import anchor_advantages, tree_advantages, turn_advantages
 from thresher.rewards.reward import Source
 
+Span = tuple[int, int, float]  # of a reward: from byte to byte of what the policy wrote, and its value
 Values = list[list[float]]  # of each trajectory, of each of its turns or sampled tokens
 
 
@@ -48,12 +49,13 @@ def token_advantages(
     whose turns or spans do not fit its trajectory.
 
     rewards, advantages: of each trajectory. branches: `branch_advantages`. seed: of the control that shuffles rewards;
-    it shuffles those of turns, too, among all turns of a group.
+    it shuffles those of turns, too, among all turns of a group, and those of spans among its spans.
     """
     if grpo.advantage == "trajectory":
         own = [[value] * entry.trajectory.count(Source.POLICY) for entry, value in zip(scored, advantages, strict=True)]
     elif grpo.advantage == "token":
-        own = [_of_spans(entry, value, tokenizer) for entry, value in zip(scored, advantages, strict=True)]
+        spans = _spans(scored, grpo.shuffle_rewards, seed)
+        own = [_of_spans(*each, tokenizer) for each in zip(scored, advantages, spans, strict=True)]
     else:
         own = _by_turns(scored, rewards, grpo, seed)
     if grpo.advantage == "tree":
@@ -235,14 +237,29 @@ def _states(trajectory: Trajectory, observation: bool) -> list[tuple[int, ...]]:
     return states
 
 
-def _of_spans(entry: Scored, advantage: float, tokenizer: Tokenizer) -> list[float]:
+def _spans(scored: Sequence[Scored], shuffle: bool, seed: int) -> list[list[Span]]:
+    """Return the spans that each trajectory's reward names. shuffle: the control; their values, within a group."""
+    found = [list(entry.result.tokens or ()) for entry in scored]
+    if not shuffle:
+        return found
+    for group in dict.fromkeys(entry.trajectory.group for entry in scored):
+        own = [spans for entry, spans in zip(scored, found, strict=True) if entry.trajectory.group == group]
+        values = [value for spans in own for _, _, value in spans]
+        Random(f"{seed} {group} spans").shuffle(values)
+        drawn = iter(values)
+        for spans in own:
+            spans[:] = [(start, stop, next(drawn)) for start, stop, _ in spans]
+    return found
+
+
+def _of_spans(entry: Scored, advantage: float, spans: Sequence[Span], tokenizer: Tokenizer) -> list[float]:
     """Return the trajectory's advantage for each token, with the values of the spans that it has bytes in."""
     ids = [token for turn in turns(entry.trajectory) for token in turn.ids]
     bounds = [0]
     for token in ids:
         bounds.append(bounds[-1] + len(tokenizer.decode_bytes([token])))
     values = [advantage] * len(ids)
-    for span in entry.result.tokens or ():
+    for span in spans:
         start, stop, value = span
         if not 0 <= start < stop <= bounds[-1] or not math.isfinite(value):
             raise UserError(

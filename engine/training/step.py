@@ -136,6 +136,7 @@ class GrpoStep:
     collecting: bool = field(default=False, init=False)
     queue: Queue = field(default_factory=Queue, init=False)
     recorded: RecordedDraws | None = field(default=None, init=False)
+    same_since: int = field(default=0, init=False)  # the first version whose weights are those of now
 
     def __call__(self, step: int, recorder: TokenRecorder | None = None) -> StepResult | None:
         """Run step number `step`, counted from 1; return None on a rank that does not train (asynchronous.py).
@@ -195,7 +196,11 @@ class GrpoStep:
         normalizers = self._normalizers([normalizer_of([trajectories[n] for n in part]) for part in counted])
         sequences_by_update = [
             build_train_sequences(
-                [trajectories[n] for n in part], [(credit or advantages)[n] for n in part], grpo, normalizer, step - 1
+                [trajectories[n] for n in part],
+                [(credit or advantages)[n] for n in part],
+                grpo,
+                normalizer,
+                self.same_since,
             )
             for part, normalizer in zip(trained, normalizers, strict=True)
         ]
@@ -380,7 +385,7 @@ class GrpoStep:
             try:
                 place = (step - 1) * epochs * count + number
                 seen = recorder if epoch == 0 else None
-                moved = bool(result.updates)
+                moved = any(update.moved for update in result.updates)
                 stats = self.updater.update(sequences, place, recipe.rollout.temperature, seen, moved)
             except NotFinite:  # in a second update of the step; before the first, what was sampled tells
                 raise diverged(step, "policy") from None
@@ -390,6 +395,8 @@ class GrpoStep:
             result.updates.append(stats)
             if not math.isfinite(stats.grad_norm):
                 raise diverged(step, "gradient")
+            if stats.moved:
+                self.same_since = step
         self.queue = result.sampled.queue
         return result
 
@@ -439,6 +446,18 @@ class GrpoStep:
     ) -> tuple[list[list[TrainSequence]], RecomputedLogprobs]:
         recipe = self.context.recipe
         return recompute_logprobs(self.updater, by_update, recipe.grpo, recipe.rollout.temperature)
+
+
+def weights_moved(records: Sequence[Mapping[str, Any]], weight_decay: float) -> tuple[int, bool]:
+    """Return, of the records of a run's steps, the last step that moved the weights, 0 before one did, and whether
+    there was a gradient yet: without one the moments are 0, and only weight decay moves."""
+    since, moving = 0, False
+    for record in records:
+        if "grad_norm" in record:
+            moving |= record["grad_norm"] > 0
+            if record["lr"] > 0 and (moving or weight_decay > 0):
+                since = record["step"]
+    return since, moving
 
 
 def overlong_penalty(length: int, most: int, buffer: int) -> float:

@@ -54,7 +54,7 @@ from thresher.engine.trackers import check_trackers, tracking
 from thresher.engine.training.asynchronous import AsyncGrpoStep
 from thresher.engine.training.metrics import rank_step, run_summary, step_record
 from thresher.engine.training.partial import SavedQueues, read_queue
-from thresher.engine.training.step import DistributedGrpoStep, Diverged, GrpoStep, StepResult, divergence
+from thresher.engine.training.step import DistributedGrpoStep, Diverged, GrpoStep, StepResult, divergence, weights_moved
 from thresher.engine.training.update import explain_out_of_memory
 from thresher.engine.training.weights import load_updater, starting_weights
 from thresher.retrieval.questions import Question
@@ -231,8 +231,10 @@ class Trainer:
         """Run the steps behind the checkpoint, to run.steps or run.token_budget. Seconds are counted from -`offset` on
         the clock of time.perf_counter."""
         done = checkpoint.step if checkpoint else 0
-        if self.ranks.is_main:
-            self.spent = tokens_spent(self.run_folder.metrics())
+        records = self.run_folder.metrics() if self.ranks.is_main else []
+        self.spent = tokens_spent(records)
+        decay = self.recipe.optim.weight_decay
+        self.grpo_step.same_since, self.updater.moving = self.ranks.broadcast(lambda: weights_moved(records, decay))
         last = self._is_last(done)
         learned = saved = done  # the step whose weights these are, and that of the last checkpoint
         begun = self.updater.begun

@@ -74,6 +74,7 @@ class UpdateStats:
     capped: int = 0
     seconds: float = 0.0
     epoch: int = 0  # which pass over the step's trajectories, from 0
+    moved: bool = False  # whether the weights are others than before
     sums: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
 
@@ -159,6 +160,7 @@ class Updater:
         self.partial = choose_sharing(optim, weights.rollout_policy, backend)
         self.optimizer = make_optimizer(weights.module, optim, optim.lr)
         self.begun = 0  # optimiser steps, since this was made
+        self.moving = False  # whether there was a gradient yet, so that moments move the weights
         self._stage: Stage | None = None
 
     def update(
@@ -172,7 +174,7 @@ class Updater:
         """Run one optimiser step on all sequences and return its statistics; None where no rank has a sequence.
 
         optimizer_step: its number among the run's `total_steps`, from 0; it sets the learning rate. recorder: keeps the
-        values of each token. moved: whether the weights have learned since they drew what is not stale.
+        values of each token. moved: whether the weights are others than those that drew what is not stale.
         """
         if self.weights.max_over_ranks(len(sequences)) == 0:
             return None
@@ -201,6 +203,8 @@ class Updater:
         stats.grad_norm = self.weights.clip(optim.max_grad_norm)
         stats.lr = scheduled_lr(optim.lr, optim.schedule, optim.warmup_ratio, optimizer_step, self.total_steps)
         step_optimizer(self.optimizer, stats.lr)
+        self.moving |= stats.grad_norm > 0
+        stats.moved = stats.lr > 0 and (self.moving or optim.weight_decay > 0)
         self.weights.refresh()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # or the optimiser's time would count in the next rollout

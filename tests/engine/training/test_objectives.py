@@ -20,7 +20,7 @@ from thresher.engine.config.sections import GrpoSection, RolloutSection
 from thresher.engine.packing import build_train_sequences
 from thresher.engine.protocol.trajectory import Trajectory
 from thresher.engine.store.token_stats import TokenRecorder
-from thresher.engine.training.step import GrpoStep, overlong_penalty
+from thresher.engine.training.step import GrpoStep, overlong_penalty, weights_moved
 from thresher.engine.training.train import train
 from thresher.policy.model import Policy, init_policy
 from thresher.rewards.reward import RewardResult
@@ -106,8 +106,17 @@ def test_an_objective_presets_keys_between_the_systems_and_ones_own() -> None:
         UserError, match=r'objective: expected the name of an objective, got "dappo"; did you mean dppo'
     ):
         grpo(objective="dappo")
-    with pytest.raises(UserError, match=r'scale: expected none with baseline = "none", got batch'):
-        grpo(objective="reinforce", scale="batch")
+    for keys, why in (
+        ({"objective": "reinforce", "scale": "batch"}, r'scale: expected none with baseline = "none", got batch'),
+        ({"guard": "llds"}, r'updates_per_batch: expected 2 or more with grpo.guard = "llds", which holds'),
+        ({"overlong_tokens": 78}, "overlong_tokens: expected at most the 77 tokens that a trajectory may have, got 78"),
+        (
+            {"old_logprobs": "recomputed", "tis_level": "token", "tis_rule": "mask", "tis_cap": 1.0},
+            'tis_cap: expected more than 1 with tis_rule = "mask"',
+        ),
+    ):
+        with pytest.raises(UserError, match=why):
+            grpo(**keys)
 
 
 def test_the_guard_sees_turns(gradients: dict[str, torch.Tensor]) -> None:
@@ -139,17 +148,46 @@ def test_the_guard_sees_turns(gradients: dict[str, torch.Tensor]) -> None:
         assert any(gradient.any() for gradient in found(policy, gradients)) == (guard == "llds")
 
 
-@pytest.mark.parametrize(("old", "updates"), [("rollout", 1), ("recomputed", 1), ("recomputed", 2)])
-def test_the_guard_takes_no_rounding_for_a_fall(make_recipe: Make, tmp_path: Path, old: str, updates: int) -> None:
-    """Its gradient is the only one, and the weights do not move: lr is 0."""
+GUARDED: dict[str, dict[str, dict[str, Any]]] = {
+    "from the rollout": {},
+    "recomputed": {"grpo": {"old_logprobs": "recomputed"}},
+    "by steps that moved nothing": {
+        "grpo": {"updates_per_batch": 1},
+        "rollout": {"partial": True, "groups_in_flight": 6, "max_num_seqs": 6, "max_staleness": 2},
+    },
+    # A weight that is moved by 1e-30 is the same number, so what is guarded differs by how it is packed, if at all.
+    "recomputed, and taken for moved": {
+        "grpo": {"old_logprobs": "recomputed"},
+        "optim": {"lr": 1e-30, "weight_decay": 0.1, "micro_batch_tokens": 10_000},
+        "rollout": {"questions_per_step": 6},
+    },
+}
+
+
+@pytest.mark.parametrize("case", GUARDED)
+def test_the_guard_takes_no_rounding_for_a_fall(make_recipe: Make, tmp_path: Path, case: str) -> None:
+    """Its gradient is the only one, so no weight ever moves."""
     (tmp_path / "zero.py").write_text("def zero(logprobs, *others):\n    return 0 * logprobs\n")
-    grpo = {"objective": f"{tmp_path / 'zero.py'}:zero", "guard": "llds", "beta": 0.0, "old_logprobs": old}
-    recipe = make_recipe(
-        grpo=grpo | {"updates_per_batch": updates}, optim={"lr": 0.0}, run={"steps": 1, "eval_every": None}
-    )
-    train(recipe, tmp_path / "run")
-    (step,) = steps_of(tmp_path / "run")
-    assert step["grad_norm"] == 0 and step["loss_tokens"] > 0
+    grpo = {"objective": f"{tmp_path / 'zero.py'}:zero", "guard": "llds", "beta": 0.0, "updates_per_batch": 2}
+    tables: dict[str, dict[str, Any]] = {"grpo": grpo, "optim": {"lr": 1e-3}, "run": {"steps": 3, "eval_every": None}}
+    for section, keys in GUARDED[case].items():
+        tables[section] = tables.get(section, {}) | keys
+    train(make_recipe(**tables), tmp_path / "run")
+    steps = steps_of(tmp_path / "run")
+    assert [step["grad_norm"] for step in steps] == [0, 0, 0] and all(step["loss_tokens"] for step in steps)
+    assert case != "by steps that moved nothing" or any(step["staleness_mean"] for step in steps)
+
+
+def test_the_last_step_that_moved_the_weights_is_told_from_the_records() -> None:
+    def found(*norms: float | None, decay: float = 0.0) -> tuple[int, bool]:
+        records = [
+            {"step": n, "lr": 0.1} | ({} if norm is None else {"grad_norm": norm}) for n, norm in enumerate(norms, 1)
+        ]
+        return weights_moved([*records, {"step": 9, "eval": {}}], decay)
+
+    assert found() == found(0.0) == found(None, 0.0) == (0, False)
+    assert found(0.0, 0.5) == (2, True) and found(0.0, 0.5, 0.0) == (3, True), "moments move it further"
+    assert found(0.0, 0.5, None) == (2, True) and found(0.0, 0.0, decay=0.1) == (2, False)
 
 
 def test_the_guard_holds_what_earlier_weights_drew(gradients: dict[str, torch.Tensor]) -> None:

@@ -20,6 +20,8 @@ from thresher.engine.training.credit import token_advantages
 from thresher.engine.training.train import train
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.questions import Question
+from thresher.rewards.advantages import group_advantages
+from thresher.rewards.credit import anchor_advantages, tree_advantages, turn_advantages
 from thresher.rewards.reward import RewardInput, RewardResult, Source
 
 TURN = {"advantage": "turn", "baseline": "leave_one_out", "scale": "none"}
@@ -214,3 +216,31 @@ def test_a_run_trains_by_it_and_stores_each_tokens(
         assert record["advantage"] == pytest.approx(sum(values) / len(values), abs=1e-6)
         differing += len(set(values)) > 1
     assert differing > 0
+
+
+def test_the_control_shuffles_the_values_of_spans_within_a_group(tiny_tokenizer: Tokenizer) -> None:
+    scored = [
+        attempt(tiny_tokenizer, n, ["abc"], RewardResult(0.0, tokens=[(0, 3, float(n))]), group=n // 6)
+        for n in range(12)
+    ]
+    plain = credit(scored, tiny_tokenizer, advantage="token")
+    shuffled = credit(scored, tiny_tokenizer, advantage="token", shuffle_rewards=True)
+    for group in (slice(0, 6), slice(6, 12)):
+        assert shuffled[group] != plain[group] and sorted(shuffled[group]) == sorted(plain[group])
+
+
+@pytest.mark.parametrize("rule", ["turn", "anchor", "tree"])
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_equal_rewards_have_no_advantage_to_the_bit(rule: str, baseline: str) -> None:
+    """Of .1, whose rounded mean over seven is not .1; nor has the mean of three, by the group's rule."""
+    for reward, count in ((0.1, 4), (0.1, 7), (0.49, 6), (0.9, 10), (0.7, 13)):
+        if rule == "turn":
+            found = turn_advantages([[reward]] * count, baseline="leave_one_out")
+        elif rule == "anchor":
+            found = anchor_advantages([[reward]] * count, [["s"]] * count, baseline=baseline)  # type: ignore[arg-type]
+        else:
+            made = tree_advantages([-1, *[0] * count], [None, *[reward] * count], baseline=baseline)  # type: ignore[arg-type]
+            found = [made.advantages]
+        assert not any(map(any, found)), (reward, count)
+    for rewards in ([0.0, 0.1, 0.2], [0.1, 0.2, 0.3]):
+        assert group_advantages(rewards)[1] == 0.0
