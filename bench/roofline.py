@@ -235,8 +235,8 @@ def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[
         "kind": "update",
         "chip": chip.name,
         "model": name,
-        # "checkpointed" is of runs; a row's update keeps its activations
-        "shape": {name: value for name, value in asdict(shape).items() if name != "checkpointed"},
+        # what is of runs: a row's update keeps its activations, and its objective is of single tokens
+        "shape": {name: value for name, value in asdict(shape).items() if name not in ("checkpointed", "head_first")},
         "weights": trained_weights(config),
         "parts_of_a_token": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],
         "floor_seconds_per_1000_tokens": 1000 * floors.floor_s(costs, chip),

@@ -66,7 +66,7 @@ def test_every_system_gets_its_runs_and_its_own_world(cases: list[SystemRun]) ->
 def test_systems_of_one_protocol_share_prompt_base_and_world(tmp_path: Path) -> None:
     (tmp_path / "world").mkdir()
     agents = ("search_r1", *(name for name in KNOWN if name not in SYSTEMS))
-    cases = make_cases(tmp_path, agents, [4, 5], {4, 5}, [], base=2)
+    cases = make_cases(tmp_path, agents, [4, 5], {4, 5}, ["grpo.updates_per_batch=2"], base=2)
     assert len(cases) == 4 * len(agents) > 4
     prompts, starts, presets = set(), set(), {}
     for case in cases:
