@@ -26,8 +26,8 @@ from thresher.common import console
 from thresher.common.errors import UserError
 from thresher.common.files import atomic_write_text, read_json_object
 from thresher.common.locks import Held, lock_folder, share_work
+from thresher.engine.assemble import read_run_recipe
 from thresher.engine.baselines import load_baseline
-from thresher.engine.config.recipe import load_recipe
 from thresher.engine.episode import System, read_template
 from thresher.engine.reproduce.manifest import Method, PaperManifest, PaperTable, PublishedModel, read_manifest
 from thresher.engine.reproduce.pipelines import (
@@ -203,7 +203,7 @@ def _check_overrides(experiments: Sequence[ExperimentRun]) -> None:
         recipe = next((word for word in command.words if word.endswith(".toml") and Path(word).is_file()), None)
         if recipe is not None:
             sets = [word for flag, word in itertools.pairwise(command.words) if flag == "--set"]
-            load_recipe(Path(recipe), sets)
+            read_run_recipe(recipe, sets)
 
 
 def _report_unread(experiments: Sequence[ExperimentRun], scale: Scale) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from thresher.common import locks
 from thresher.common.errors import UserError
 from thresher.engine.reproduce import run
 from thresher.engine.reproduce.manifest import read_manifest
-from thresher.engine.reproduce.pipelines import ExperimentRun, Scale, experiment_runs
+from thresher.engine.reproduce.pipelines import Command, ExperimentRun, Scale, experiment_runs
 from thresher.engine.reproduce.run import check_folder, locked, reproduce
+from thresher.engine.world.stages import RECIPES
 
 Run = Callable[[list[str]], None]
 
@@ -114,6 +116,10 @@ def test_an_output_belongs_to_its_command_and_recipe(
         with pytest.raises(UserError, match=problem):
             table(out.with_name("new"), ran.append, overrides=(wrong,))
     assert not ran and not out.with_name("new").exists(), "it is refused before anything runs"
+    # Of a system whose preset has two updates a batch, which the guard wants.
+    words = ["train", str(RECIPES / "search_r1" / "laptop.toml"), "--set", "grpo.guard=llds"]
+    command = Command(tuple(words), tmp_path / "one")
+    run._check_overrides([SimpleNamespace(every=lambda: [command])])  # type: ignore[list-item]
     assert run._keyed(["eval", "--limit", "5", "--quiet", "--n", "2"]) == {
         "eval": "",
         "--limit": "5",
