@@ -453,9 +453,10 @@ def weights_moved(records: Sequence[Mapping[str, Any]], weight_decay: float) -> 
     there was a gradient yet: without one the moments are 0, and only weight decay moves."""
     since, moving = 0, False
     for record in records:
-        if "grad_norm" in record:
-            moving |= record["grad_norm"] > 0
-            if record["lr"] > 0 and (moving or weight_decay > 0):
+        norm = record.get("grad_norm")
+        if norm is not None:
+            moving |= norm > 0
+            if (record.get("lr") or 0.0) > 0 and (moving or weight_decay > 0):
                 since = record["step"]
     return since, moving
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_cases import make_config
 from surrogate_cases import BY_HAND, DELTA, HIGH, LOW
-from train_cases import Make, steps_of
+from train_cases import Make, assert_same_run, steps_of, train_killed
 from update_cases import ADVANTAGES, logits, logprobs, make_updater, spoken, update
 
 from thresher.common.errors import UserError
@@ -188,6 +188,15 @@ def test_the_last_step_that_moved_the_weights_is_told_from_the_records() -> None
     assert found() == found(0.0) == found(None, 0.0) == (0, False)
     assert found(0.0, 0.5) == (2, True) and found(0.0, 0.5, 0.0) == (3, True), "moments move it further"
     assert found(0.0, 0.5, None) == (2, True) and found(0.0, 0.0, decay=0.1) == (2, False)
+
+
+def test_a_guarded_run_that_was_killed_goes_on_to_the_same_bits(make_recipe: Make, tmp_path: Path) -> None:
+    """Whether the weights have moved is told from the records."""
+    recipe = make_recipe(grpo={"guard": "llds", "updates_per_batch": 2}, run={"steps": 3, "save_every": 1})
+    train(recipe, tmp_path / "whole")
+    train_killed(recipe, tmp_path / "killed", 2)
+    train(recipe, tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_the_guard_holds_what_earlier_weights_drew(gradients: dict[str, torch.Tensor]) -> None:
