@@ -16,7 +16,7 @@ Surrogates: J is maximised. l = log pi, r = exp(l - old), A the advantage; [x] p
     gmpo       A exp([mean(c)] + c - [c]), c = l - old, bounded where clip's clip binds    GMPO, 2507.20673
     guard      J - lambda max(0, old - l) for rows of A >= 0, in a turn whose sum of old - l over these rows is above 0:
                a likelihood that falls though the answer was right                         LLDS, 2512.04220, eq. 4
-               (guard_zero=False: of A > 0 alone)
+               (guard_zero=False: of A > 0 alone; a row whose turn is -1 is not held)
 
 The first six see one row at a time. Their slopes dJ/dl are computed a chunk at a time, before its logits' gradient.
 gspo, gmpo, the guard and a user's own see all rows of a call: the log-probs are computed first, in a pass of the head

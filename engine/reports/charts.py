@@ -1,9 +1,9 @@
 """A run's curves: `charts_of` turns metrics records into charts, `draw` draws charts as a PNG.
 
 A value that is missing or null (a number that was not finite) is a gap in its curve, and among layers where others are
-known a layer of 0. A curve without any value is left
-out, and so is a chart without a curve. A curve of many steps is drawn twice, thin as it is and thick as a moving mean;
-evaluations are dots and never smoothed. matplotlib's figures need no screen and no global state of pyplot.
+known a layer of 0. A curve without any value is left out, and so is a chart without a curve. A curve of many steps is
+drawn twice, thin as it is and thick as a moving mean; evaluations are dots and never smoothed. matplotlib's figures
+need no screen and no global state of pyplot.
 """
 
 import io

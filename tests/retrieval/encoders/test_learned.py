@@ -146,6 +146,11 @@ def test_dpr_reads_title_and_text_as_a_pair(tmp_path: Path, from_vocabulary: boo
         exact = model(**tokenizer(title, text, return_tensors="pt", return_token_type_ids=False)).pooler_output.numpy()
     found = encoder.encode_passages([embedded_text(Passage("0", title, text), "title[SEP]text")])
     assert encoder.separates and np.abs(found - exact).max() < 1e-5
+    other, _ = folders.save_xlm_roberta(tmp_path / "xlm", transformers.XLMRobertaModel)
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "title": "a", "text": "b"}\n')
+    options = {"pooling": "mean", "normalize": True, "query_prefix": "", "passage_prefix": "", "max_length": 20}
+    with pytest.raises(UserError, match=r"and the tokenizer of .*xlm has no token \[SEP\]; take title\+text"):
+        build(tmp_path / "corpus.jsonl", tmp_path / "index", str(other), "title[SEP]text", encoder_options=options)
     with pytest.raises(UserError, match=r"embed is 'title\[SEP\]text', for a model that knows the token \[SEP\]"):
         build(tmp_path / "absent.jsonl", tmp_path / "index", embed="title[SEP]text")
 
