@@ -59,14 +59,23 @@ def commit() -> str | None:
     return head + ("+" if changed else "")
 
 
-def cpu_name() -> str:
-    """Return the processor as the system names it."""
+def _cpu_info(key: str) -> str:
+    """Return what Linux says of the first processor, "" where it says nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def cpu_name() -> str:
+    """Return the processor as the system names it."""
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def is_amd() -> bool:
+    """Return whether the processor is AMD's."""
+    return _cpu_info("vendor_id") == "AuthenticAMD"
 
 
 def cpu_dtype() -> str:

@@ -1,4 +1,4 @@
-"""Operations of a layer beside its matmuls and its attention: norm, rotation, gate.
+"""Operations of a layer beside its attention: linear map, norm, rotation, gate.
 
     RMSNorm   y = w * x / sqrt(mean_H(x^2) + eps)                         (Zhang and Sennrich 2019, equation 4)
     QK norm   the same over D of each query head and each key head        (Qwen3; Henry et al. 2020)
@@ -22,9 +22,13 @@ I intermediate, P blocks of the KV cache, S slots of a block (docs/notation.md).
 import math
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from thresher.kernels.operands import ONEDNN_FROM, onednn_is_faster, onednn_product
 
 TRITON_DTYPES = (torch.bfloat16, torch.float32)
 UNCUT = 32_768  # elements; torch cuts a longer elementwise loop on a CPU among its threads, wherever that falls
@@ -38,6 +42,33 @@ def uses_triton(tensor: Tensor) -> bool:
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Map each row of `x_TI` [T, I] by `weight_OI` [O, I]: [T, O], as F.linear does."""
+    # oneDNN has no weight gradient of no rows.
+    if weight_OI.numel() >= ONEDNN_FROM and onednn_is_faster(weight_OI) and len(x_TI):
+        y_TO: Tensor = _OneDnnLinear.apply(x_TI, weight_OI, bias_O)
+        return y_TO
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    """dx = dy @ W        dW = dy.T @ x, computed as (x.T @ dy).T, which is faster"""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        return onednn_product(x_TI, weight_OI, bias_O)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x_TI, weight_OI = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        dx_TI = onednn_product(dy_TO, weight_OI.t()) if for_x else None
+        dw_OI = onednn_product(x_TI.t(), dy_TO.t()).t() if for_weight else None
+        return dx_TI, dw_OI, dy_TO.sum(0) if for_bias else None
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

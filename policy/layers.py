@@ -12,12 +12,11 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from thresher.common.errors import UserError
 from thresher.kernels.delta.layer import DeltaInputs
-from thresher.kernels.layers import add_norm, norm_heads, silu_gate
+from thresher.kernels.layers import add_norm, linear, norm_heads, silu_gate
 from thresher.policy.config import ConfigRules, ModelConfig
 from thresher.policy.lora import LayerAdapters
 
@@ -119,8 +118,8 @@ class MixerLayer(Layer):
         eps = self.config.rms_norm_eps
         x_TH, y_TH = add_norm(x_TH, more_TH, self.gain(self.input_norm), eps)
         x_TH, y_TH = add_norm(x_TH, self.mix(y_TH, rope, layout, layer), self.gain(self.post_norm), eps)
-        inner_TI = silu_gate(self.adapted(y_TH, F.linear(y_TH, self.gate_up_weight), "gate", "up"))
-        return x_TH, self.adapted(inner_TI, F.linear(inner_TI, self.down_weight), "down")
+        inner_TI = silu_gate(self.adapted(y_TH, linear(y_TH, self.gate_up_weight), "gate", "up"))
+        return x_TH, self.adapted(inner_TI, linear(inner_TI, self.down_weight), "down")
 
     def hf_views(self) -> dict[str, torch.Tensor]:
         views = self.mixer_views()
@@ -152,12 +151,12 @@ class DecoderLayer(MixerLayer):
 
     def mix(self, y_TH: torch.Tensor, rope: torch.Tensor, layout: Layout, layer: int) -> torch.Tensor:
         config = self.config
-        qkv = self.adapted(y_TH, F.linear(y_TH, self.qkv_weight, self.qkv_bias), "q", "k", "v")
+        qkv = self.adapted(y_TH, linear(y_TH, self.qkv_weight, self.qkv_bias), "q", "k", "v")
         qkv_TMD = qkv.view(len(qkv), -1, config.head_dim)
         if self.has_head_norms:
             qkv_TMD = norm_heads(qkv_TMD, self.q_norm, self.k_norm, config.num_key_value_heads, config.rms_norm_eps)
         o = layout(layer, qkv_TMD, rope, config.num_key_value_heads).reshape(len(qkv), self.q_rows)
-        return self.adapted(o, F.linear(o, self.o_weight), "o")
+        return self.adapted(o, linear(o, self.o_weight), "o")
 
     def mixer_views(self) -> dict[str, torch.Tensor]:
         rows = [self.q_parts * self.q_rows, self.kv_rows, self.kv_rows]

@@ -21,7 +21,7 @@ from thresher.common.files import as_path
 from thresher.common.hashes import check_hashes
 from thresher.kernels.attention.backends.choice import Backend, Purpose, resolve_attention
 from thresher.kernels.attention.varlen import Varlen
-from thresher.kernels.layers import add_norm, rope_table
+from thresher.kernels.layers import add_norm, linear, rope_table
 from thresher.policy.config import CONFIG_FILES, FULL, ModelConfig, read_config, write_config
 from thresher.policy.families import find_family, load_layer_class
 from thresher.policy.layers import Layer, Layout
@@ -118,7 +118,7 @@ class Policy(nn.Module):
         """Map one sequence of ids [T] to logits [T, V]. For inspection and tests: training never materialises them."""
         ids_T = torch.as_tensor(ids_T, dtype=torch.int64, device=self.device)
         layout = Varlen([len(ids_T)], self.device)
-        return F.linear(self.hidden(ids_T, layout.positions_T, layout), self.head_VH)
+        return linear(self.hidden(ids_T, layout.positions_T, layout), self.head_VH)
 
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

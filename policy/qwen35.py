@@ -9,11 +9,10 @@ of the delta rule's values, C channels of the convolution, W tokens that it sees
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from thresher.kernels.delta.layer import DeltaInputs, gated_norm, gates, uncut
-from thresher.kernels.layers import norm_heads
+from thresher.kernels.layers import linear, norm_heads
 from thresher.policy.config import LINEAR, ConfigRules, ModelConfig
 from thresher.policy.layers import DecoderLayer, Layer, Layout, MixerLayer, StateLayout
 
@@ -45,7 +44,7 @@ class GatedAttentionLayer(Qwen35Layer, DecoderLayer):
 
     def mix(self, y_TH: torch.Tensor, rope: torch.Tensor, layout: Layout, layer: int) -> torch.Tensor:
         config = self.config
-        qkv = self.adapted(y_TH, F.linear(y_TH, self.qkv_weight), "q", "k", "v")
+        qkv = self.adapted(y_TH, linear(y_TH, self.qkv_weight), "q", "k", "v")
         q, kv = qkv.split([2 * self.q_rows, 2 * self.kv_rows], dim=1)
         q_TND, gate_TND = q.view(len(q), -1, 2 * config.head_dim).chunk(2, dim=-1)
         qkv_TMD = torch.cat([q_TND, kv.view(len(kv), -1, config.head_dim)], dim=1)
@@ -53,7 +52,7 @@ class GatedAttentionLayer(Qwen35Layer, DecoderLayer):
         qkv_TMD = norm_heads(qkv_TMD, self.gain(self.q_norm), self.gain(self.k_norm), kv_heads, config.rms_norm_eps)
         o_TND = layout(layer, qkv_TMD, rope, kv_heads) * uncut(torch.sigmoid, gate_TND.contiguous())
         o = o_TND.reshape(len(q), self.q_rows)
-        return self.adapted(o, F.linear(o, self.o_weight), "o")
+        return self.adapted(o, linear(o, self.o_weight), "o")
 
 
 class DeltaLayer(Qwen35Layer):
@@ -76,7 +75,7 @@ class DeltaLayer(Qwen35Layer):
     def mix(self, y_TH: torch.Tensor, rope: torch.Tensor, layout: Layout, layer: int) -> torch.Tensor:
         assert isinstance(layout, StateLayout)
         shape = self.shape
-        projected = F.linear(y_TH, self.in_weight)
+        projected = linear(y_TH, self.in_weight)
         projected = self.adapted(y_TH, projected, "linear_qkv", "linear_z", "linear_b", "linear_a")
         mixed_TC, z, b_TV, a_TV = projected.split(self.in_rows, dim=1)
         decay_TV, beta_TV = gates(a_TV, b_TV, self.a_log, self.dt_bias)
@@ -84,7 +83,7 @@ class DeltaLayer(Qwen35Layer):
         o_TVE = layout.delta(layer, DeltaInputs(mixed_TC, self.conv_weight, decay_TV, beta_TV, *sizes))
         z_TVE = z.unflatten(1, (shape.num_value_heads, -1))
         o = gated_norm(o_TVE, z_TVE, self.head_norm, self.config.rms_norm_eps).flatten(1)
-        return self.adapted(o, F.linear(o, self.out_weight), "linear_out")
+        return self.adapted(o, linear(o, self.out_weight), "linear_out")
 
     def mixer_views(self) -> dict[str, torch.Tensor]:
         qkv, z, b, a = self.in_weight.data.split(self.in_rows)

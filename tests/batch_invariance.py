@@ -2,7 +2,7 @@
 
 A sample has the same bits whatever shares its batch wherever the BLAS gives a row the same bits in every batch of a
 multiple of ROW_MULTIPLE rows (docs/design.md, "Rollout"). That is a property of the BLAS, the CPU, the shape and the
-number of threads, not of this code. So such a test first puts the question to `F.linear` itself, for the very shapes
+number of threads, not of this code. So such a test first puts the question to `linear` itself, for the very shapes
 that it is about to use: where the answer is no it skips, and names the switch that helps; where it is yes, nothing but
 equal bits will do.
 """
@@ -13,11 +13,11 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from thresher.kernels.attention.paged_cpu import PIECE, SHARED_ROWS
 from thresher.kernels.attention.tiles import row_tile
+from thresher.kernels.layers import linear
 from thresher.kernels.operands import ROW_MULTIPLE
 
 # What test_bits_settings.py looks for among the reasons of skipped tests.
@@ -55,13 +55,11 @@ def _rows(shape: Shape, threads: int, most: int, dtype: torch.dtype) -> bool:
     places_T = torch.randperm(most, generator=generator)
     with using_threads(threads):
         for bias in (None, bias_O):
-            alone_TO = torch.cat([F.linear(rows, weight_OI, bias) for rows in x_TI.split(ROW_MULTIPLE)])
-            if not all(
-                torch.equal(F.linear(x_TI[:count], weight_OI, bias), alone_TO[:count]) for count in batches(most)
-            ):
+            alone_TO = torch.cat([linear(rows, weight_OI, bias) for rows in x_TI.split(ROW_MULTIPLE)])
+            if not all(torch.equal(linear(x_TI[:count], weight_OI, bias), alone_TO[:count]) for count in batches(most)):
                 return False
             for count in (ROW_MULTIPLE, min(5 * ROW_MULTIPLE, most), most):
-                if not torch.equal(F.linear(x_TI[places_T[:count]], weight_OI, bias), alone_TO[places_T[:count]]):
+                if not torch.equal(linear(x_TI[places_T[:count]], weight_OI, bias), alone_TO[places_T[:count]]):
                     return False
     return True
 
@@ -69,7 +67,7 @@ def _rows(shape: Shape, threads: int, most: int, dtype: torch.dtype) -> bool:
 def rows_are_batch_invariant(
     shapes: Iterable[Shape], threads: int | None = None, most: int = 1024, dtype: torch.dtype = torch.float32
 ) -> bool:
-    """Whether F.linear with weights of these shapes, (outputs, inputs), gives a row the same bits at any place of any
+    """Whether `linear` with weights of these shapes, (outputs, inputs), gives a row the same bits at any place of any
     batch of a multiple of ROW_MULTIPLE rows, up to `most`."""
     threads = torch.get_num_threads() if threads is None else threads
     return all(_rows(shape, threads, most, dtype) for shape in sorted(set(shapes)))

@@ -1,4 +1,4 @@
-"""Norm, rotation and gate against their formulas in float64 and against transformers' own modules."""
+"""Linear map, norm, rotation and gate against their formulas in float64 and against transformers' own modules."""
 
 import math
 from collections.abc import Iterator
@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from thresher.kernels import layers, operands
 from thresher.kernels.layers import (
     UNCUT,
+    linear,
     norm_heads,
     rms_norm,
     rope_table,
@@ -17,6 +19,7 @@ from thresher.kernels.layers import (
     rotated_heads,
     silu_gate,
 )
+from thresher.kernels.operands import onednn_is_faster
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -30,6 +33,71 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
+
+
+def assert_product(found: Tensor, left: Tensor, right: Tensor) -> None:
+    """A float32 sum of K products is within K roundings of the sum of their sizes (Higham 2002, equation 3.5)."""
+    left, right = left.double(), right.double()
+    bound = len(right) * 2**-24 * (left.abs() @ right.abs())
+    assert ((found.double() - left @ right).abs() <= bound).all()
+
+
+@pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
+def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(operands, "_mkl_lacks_avx512", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 48])
+def test_linear(onednn: bool, rows: int, bias: bool) -> None:
+    """Output and all gradients, with operands that are transposed views."""
+    x_TI, weight_OI = (tensor.requires_grad_() for tensor in (randn(700, rows).t(), randn(700, 400, seed=1).t()))
+    bias_O = randn(400, seed=2).requires_grad_() if bias else None
+    y_TO, dy_TO = linear(x_TI, weight_OI, bias_O), randn(400, rows, seed=3).t()
+    assert ("OneDnn" in type(y_TO.grad_fn).__name__) == (onednn and rows > 0)
+    y_TO.backward(dy_TO)
+    with torch.no_grad():
+        product_TO = y_TO.double() if bias_O is None else y_TO.double() - bias_O.double()
+        if bias_O is None:
+            assert_product(product_TO, x_TI, weight_OI.t())
+        else:
+            torch.testing.assert_close(product_TO, x_TI.double() @ weight_OI.double().t(), rtol=1e-4, atol=1e-4)
+            assert bias_O.grad is not None
+            assert_product(bias_O.grad[None], torch.ones(1, rows), dy_TO)
+    assert x_TI.grad is not None and weight_OI.grad is not None
+    assert_product(x_TI.grad, dy_TO, weight_OI.detach())
+    assert_product(weight_OI.grad, dy_TO.t(), x_TI.detach())
+
+
+def test_linear_makes_no_gradient_that_nobody_asks_for(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    product = layers.onednn_product
+    monkeypatch.setattr(layers, "onednn_product", lambda *operands: calls.append(1) or product(*operands))
+    weight_OI, x_TI = randn(700, 400), randn(16, 400, seed=1)
+    linear(x_TI.requires_grad_(), weight_OI).sum().backward()
+    assert len(calls) == 2 * onednn and weight_OI.grad is None
+    linear(x_TI.detach(), weight_OI.requires_grad_()).sum().backward()
+    assert len(calls) == 4 * onednn
+
+
+def test_onednn_multiplies_in_float32_on_an_amd_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "_mkl_lacks_avx512", lambda: True)
+    weight = torch.empty(2, 2)
+    assert onednn_is_faster(weight)
+    assert not any(map(onednn_is_faster, (weight.double(), weight.bfloat16(), weight.to("meta"))))
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # by torch.backends.mkldnn.flags
+    assert not onednn_is_faster(weight)
+    monkeypatch.undo()
+    for vendor, avx512, expected in [(True, True, True), (True, False, False), (False, True, False)]:
+        operands._mkl_lacks_avx512.cache_clear()
+        monkeypatch.setattr(operands, "is_amd", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda avx512=avx512: avx512)
+        libraries = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+        assert onednn_is_faster(weight) == (expected and libraries)
+    operands._mkl_lacks_avx512.cache_clear()
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

@@ -116,10 +116,18 @@ def test_gradcheck(kl: str) -> None:
 
 
 # At scale 300 logits reach +-1e4, where float32 keeps three decimals: the budget knows.
+@pytest.mark.parametrize("onednn", [False, True], ids=["MKL", "oneDNN"])
 @pytest.mark.parametrize(
     ("T", "H", "V", "scale"), [(100, 96, 600, 0.3), (63, 64, 1000, 1.0), (257, 33, 151, 0.5), (64, 64, 300, 300.0)]
 )
-def test_float32_error_is_within_its_budget(T: int, H: int, V: int, scale: float) -> None:
+def test_float32_error_is_within_its_budget(
+    T: int, H: int, V: int, scale: float, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if onednn and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(operands, "ONEDNN_FROM", 0)
+    monkeypatch.setattr(operands, "onednn_is_faster", lambda right_KN: onednn)
+    monkeypatch.setattr(operands, "COLUMNS_AT_A_TIME", 128)
     case = make_case(T, H, V, seed=5, scale=scale, spread=0.2).to(torch.float32)
     if scale > 100:
         assert (case.hidden @ case.head.t()).abs().max() > 3e3

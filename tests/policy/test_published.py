@@ -59,8 +59,9 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int, int, int, bool]] = {
 WIDTH, INNER, VOCAB = 16, 64, 272
 # Of logits of order 1. Where the delta rule forgets at once, its output is q . k times a vector, which a norm then
 # divides by its length: rounding grows. So states are made to last; transformers' float32 and ours are both 5e-5 from
-# float64 then, and 4e-6 in the other families.
-WITHIN, WITHIN_DELTA = 1e-4, 1e-3
+# float64 then, and 4e-6 in the other families. Gradients of the delta rule are up to 4e-4 of their norm from float64's,
+# transformers' float32 ones up to 2e-3.
+WITHIN, WITHIN_DELTA, WITHIN_DELTA_GRADIENTS = 1e-4, 1e-3, 2e-3
 
 
 def config_of(name: str) -> Any:
@@ -135,7 +136,8 @@ def test_forward(case: Case) -> None:
 
 
 def test_gradients(case: Case) -> None:
-    theirs, policy = case.theirs, case.policy
+    policy = case.policy
+    theirs = deepcopy(case.theirs).double() if policy.config.delta_layers else case.theirs
     for model in (theirs, policy):
         model.zero_grad()
     F.cross_entropy(theirs(IDS[None, :-1]).logits[0], IDS[1:]).backward()
@@ -146,7 +148,7 @@ def test_gradients(case: Case) -> None:
     found = hf_views(gradients)
     for name, parameter in theirs.named_parameters():
         if policy.config.delta_layers:
-            assert (found[name] - parameter.grad).norm() <= WITHIN_DELTA * parameter.grad.norm(), name
+            assert (found[name] - parameter.grad).norm() <= WITHIN_DELTA_GRADIENTS * parameter.grad.norm(), name
         else:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
 
