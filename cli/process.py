@@ -1,14 +1,15 @@
 """Settings of a process before torch is loaded, and its end. Other programs may call `prepare_process` too.
 
-    OMP_WAIT_POLICY=passive      OpenMP threads of torch and FAISS sleep while they wait
+    GOMP_SPINCOUNT=1000          OpenMP threads of torch and FAISS wait busily for some 20 us, and then sleep
     OPENBLAS_THREAD_TIMEOUT=4    NumPy's do, after 2^4 cycles
     PYTORCH_ALLOC_CONF=expandable_segments:True   a GPU's memory that was freed in pieces serves a larger tensor
     mallopt                      glibc keeps freed memory, and maps no block under 1 GiB by itself
 
 A thread that waits busily holds the core that the awaited one needs: beside a busy process a step takes tens of times
-as long. Memory that is returned is mapped anew for the next step, page fault by page fault. The cache of a rollout and
-the activations of an update take turns in a GPU's memory. Variables that are set already (GLIBC_TUNABLES and MALLOC_*
-too) are left alone.
+as long where it waits for long, as libgomp's own do. One that sleeps at once has to be woken for each of a layer's
+operations, which doubled the time of a rollout on an idle machine. Memory that is returned is mapped anew for the next
+step, page fault by page fault. The cache of a rollout and the activations of an update take turns in a GPU's memory.
+Variables that are set already (GLIBC_TUNABLES and MALLOC_* too) are left alone.
 """
 
 import os
@@ -42,7 +43,7 @@ def leave(status: int) -> NoReturn:
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add."""
-    added = {} if any(name in environment for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
+    added = {} if any(name in environment for name in WAITING) else {"GOMP_SPINCOUNT": "1000"}
     if "OPENBLAS_THREAD_TIMEOUT" not in environment:
         added["OPENBLAS_THREAD_TIMEOUT"] = "4"
     if not any(name in environment for name in ALLOCATOR):

@@ -75,7 +75,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Normalise each row of `x_TH` [T, H] by its root mean square; returns [T, H] in x's dtype. A weight in a wider
     dtype is applied before the cast back."""
     if x_TH.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+        return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
     x = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return weight_H * x.to(x_TH.dtype) if weight_H.dtype == x_TH.dtype else (weight_H * x).to(x_TH.dtype)
@@ -193,5 +193,8 @@ def silu_gate(gate_up_T2I: Tensor) -> Tensor:
     gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
     rows = max(1, UNCUT // gate_TI.shape[1])
     if len(gate_TI) <= rows or gate_TI.is_cuda or torch.is_grad_enabled():
-        return torch.nn.functional.silu(gate_TI) * up_TI
-    return torch.cat([torch.nn.functional.silu(part) for part in gate_TI.split(rows)]) * up_TI
+        return F.silu(gate_TI) * up_TI
+    out_TI = gate_TI.new_empty(gate_TI.shape)
+    for part_RI, gate_RI, up_RI in zip(*(whole_TI.split(rows) for whole_TI in (out_TI, gate_TI, up_TI)), strict=True):
+        torch.ops.aten.silu.out(gate_RI, out=part_RI).mul_(up_RI)
+    return out_TI

@@ -100,7 +100,8 @@ def step_record(step: int, ranks: Sequence[RankStep], refill: bool = False) -> d
         **(recomputed_logprobs_record(recomputed) if recomputed else {}),
         "reward_seconds": max(rank.scoring_seconds for rank in ranks),
         "threads": torch.get_num_threads(),
-        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # of those threads; None: as their library has it
+        # Of those threads: a policy, or for how many turns they wait busily; None: as their library has it.
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"),
         **_rollout_metrics([rank.clock for rank in ranks]),
     }
 
