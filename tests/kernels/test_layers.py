@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from batch_invariance import rows_are_batch_invariant
 from torch import Tensor
 
 from thresher.kernels import layers, operands
@@ -98,6 +99,13 @@ def test_onednn_multiplies_in_float32_on_an_amd_processor(monkeypatch: pytest.Mo
         libraries = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
         assert onednn_is_faster(weight) == (expected and libraries)
     operands._mkl_lacks_avx512.cache_clear()
+
+
+@pytest.mark.skipif(not operands._mkl_lacks_avx512(), reason="oneDNN multiplies on an AMD processor with AVX-512")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_of_onednn_do_not_depend_on_their_batch(threads: int) -> None:
+    """What docs/design.md promises of it."""
+    assert rows_are_batch_invariant([(960, 576), (576, 1536)], threads)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
