@@ -54,7 +54,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 class _OneDnnLinear(torch.autograd.Function):
-    """dx = dy @ W        dW = dy.T @ x, computed as (x.T @ dy).T, which is faster"""
+    """Multiply by oneDNN: y = x @ W.T + b, dx = dy @ W, dW = dy.T @ x. dW is made as (x.T @ dy).T, which is faster."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -318,8 +318,8 @@ def add_head_product(grad_VH: Tensor, dlogits_RV: Tensor, rows_RH: Tensor, keep:
 
 
 def _multiply(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, add: bool = False) -> None:
-    """out = left @ right, or out += left @ right, in place; what `out` held is not read unless `add`. oneDNN's products
-    are written beside it, a part of its rows at a time."""
+    """Write left @ right into `out`, or add it to what `out` holds, which is not read otherwise. oneDNN's products are
+    made beside `out`, a part of its rows at a time."""
     if right_KN.numel() < ONEDNN_FROM or not onednn_is_faster(right_KN):
         out_MN.addmm_(left_MK, right_KN, beta=int(add))
         return
