@@ -299,6 +299,8 @@ COMMANDS = {
     "--set rollout.max_turn_tokens=8",
     "generate": "generate --model {model} --prompt Who? --n 2 --max-new-tokens 8 --device {device}",
     "sft": "sft {sft} --set model.device={device} --out {out}",
+    "sft in bfloat16": "sft {sft} --set model.device={device} --set model.dtype=bfloat16 "
+    "--set optim.offload=masters --out {out}",
     "extract": "extract --model {model} --questions {dev} --index {index} --limit 2 --device {device} "
     "--out {out}.jsonl",
     "plan": "plan --recipe {recipe} --device {device}",

@@ -19,6 +19,7 @@ from stored_cases import stored
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.config.tables import from_dict
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.protocol.prompts import Renderer
 from thresher.engine.training import sft as sft_module
 from thresher.engine.training.partial import FILE
@@ -65,7 +66,7 @@ def drilled(tokenizer: Tokenizer, template: str) -> Policy:
         transcripts.append(encode_transcript(record, tokenizer, renderer, template))
     policy = init_policy(config, 0).requires_grad_(True)
     sft = SftSection(transcripts="none", steps=70, batch_size=16, lr=2e-2, schedule="linear", held_out=0.0)
-    drill = sft_module.SftTrainer(policy, transcripts, sft, OptimSection(), tokenizer.vocab_size, 0)
+    drill = sft_module.SftTrainer(MasterWeights(policy), transcripts, sft, OptimSection(), tokenizer.vocab_size, 0)
     assert drill.run(lambda record: None).loss < 1
     return policy
 

@@ -45,7 +45,7 @@ class ModelSection(Section):
     """[model] the policy to start from."""
 
     path: str  # the model's folder: config.json, safetensors, tokenizer.json
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; trained weights and sft of all are float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; trained weights are float32
     device: Literal["cpu", "cuda"] = "cpu"  # the device that computes
     prompt: Literal["raw", "chat"] = "raw"  # chat: prompts are put into the model's own chat template
 

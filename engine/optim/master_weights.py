@@ -217,8 +217,7 @@ def make_optimizer(trained: nn.Module, optim: OptimSection, lr: float) -> torch.
     decayed = [p for p in learning if p.dim() > 1]
     other = [p for p in learning if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": other, "weight_decay": 0.0}]
-    # Masters are in CPU memory already; what has none, as SFT, keeps its weights and sends its moments there.
-    there = optim.offload == "moments" or (optim.offload == "masters" and any(p.device.type != "cpu" for p in learning))
+    there = optim.offload == "moments"  # masters in CPU memory have theirs beside them
     if optim.optimizer_state_dtype == "float32" and not there:
         return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
     storage = torch.device("cpu") if there else None

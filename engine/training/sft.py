@@ -31,15 +31,14 @@ from thresher.common.jsonl import as_object
 from thresher.common.records import ON_PURPOSE, read_records
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Prompt, read_template
-from thresher.engine.optim.master_weights import make_optimizer, scheduled_lr, step_optimizer
+from thresher.engine.optim.master_weights import TrainedWeights, make_optimizer, scheduled_lr, step_optimizer
 from thresher.engine.packing import TrainSequence, pack
 from thresher.engine.protocol.prompts import Renderer, fit
 from thresher.engine.scoring.transcripts import read_pieces
 from thresher.engine.training.sft_data import Unused, make_records, refuse_nothing
-from thresher.engine.training.update import choose_attention
+from thresher.engine.training.update import add_backward, choose_attention
 from thresher.kernels import grpo_loss
 from thresher.kernels.operands import NotFinite
-from thresher.policy.model import Policy
 from thresher.policy.tokenizer import Tokenizer
 from thresher.retrieval.passages import to_passage
 from thresher.retrieval.questions import read_questions
@@ -215,24 +214,25 @@ class Begun:
 
 
 class SftTrainer:
-    """Trains a policy in place on transcripts, until the gate opens or the steps are used up."""
+    """Trains weights in place on transcripts, until the gate opens or the steps are used up."""
 
     def __init__(
         self,
-        policy: Policy,
+        weights: TrainedWeights,
         transcripts: Sequence[Transcript],
         sft: SftSection,
         optim: OptimSection,
         vocab_size: int,
         seed: int,
     ) -> None:
-        self.policy, self.sft, self.optim, self.vocab_size, self.seed = policy, sft, optim, vocab_size, seed
-        self.attention, _ = choose_attention(optim, policy)
+        self.weights, self.policy = weights, weights.policy
+        self.sft, self.optim, self.vocab_size, self.seed = sft, optim, vocab_size, seed
+        self.attention, _ = choose_attention(optim, self.policy)
         held_out = max(1, round(len(transcripts) * sft.held_out)) if sft.held_out else 0
         self.held_out, self.training = list(transcripts[:held_out]), list(transcripts[held_out:])
         if not self.training:
             raise UserError("sft: every transcript is held out; lower sft.held_out or give more transcripts")
-        longest, positions = max(len(one.ids) for one in transcripts), policy.config.max_position_embeddings
+        longest, positions = max(len(one.ids) for one in transcripts), self.policy.config.max_position_embeddings
         if longest > positions:
             raise UserError(
                 f"sft: a transcript has {longest:,} tokens, but the model was made for {positions:,} positions; leave "
@@ -254,18 +254,19 @@ class SftTrainer:
         begun: Begun | None = None,
         keep: Callable[[int, torch.optim.Optimizer], None] = lambda done, optimizer: None,
     ) -> SftResult:
-        """Train, from the policy's weights on.
+        """Train, from the weights as they are.
 
         log: gets a record a step: step, restart, loss, lr, grad_norm, tokens, and copying where it was measured.
-        begun: go on behind its records; the policy's weights are those with which it began. keep: called behind each
-        step with the number of steps of all attempts so far, and the optimiser.
+        begun: go on behind its records; the weights are those with which it began. keep: called behind each step with
+        the number of steps of all attempts so far, and the optimiser.
         """
-        trained = {name: value for name, value in self.policy.named_parameters() if value.requires_grad}
+        trained = {name: value for name, value in self.weights.module.named_parameters() if value.requires_grad}
         start = {name: value.detach().clone() for name, value in trained.items()}
         first = begun.records[-1]["restart"] if begun else 0
         for restart in range(first, self.sft.max_restarts + 1):
             if restart > first:
-                self.policy.load_state_dict(start, strict=False)
+                self.weights.module.load_state_dict(start, strict=False)
+                self.weights.refresh()
             result = self._attempt(restart, log, begun if restart == first else None, keep)
             if result.passed:
                 break
@@ -279,7 +280,7 @@ class SftTrainer:
         keep: Callable[[int, torch.optim.Optimizer], None],
     ) -> SftResult:
         sft = self.sft
-        optimizer = make_optimizer(self.policy, self.optim, sft.lr)
+        optimizer = make_optimizer(self.weights.module, self.optim, sft.lr)
         copying, loss, done = None, float("nan"), 0
         if begun is not None:
             begun.restore(optimizer)
@@ -294,8 +295,10 @@ class SftTrainer:
                 loss, tokens = self._backward(batch)
             except NotFinite:
                 loss = math.nan
-            norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm))
+            self.weights.complete()
+            norm = self.weights.clip(self.optim.max_grad_norm)
             step_optimizer(optimizer, lr)
+            self.weights.refresh()
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = "gradient" if math.isfinite(loss) else "policy"
                 raise UserError(f"sft: step {step + 1}: the {what} is not finite; start again with a lower sft.lr")
@@ -333,9 +336,10 @@ class SftTrainer:
         with console.stage("update", len(micro_batches)) as line:
             for number, packed in enumerate(micro_batches, 1):
                 hidden_TH = self.policy.hidden(packed.ids_T, packed.layout.positions_T, packed.layout, checkpoint)
+                hidden_RH = packed.pick(hidden_TH)
                 # Without old log-probs and at advantage 1, the gradient of the policy is that of -log p.
                 result = grpo_loss(
-                    hidden_TH.index_select(0, packed.rows_R),
+                    hidden_RH,
                     self.policy.head_VH,
                     packed.targets_R,
                     None,
@@ -343,8 +347,9 @@ class SftTrainer:
                     packed.weights_R,
                     vocab_size=self.vocab_size,
                     workspace_bytes=self.optim.loss_workspace_bytes,
+                    lm_head_grad_VH=self.weights.head_gradient(),
                 )
-                result.loss.backward()
+                add_backward(self.weights, hidden_RH, result)
                 loss -= float((packed.weights_R * result.logprobs).sum())
                 tokens += packed.tokens
                 line.at(number, str)

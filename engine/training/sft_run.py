@@ -13,7 +13,7 @@ Deliberately absent: printing, but for what a resume says.
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from thresher.common.records import write_records
 from thresher.engine.assemble import RunContext, load_run_context
 from thresher.engine.config.recipe import Recipe
 from thresher.engine.config.sections import SftSection
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.planning.memory import FP32, MOMENT_BYTES
 from thresher.engine.store.checkpoint import (
     Checkpoint,
@@ -43,6 +44,7 @@ from thresher.engine.store.checkpoint import (
 from thresher.engine.store.run_folder import RunFolder, sft_folder
 from thresher.engine.training.sft import Begun, SftTrainer, read_data, read_transcripts
 from thresher.engine.training.sft_data import Unused, write_unused
+from thresher.engine.training.weights import whole_weights
 from thresher.policy.lora import FOLDER, add_lora, load_adapters, save_adapters
 from thresher.policy.model import Policy, load_policy
 
@@ -69,7 +71,7 @@ class FineTuning:
 
     recipe: Recipe
     context: RunContext
-    policy: Policy
+    weights: MasterWeights
     sft: SftSection
     trainer: SftTrainer
     unused: list[Unused]
@@ -78,7 +80,7 @@ class FineTuning:
     @property
     def trained(self) -> int:
         """Return the number of trained parameters: all, or the adapters'."""
-        return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
+        return sum(parameter.numel() for parameter in self.weights.module.parameters() if parameter.requires_grad)
 
     @property
     def most_steps(self) -> int:
@@ -88,7 +90,7 @@ class FineTuning:
     def _bytes_to_write(self, folder: Path) -> int:
         """Return the bytes of the model, all in float32, and of the checkpoints that lie there at a time, the one being
         written among them, beyond those in the folder."""
-        model = FP32 * sum(parameter.numel() for parameter in self.policy.parameters())
+        model = FP32 * sum(parameter.numel() for parameter in self.weights.module.parameters())
         each = int((FP32 + MOMENT_BYTES[self.recipe.optim.optimizer_state_dtype]) * self.trained)
         there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         return model + min(KEPT + 1, self.most_steps // self.sft.save_every) * each - there
@@ -145,7 +147,8 @@ class FineTuning:
             due, stopped = done % self.sft.save_every == 0, signals.noted() is not None
             if due or stopped:
                 state = {"seconds": clock(), "metrics": run.metrics_mark(), **digests}
-                kept: SavablePolicy = self.policy if self.recipe.lora is None else _Adapters(self.policy)
+                policy = self.weights.master
+                kept: SavablePolicy = policy if self.recipe.lora is None else _Adapters(policy)
                 save_checkpoint(run.checkpoints, done, kept, optimizer, state, interim=not due)
                 prune(run.checkpoints, KEPT)
             if stopped:
@@ -168,12 +171,14 @@ class FineTuning:
 
     def _restore(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         """Restore weights and moments of a checkpoint, with the bits that they were saved with."""
+        policy = self.weights.master
         if self.recipe.lora is not None:
-            load_adapters(self.policy, checkpoint / FOLDER)
+            load_adapters(policy, checkpoint / FOLDER)
         else:  # verified when it was chosen
-            saved = load_policy(checkpoint, self.policy.dtype, self.policy.device, verify=False)
-            self.policy.load_state_dict(saved.state_dict())
-        load_optimizer(checkpoint, optimizer, self.policy.named_parameters())
+            saved = load_policy(checkpoint, policy.dtype, policy.device, verify=False)
+            policy.load_state_dict(saved.state_dict())
+            self.weights.refresh()
+        load_optimizer(checkpoint, optimizer, policy.named_parameters())
 
     def _digests(self) -> dict[str, str | None]:
         """Return the digests that a resumed run must find unchanged: of the transcripts' tokens and, unless run.verify
@@ -205,7 +210,7 @@ class FineTuning:
     def _save(self, out: Path, records: list[dict[str, Any]], figures: dict[str, Any]) -> None:
         """Write the model folder, with what was measured beside the weights."""
         with staged_folder(out) as staged:
-            self.policy.save(staged)
+            self.weights.master.save(staged)
             self.context.tokenizer.save(staged)
             write_records(staged / "metrics.jsonl", records)
             write_unused(self.unused, staged / "unused.jsonl")
@@ -232,9 +237,7 @@ def check_out(out: Path, resume: bool) -> None:
 def load_fine_tuning(recipe: Recipe) -> FineTuning:
     """Load the model, adapters where the recipe has them, and transcripts from `sft.transcripts` or `sft.data`."""
     sft = recipe.need(SftSection)
-    # All weights are trained, and begin, in float32, whatever the dtype of GRPO's computation.
-    loaded = recipe if recipe.lora else replace(recipe, model=replace(recipe.model, dtype="float32"))
-    context = load_run_context(loaded)
+    context = load_run_context(recipe)
     policy = context.policy
     encoding = (
         context.tokenizer,
@@ -250,8 +253,9 @@ def load_fine_tuning(recipe: Recipe) -> FineTuning:
         transcripts, unused, questions = read_data(sft, *encoding)
     if recipe.lora is not None:
         add_lora(policy, **asdict(recipe.lora))
-    trainer = SftTrainer(policy, transcripts, sft, recipe.optim, context.vocab_size, recipe.run.seed)
-    return FineTuning(recipe, context, policy, sft, trainer, unused, questions)
+    weights = whole_weights(recipe, policy, Path(recipe.model.path))
+    trainer = SftTrainer(weights, transcripts, sft, recipe.optim, context.vocab_size, recipe.run.seed)
+    return FineTuning(recipe, context, weights, sft, trainer, unused, questions)
 
 
 def _of_attempt(record: dict[str, Any], sft: SftSection) -> dict[str, Any]:

@@ -133,6 +133,16 @@ def choose_sharing(optim: OptimSection, policy: Policy, backend: Backend) -> Att
         return None
 
 
+def add_backward(weights: TrainedWeights, hidden_RH: Tensor, result: LossResult) -> None:
+    """Run a micro-batch's backward, and add its gradients to the trained weights'. result: `grpo_loss` of `hidden_RH`,
+    which was given their `head_gradient()`: the head's lies there already, and no second one of [V, H] is made."""
+    if result.hidden_grad_TH is not None:
+        hidden_RH.backward(result.hidden_grad_TH)
+    else:  # the head is frozen
+        result.loss.backward()
+    weights.add_gradients()
+
+
 def load_surrogate(objective: str) -> str | Objective:
     """Return the surrogate of a recipe's objective (kernels/objective.py): its name, or a user's function."""
     named = OBJECTIVES.get(objective)
@@ -292,7 +302,6 @@ class Updater:
         layout, checkpoint = micro_batch.layout, self.optim.checkpoint_activations == "on"
         hidden_TH = self.policy.hidden(micro_batch.ids_T, layout.positions_T, layout, checkpoint)
         hidden_RH = micro_batch.pick(hidden_TH)
-        head_grad_VH = self.weights.head_gradient()
         grpo = self.grpo
         # The kernel's T tokens are these R rows: `pick` has left out all others.
         try:
@@ -322,18 +331,12 @@ class Updater:
                 entropy_coef=grpo.entropy_coef,
                 vocab_size=self.vocab_size,
                 workspace_bytes=self.optim.loss_workspace_bytes,
-                lm_head_grad_VH=head_grad_VH,
+                lm_head_grad_VH=self.weights.head_gradient(),
                 late=checks,
             )
         except WrongObjective as error:
             raise UserError(f"grpo.objective: {grpo.objective}: {error}; fix the file") from None
-        if head_grad_VH is not None:
-            # The head's gradient lies already in the trained weights' own buffer, which saves a second one of [V, H].
-            grad_RH = result.hidden_grad_TH
-            hidden_RH.backward(grad_RH)
-        else:  # the head is frozen
-            result.loss.backward()
-        self.weights.add_gradients()
+        add_backward(self.weights, hidden_RH, result)
         if not micro_batch.members:
             return {}
         gap_R = (result.logprobs - micro_batch.old_logprobs_R).abs().masked_fill(~micro_batch.fresh_R, 0.0)

@@ -63,27 +63,31 @@ def load_updater(
     elif ranks.is_distributed:
         weights, reference = _sharded(recipe, policy, folder, ranks)
     else:
-        weights, reference = _whole(recipe, policy, folder)
+        weights = whole_weights(recipe, policy, folder)
+        reference = _reference(recipe, policy) if grpo.beta > 0 else None
     steps = (recipe.optim.schedule_steps or recipe.run.steps) * grpo.updates_per_batch * grpo.epochs_per_batch
     return Updater(weights, reference, recipe.optim, grpo, context.vocab_size, steps)
 
 
-def _whole(recipe: Recipe, policy: Policy, folder: Path) -> tuple[TrainedWeights, Reference]:
-    """Return the weights and reference of one process. `policy` is made trainable in place."""
-    beside = recipe.grpo.beta > 0
+def whole_weights(recipe: Recipe, policy: Policy, folder: Path) -> MasterWeights:
+    """Return the weights that one process trains: the policy's adapters, where it has them, or all, which are read from
+    `folder` in float32 where the policy, made of the same folder, computes in another dtype."""
     if recipe.lora is not None:
-        return MasterWeights(policy), policy if beside else None
+        return MasterWeights(policy)
     policy.requires_grad_(True)
     apart, master = recipe.optim.offload == "masters", None
     if policy.dtype != torch.float32:
         # Verified a moment ago, when the policy was read from the same folder.
         master = load_policy(folder, device="cpu" if apart else recipe.model.device, verify=False)
-    return MasterWeights(policy, master, apart), _reference(recipe) if beside else None
+    return MasterWeights(policy, master, apart)
 
 
-def _reference(recipe: Recipe) -> Policy | StreamedPolicy:
-    """Load a frozen copy of the model at `model.path`, where grpo.reference has it. The plan decides "auto" before a
-    run begins (engine/planning/plan.py); without a plan it is on the device."""
+def _reference(recipe: Recipe, policy: Policy) -> Policy | StreamedPolicy:
+    """Return the policy itself, whose adapters will be off, or load a frozen copy of the model at `model.path`, where
+    grpo.reference has it. The plan decides "auto" before a run begins (engine/planning/plan.py); without a plan it is
+    on the device."""
+    if recipe.lora is not None:
+        return policy
     if recipe.grpo.reference != "cpu":
         return load_on_device(recipe, recipe.model.path).requires_grad_(False)
     model = load_policy(recipe.model.path, DTYPES[recipe.model.dtype], verify=recipe.run.verify)

@@ -53,9 +53,9 @@ def stored(state: dict[str, torch.Tensor], name: str, signed: bool) -> torch.Ten
 
 def test_what_a_recipe_gets() -> None:
     assert type(trained(OptimSection(), 0)[1]) is torch.optim.AdamW
-    # Masters in CPU memory are stepped there, by torch's own; the moments of weights elsewhere are moved.
+    # Masters in CPU memory are stepped there, by torch's own; moments can be moved there alone.
     assert type(trained(OptimSection(offload="masters"), 0)[1]) is torch.optim.AdamW
-    elsewhere = make_optimizer(nn.Linear(2, 2, device="meta"), OptimSection(offload="masters"), 0.1)
+    elsewhere = make_optimizer(nn.Linear(2, 2, device="meta"), OptimSection(offload="moments"), 0.1)
     assert isinstance(elsewhere, PartwiseAdamW) and elsewhere.storage == torch.device("cpu")
 
 

@@ -14,6 +14,7 @@ from model_cases import make_config
 from thresher.common.errors import UserError
 from thresher.engine.config.sections import OptimSection, SftSection
 from thresher.engine.episode import Feedback, Prompt, Retrieved
+from thresher.engine.optim.master_weights import MasterWeights
 from thresher.engine.protocol.prompts import Renderer, passage_lines
 from thresher.engine.systems.search_r1 import AFTER, BEFORE, INVALID
 from thresher.engine.training.sft import SftResult, SftTrainer, Transcript, encode_transcript, read_transcripts
@@ -190,7 +191,7 @@ def sft(**changes: Any) -> SftSection:
 
 
 def trainer_of(policy: Policy, settings: SftSection, transcripts: Sequence[Transcript], **optim: Any) -> SftTrainer:
-    return SftTrainer(policy, transcripts, settings, OptimSection(**optim), VOCAB, 0)
+    return SftTrainer(MasterWeights(policy), transcripts, settings, OptimSection(**optim), VOCAB, 0)
 
 
 def run(

@@ -22,7 +22,8 @@ from thresher.engine.config.recipe import Recipe
 from thresher.engine.reports.pages import RunRecords
 from thresher.engine.store.run_folder import saved_so_far, sft_folder, to_be_resumed
 from thresher.engine.training.sft import SftTrainer
-from thresher.engine.training.sft_run import FineTuning
+from thresher.engine.training.sft_run import FineTuning, load_fine_tuning
+from thresher.policy.model import load_policy
 
 STEPS, PERIOD = 5, 2
 NAMES = ("Anna", "Carl", "Eva", "Gil", "Ida", "Karl", "Mia")
@@ -132,6 +133,27 @@ def test_all_weights_begin_as_they_are_stored(make: Make, tmp_path: Path, tiny_m
     run_sft(recipe, tmp_path / "out")
     stored, trained = (load_file(folder / "model.safetensors") for folder in (tiny_model_folder, tmp_path / "out"))
     assert all(torch.equal(weight, trained[name]) for name, weight in stored.items())
+
+
+@pytest.mark.parametrize("offload", ["none", "masters"])
+def test_in_bfloat16_it_computes_so_and_moves_float32_weights(make: Make, tmp_path: Path, offload: str) -> None:
+    """A step of 1e-6 is below what a bfloat16 can hold. A loss differs from float32's by the rounding of a forward."""
+    rate = {"lr": 1e-6, "schedule": "constant", "warmup_ratio": 0.0}
+    in_float32 = make(sft=rate)
+    recipe = make(sft=rate, model={"dtype": "bfloat16"}, optim={"offload": offload})
+    tuning = load_fine_tuning(recipe)
+    masters = tuning.weights.master
+    before = {name: value.detach().clone() for name, value in masters.named_parameters()}
+    losses: list[list[float]] = [[], []]
+    tuning.run(tmp_path / "out", lambda record: losses[0].append(record["loss"]))
+    load_fine_tuning(in_float32).run(tmp_path / "float32", lambda record: losses[1].append(record["loss"]))
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert {value.dtype for value in tuning.trainer.policy.parameters()} == {torch.bfloat16}
+    written = load_policy(tmp_path / "out")
+    for name, value in masters.named_parameters():
+        moved = (value.detach() - before[name]).abs().max()
+        assert torch.equal(written.get_parameter(name), value) and 0 < moved < 1e-6 * STEPS * 1.1, name
+        assert torch.equal(tuning.trainer.policy.get_parameter(name), value.bfloat16()), name
 
 
 def measured_as(patch: pytest.MonkeyPatch, shares: list[float]) -> list[str]:

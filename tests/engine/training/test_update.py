@@ -455,5 +455,6 @@ def test_an_attention_that_does_not_serve_is_refused_before_there_is_a_folder(
         train(make_recipe(rollout={"attention": name}), tmp_path / "run")
     transcripts, section = [Transcript([1, 2], [1], [])], SftSection(data="d")
     with pytest.raises(UserError, match=f'^optim.attention is "{name}", which {why}'):
-        SftTrainer(make_policy().float(), transcripts, section, OptimSection(attention=name), 5, 0)  # type: ignore[arg-type]
+        weights = MasterWeights(make_policy().float())
+        SftTrainer(weights, transcripts, section, OptimSection(attention=name), 5, 0)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
