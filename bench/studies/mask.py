@@ -474,28 +474,18 @@ def run_study(out: Path, run: str | ModelRecipe | None, seed: int, repeats: int,
         subject = scripted(seed, limit, device)
     else:
         subject = sampled(run, limit, device) if isinstance(run, ModelRecipe) else stored(run, limit, device)
-    steps = len(TREATMENTS) * (repeats + 1 + len(SHARES) * (sweep_repeats(repeats) + 1))
+    steps, heads = len(TREATMENTS) * (repeats + 1), len(TREATMENTS) * len(SHARES) * (sweep_repeats(repeats) + 1)
     console.console.print(
         f"study mask: {len(subject.trajectories)} trajectories with {subject.count(Source.RETRIEVED):,} retrieved and "
-        f"{subject.count(Source.POLICY):,} sampled tokens; {subject.name}; {len(TREATMENTS) * (repeats + 1)} timed "
+        f"{subject.count(Source.POLICY):,} sampled tokens; {subject.name}; {steps} timed "
         "steps, and the head alone against the share of retrieved tokens",
         soft_wrap=True,
     )
+    figures: Record = {"batch": describe(subject), "machine": machine(device), "repeats": repeats}
     with console.progress_line("steps", steps) as line:
-        done = 0
-
-        def tick() -> None:
-            nonlocal done
-            done += 1
-            line.to(done, "")
-
-        figures = {
-            "batch": describe(subject),
-            "machine": machine(device),
-            "repeats": repeats,
-            **measure(subject, repeats, tick),
-            "sweep": sweep(subject, sweep_repeats(repeats), tick),
-        }
+        figures |= measure(subject, repeats, lambda: line.to(line.done + 1, ""))
+    with console.progress_line("heads", heads) as line:
+        figures["sweep"] = sweep(subject, sweep_repeats(repeats), lambda: line.to(line.done + 1, ""))
     figures["seconds"] = time.perf_counter() - started
     from thresher.bench.plots import draw_mask  # matplotlib takes a second that a mistake need not wait
 
