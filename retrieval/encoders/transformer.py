@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from thresher.common.errors import UserError
 from thresher.common.files import read_json_object
+from thresher.kernels.layers import linear
 from thresher.kernels.operands import ROW_MULTIPLE
 from thresher.policy.config import LARGEST_SIZE
 from thresher.policy.weights import build_unallocated, read_weights, tensor_shapes
@@ -315,6 +316,18 @@ def _epsilon(value: object, path: Path) -> float:
     return float(value)
 
 
+def map_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+    """Map the last axis of `x` [.., I]: [.., O]."""
+    return linear(x.flatten(0, -2), weight_OI, bias_O).view(*x.shape[:-1], -1)
+
+
+class Linear(nn.Linear):
+    """torch's, multiplied by the library that is the faster one here (kernels/layers.py)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return map_rows(x, self.weight, self.bias)
+
+
 class EncoderLayer(nn.Module):
     """Attention and a two-layer MLP, each added to the stream and normed."""
 
@@ -323,13 +336,13 @@ class EncoderLayer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.heads = config.heads
         self.activation = ACTIVATIONS[config.activation]
-        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.qkv = Linear(hidden, 3 * hidden)
         own_table = isinstance(config, DebertaConfig) and not config.shared
-        self.table_kq = nn.Linear(hidden, 2 * hidden) if own_table else None
-        self.out = nn.Linear(hidden, hidden)
+        self.table_kq = Linear(hidden, 2 * hidden) if own_table else None
+        self.out = Linear(hidden, hidden)
         self.attention_norm = nn.LayerNorm(hidden, config.epsilon)
-        self.up = nn.Linear(hidden, inner)
-        self.down = nn.Linear(inner, hidden)
+        self.up = Linear(hidden, inner)
+        self.down = Linear(inner, hidden)
         self.mlp_norm = nn.LayerNorm(hidden, config.epsilon)
 
     def forward(self, x_BTH: Tensor, mask_B11T: Tensor, relative: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -359,10 +372,10 @@ class EncoderLayer(nn.Module):
         bias_BNTT = bias_BNTT.masked_fill(~mask_B11T, -math.inf)
         return F.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, attn_mask=bias_BNTT, scale=scale)
 
-    def _projected(self, x_TH: Tensor, linear: nn.Linear, parts: int, of: slice = slice(None)) -> list[Tensor]:
-        """Return [.., N, T, D] of [.., T, H] for each of the projections that lie in one `linear`, or for some."""
-        pairs = list(zip(linear.weight.chunk(parts), linear.bias.chunk(parts), strict=True))[of]
-        return [F.linear(x_TH, *pair).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for pair in pairs]
+    def _projected(self, x_TH: Tensor, projection: nn.Linear, parts: int, of: slice = slice(None)) -> list[Tensor]:
+        """Return [.., N, T, D] of [.., T, H] for each of the maps that lie in one `projection`, or for some."""
+        pairs = list(zip(projection.weight.chunk(parts), projection.bias.chunk(parts), strict=True))[of]
+        return [map_rows(x_TH, *pair).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for pair in pairs]
 
 
 class Bert(nn.Module):
