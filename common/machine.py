@@ -109,13 +109,24 @@ def set_malloc(mapped_from: int, kept: int) -> bool:
     keep up to `kept` free bytes at the end of its heap (-1: all). Return whether it does: it does not where MALLOC_* or
     GLIBC_TUNABLES have settings of the user's, nor where the C library is another."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if chosen or not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    library = None if chosen else _glibc()
+    if library is None:
         return False
     library.mallopt.argtypes, library.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     return bool(library.mallopt(M_MMAP_THRESHOLD, mapped_from)) and bool(library.mallopt(M_TRIM_THRESHOLD, kept))
+
+
+def return_free_memory() -> bool:
+    """Have glibc return what is free in its heap, holes too, where more than half of the memory is in use. Return
+    whether it did. What it keeps (`KEEP_MEMORY`) grows with holes that no later block fits into."""
+    total, available = cpu_memory()
+    library = _glibc() if 2 * available < total else None
+    return library is not None and bool(library.malloc_trim(0))
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return library if hasattr(library, "gnu_get_libc_version") else None
 
 
 def gpu() -> str | None:
