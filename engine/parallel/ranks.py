@@ -10,8 +10,9 @@
 These values are small and lie on the CPU: counts, records, decisions. sharded_weights.py has the weights.
 
 A rank that fails ends the run. It writes a note into the store; a rank that fails because that one is gone finds the
-note, and prints nothing. The timeout of collectives is long, since a rank may compute for long while the others wait;
-torchrun ends them at once when a process has died.
+note, and prints nothing. Where there is no note, as of a rank that a signal ended, it waits a moment, and says so. The
+timeout of collectives is long, since a rank may compute for long while the others wait; torchrun ends them at once when
+a process has died.
 
 Deliberately absent: ranks that join or are replaced during a run. Resume it with another number of ranks instead.
 """
@@ -33,7 +34,7 @@ from thresher.common.signals import Interrupted, allow_signals, noted
 
 PATIENCE = timedelta(hours=6)
 _NOTE = "thresher/failed"  # key in the store of the rank that failed first
-_LAST_WORDS = 5.0  # seconds that a rank which failed later waits, so that the first one can print its error
+_LAST_WORDS = 5.0  # seconds that a rank which failed later waits, so that the first one can print why it ended
 
 T = TypeVar("T")
 
@@ -161,7 +162,10 @@ def joined() -> Iterator[Ranks]:
         if not _fails_first(store, ranks):
             _wait_for_torchrun()
             raise SystemExit(1) from None
-        reason = UserError(_lost(error)) if _is_lost_connection(error) else error
+        reason = error
+        if _is_lost_connection(error):
+            _wait_for_torchrun()
+            reason = UserError(_lost(error))
         _record(reason)
         raise reason from None if isinstance(reason, UserError) else error.__cause__
     dist.destroy_process_group()

@@ -231,7 +231,10 @@ def test_the_rank_that_fails_first_says_why_and_the_others_nothing(
 
 
 def test_a_rank_whose_neighbour_left_no_word_says_so(monkeypatch: pytest.MonkeyPatch, torchrun: Path) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(sleep=waits.append))
     ended = raised(monkeypatch, 0, RuntimeError("gloo: Connection closed by peer\nat 5"))
+    assert len(waits) == 1, "one that was interrupted prints first"
     assert isinstance(ended, UserError) and str(ended) == (
         "another rank has ended without a word, as a process does that is killed (gloo: Connection closed by peer); go "
         "on with --resume"
