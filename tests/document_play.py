@@ -136,6 +136,12 @@ REDUCED = {
     "study kl --run": Row(writes=("kl_run.json", "kl_run.png"), once=True),
     "study credit": Row(("--draws", "1"), ("credit.json", "credit.png"), once=True),
     "study mask": Row(("--limit", "2", "--repeats", "1"), ("mask.json", "mask.png"), once=True),
+    "study mask --recipe": Row(
+        # the shorter, the better: samples of a model that guesses differ in length, and a study of gradients needs some
+        (*("--limit", "2", *BRIEF), *sets(rollout__max_policy_tokens=60, grpo__overlong_tokens=60)),
+        ("mask.json", "mask.png"),
+        once=True,
+    ),
     "study systems": Row(
         ("--system", "search_r1", "--system", "arena", "--seeds", "0", "--controls", "0", *STUDIED),
         ("table.md", "curves.png", "systems.json"),

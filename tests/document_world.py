@@ -1,6 +1,6 @@
 """Tiny stand-ins for what the documents name: models, encoders, questions, corpora, runs, at the paths of the text.
 
-The models know nothing but to end soon: an analysis, an answer, whatever is asked. Recipes are the
+The models know nothing but to end soon: an analysis, an answer, whatever is asked; one searches first. Recipes are the
 project's own; what makes them small is appended to the commands (tests/docs/test_documentation.py).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,13 @@ TRANSCRIPT = {
         {"source": "policy", "text": "<evaluate>Anna Bell.</evaluate> <answer>Anna Bell</answer>"},
     ],
 }
+ANSWER = {"source": "policy", "text": "<analysis>by [1]</analysis><answer>Anna</answer>"}
+SEARCH = {"source": "policy", "text": "<search>mayor</search>"}
+FOUND = {"source": "retrieved", "text": "<information>Anna Bell is the mayor.</information>"}
 WORDS = {"people": 12, "places": 9, "works": 12, "pieces": 12}
 SMALL_WORLD = Size(**WORDS, train_questions=40, test_questions=4, warmup_worlds=2, transcripts=32)
-DATA = ("train", "dev", "questions", *(f"data/{name}" for name in ("hotpotqa_train", "hotpotqa_dev", "dev")))
+OF_DATA = ("hotpotqa_train", "hotpotqa_dev", "2wiki_train", "2wiki_dev", "dev")
+DATA = ("train", "dev", "questions", *(f"data/{name}" for name in OF_DATA))
 
 
 def make_world(folder: Path, tokenizer: Tokenizer) -> None:
@@ -78,9 +83,14 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "recipes").symlink_to(ROOT / "recipes")
     (folder / "models").mkdir()
     model = folder / "models" / MODELS[0]
-    _model(model, tokenizer)
+    _model(model, tokenizer, [[ANSWER]] * len(NAMES))
     for name in MODELS[1:]:
         shutil.copytree(model, folder / "models" / name)
+    _model(
+        folder / "models" / "smollm2-search",
+        tokenizer,
+        [[SEARCH, FOUND, {"source": "policy", "text": f"<answer>{name}</answer>"}] for name in NAMES],
+    )
     for name in ("M", "G"):  # as docs/systems.md calls them
         (folder / "models" / name).rename(folder / name)
     write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", *make_model("llama", max_position_embeddings=1024))
@@ -96,19 +106,23 @@ def make_world(folder: Path, tokenizer: Tokenizer) -> None:
     _invented(folder / "runs" / "study-partial" / "world", model, 4, "init0", "recite0", "base0")
 
 
-def _model(folder: Path, tokenizer: Tokenizer) -> None:
-    """A small Qwen2, made and taught by the project's own commands, in the current folder."""
+def _model(folder: Path, tokenizer: Tokenizer, taught: Sequence[Sequence[dict[str, str]]]) -> None:
+    """A small Qwen2, made by the project's own commands in the current folder, and taught to say one of these whatever
+    is asked."""
     raw = Path("untaught")
     tokenizer.save(raw / "tokenizer")
     changes = {**CONFIG, "vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.added_tokens["<|endoftext|>"]}
     sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     config = ["--config", str(ROOT / "recipes" / "demo" / "config.json"), "--tokenizer", str(raw / "tokenizer")]
     assert run(["init", *config, *sets, "--out", str(raw / "model")]) == 0
-    said = [{"source": "policy", "text": "<analysis>by [1]</analysis><answer>Anna</answer>"}]
     templates = ("{question}\n", "{question}\n" * 9, "{question}<|im_end|>\n<|im_start|>assistant\n")
     write_lines(
         raw / "transcripts.jsonl",
-        [{"question": name, "template": text, "segments": said} for name in NAMES for text in templates],
+        [
+            {"question": name, "template": text, "segments": said}
+            for name, said in zip(NAMES, taught, strict=True)
+            for text in templates
+        ],
     )
     (raw / "sft.toml").write_text(TEACHING)
     assert run(["sft", str(raw / "sft.toml"), "--out", str(folder)]) == 0
