@@ -2,7 +2,7 @@
 #
 #   make demo        train a small model to search, from nothing      (SEED=1, OUT=runs/other)
 #   make demo-real   train SmolLM2-135M-Instruct, a real model, to read: 45 minutes, 13 GB of memory  (QUESTIONS=nq.jsonl, SEED=1, OUT=..)
-#   make test        formatter, linter, type checker, tests: ten minutes on two cores   (WORKERS=8)
+#   make test        formatter, linter, type checker, tests: three to ten minutes on two cores   (WORKERS=8)
 #   make test-all    the same, then the slow tests: peers, documents, processes, every CPU setting
 #   make simcuda     a GPU's path on a simulated one, Triton's kernels included: eight minutes
 #   make lint        formatter, linter, type checker

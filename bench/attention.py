@@ -1,17 +1,18 @@
-"""`thresher bench attention`: a layer's training attention over groups with a shared prompt, beside peers.
+"""`thresher bench attention`: a layer's training attention over groups with a shared prompt, compared with peers.
 
-The batch is trees: a prompt, and below it the samples of a group, each position once (kernels/attention/prefix.py).
-Forward and backward are timed together, in turn, and output and gradients held to torch's products in float32 first, of
-`unshared` the output alone. A contender that cannot run, fails or is wrong gets a reason in place of figures.
+The batch is a forest: each tree is a prompt and the samples of its group, with each position once
+(kernels/attention/prefix.py). Forward and backward are timed together, in turn. Before that, output and gradients are
+compared with torch's products in float32; for `unshared` only the output is. A contender that cannot run, fails or is
+wrong gets a reason in place of figures.
 
     ours       one kernel forward and two backward over the whole forest (forest_triton.py); in parts on a CPU
     parts      a segment's own attention and that to each ancestor, by torch's flash attention, merged
     flex       torch.nn.attention.flex_attention, compiled with its defaults, with the same mask as blocks
-    unshared   every trajectory whole, with a copy of its prompt, by the library that training takes
+    unshared   every trajectory whole, with a copy of its prompt, by the library that training uses
 
-    floor      14 x D x N operations a visible pair of positions: two products forward, five backward
-    layout     ms of what is made once a forward for all layers: lists, parts, blocks of the mask; by how much a call
-               that makes it takes longer
+    floor      14 x D x N operations per visible pair of positions: two products forward, five backward
+    layout     ms of the structures built once per forward for all layers (lists, parts, blocks of the mask), as the
+               additional time of a call that builds them
 
 Axes: T packed tokens, N query heads, K key/value heads, D head dimension.
 """
@@ -52,8 +53,8 @@ from thresher.kernels.attention.varlen import Varlen
 from thresher.policy.config import ModelConfig
 
 OURS, UNSHARED = "ours", "unshared"
-WARMUP = 3  # calls off the clock
-LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of an output's or a gradient's norm
+WARMUP = 3  # untimed calls
+LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative to the norm of an output or a gradient
 CUDA_ONLY = "It runs on CUDA only."
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,9 +63,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBench:
-    """Options. models: names of MODELS, of which the heads are taken. trees: prompts, each with `group` samples.
-    shared, own: tokens of a prompt and of a sample. rounds: timed calls of each. budget: seconds, after which no model
-    begins."""
+    """Options. models: names of MODELS, for the heads. trees: prompts, each with `group` samples. shared, own: tokens
+    of a prompt and of a sample. rounds: timed calls of each. budget: seconds, after which no further model starts."""
 
     models: Sequence[str] = ("0.5B", "1.5B", "7B")
     trees: int = 8
@@ -93,7 +93,7 @@ class Batch:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a row and a key that it sees there are."""
+        """Return the number of (row, visible key) pairs."""
         bench = self.bench
         inner = bench.shared * (bench.shared + 1) + bench.group * bench.own * (2 * bench.shared + bench.own + 1)
         return bench.trees * inner // 2
@@ -102,7 +102,7 @@ class Batch:
         return PrefixForest(self.lengths, self.parents, self.device, attention)
 
     def paths_t(self) -> Tensor:
-        """The row of each position of each trajectory, one behind the other: what a forest holds once, copied."""
+        """Return the row of each position of each trajectory, concatenated: shared positions are repeated."""
         bench, whole = self.bench, self.bench.shared + self.bench.group * self.bench.own
         rows = [
             chain(range(bench.shared), range(start, start + bench.own))
@@ -114,7 +114,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Contender:
-    """prepare(batch) returns what makes the layout and returns the attention over `leaves`."""
+    """A contender. prepare(batch) returns a function that builds the layout and returns the attention over `leaves`."""
 
     name: str
     prepare: Callable[[Batch], Callable[[], Attend]]
@@ -166,7 +166,7 @@ def _flex(batch: Batch) -> Callable[[], Attend]:
 
 
 def _unshared(batch: Batch) -> Callable[[], Attend]:
-    """Takes leaves of whole trajectories."""
+    """Prepare the attention over leaves of whole trajectories."""
     bench, q_TND = batch.bench, batch.leaves[0]
     attention = load_attention(resolve_attention("auto", batch.device, q_TND.dtype, q_TND.shape[-1], "training"))
 
@@ -178,7 +178,7 @@ def _unshared(batch: Batch) -> Callable[[], Attend]:
 
 
 def contenders(device: torch.device) -> list[Contender]:
-    """List them: ours first."""
+    """Return all contenders, ours first."""
     peers = [Contender("parts", _parts), Contender("flex", _flex)]
     if device.type != "cuda":
         for peer in peers:
@@ -187,7 +187,7 @@ def contenders(device: torch.device) -> list[Contender]:
 
 
 def make_batch(bench: AttentionBench, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Draw the inputs: views of one projection, as a layer has them."""
+    """Draw the inputs as views of one projection, as in a layer."""
     lengths = [bench.shared, *[bench.own] * bench.group] * bench.trees
     parents = [parent for tree in range(bench.trees) for parent in (-1, *[tree * (bench.group + 1)] * bench.group)]
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -216,37 +216,37 @@ def _from_layout(layout: Callable[[], Attend], batch: Batch) -> list[Tensor]:
 
 
 def error_of(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Return the largest error, as a share of what is right's norm."""
+    """Return the largest error, relative to the norm of the correct tensor."""
     return max(float((got.float() - truth).norm() / truth.norm()) for got, truth in zip(found, right, strict=True))
 
 
 def try_contender(rival: Contender, batch: Batch, right: Sequence[Tensor]) -> None:
-    """Fill in what the contender's call, its error and its layout's time are, or why it has none. right: the output and
+    """Set the contender's call, its error and its layout time, or the reason for having none. right: the output and
     gradients in float32."""
     limit = LARGEST_ERROR[batch.grad_TND.dtype]
     truth = list(right)
     if rival.name == UNSHARED:
-        # A prompt's gradients are sums over its copies, which nobody adds up here: its output alone is compared.
+        # A prompt's gradients are sums over its copies, which are not summed here, so only its output is compared.
         truth, batch = [right[0][batch.paths_t()]], whole_trajectories(batch)
     try:
         layout = rival.prepare(batch)
         attend = layout()
-        rival.error = error_of(once(attend, batch)[: len(truth)], truth)  # compiles, too
+        rival.error = error_of(once(attend, batch)[: len(truth)], truth)  # also compiles
         if not rival.error <= limit:
             rival.why = f"It is wrong by {rival.error:.1e}."
             return
         run = partial(once, attend, batch)
         kept = min(milliseconds(run, batch.device) for _ in range(WARMUP))
-        # The forest's lists are made by the first layer that asks, so that a whole call is timed.
+        # The forest's lists are built by the first layer that needs them, so a whole call is timed.
         fresh = min(milliseconds(partial(_from_layout, layout, batch), batch.device) for _ in range(WARMUP))
         rival.layout_ms = max(fresh - kept, 0.0)
         rival.run = run
-    except Exception as error:  # of a library, or a compiler, which raise what they like
+    except Exception as error:  # libraries and compilers raise any kind of error
         rival.why = reason_of(error)
 
 
 def measure(bench: AttentionBench, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Row:
-    """Return the figures of one model's heads."""
+    """Return the figures for one model's heads."""
     batch = make_batch(bench, config, device, dtype)
     single = [x.detach().float().requires_grad_() for x in batch.leaves]
     exact = Batch(bench, (single[0], single[1], single[2]), batch.grad_TND.float(), batch.lengths, batch.parents)
@@ -303,10 +303,10 @@ def run_attention_bench(bench: AttentionBench, out: str | Path | None = None) ->
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print a line a model and contender, and why a contender has none."""
+    """Print a line for each model and contender, and the reason if a contender has no figures."""
     table(
         "attention of a layer, forward and backward",
-        ("heads of", "tokens", "", "ms", "by ours", "of floor", "layout ms"),
+        ("heads of", "tokens", "", "ms", "/ ours", "of floor", "layout ms"),
         [
             (
                 row["model"],
@@ -329,7 +329,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def failure(rows: Sequence[Row]) -> str | None:
-    """Return a sentence where ours did not run or was wrong; else None."""
+    """Return a sentence if ours did not run or was wrong; else None."""
     for row in rows:
         if why := row["sides"][OURS]["left_out"]:
             return f"attention of {row['model']}: {why}"

@@ -1,8 +1,8 @@
-"""`thresher bench compile`: compile every Triton kernel for GPUs that need not be there, and check the code.
+"""`thresher bench compile`: compile every Triton kernel for GPUs that need not be present, and check the code.
 
-Triton brings NVIDIA's assembler and disassembler. Registers, stack, spilled bytes, shared memory and serialised wgmma
-are read from the assembler's log and the PTX, loops, widths and the places of spills from the machine code (sass.py).
-Each compilation gets an empty cache of its own, since a kernel found in a cache leaves no log.
+Triton includes NVIDIA's assembler and disassembler. Registers, stack, spilled bytes, shared memory and serialised wgmma
+are read from the assembler's log and the PTX; loops, widths and the places of spills from the machine code (sass.py).
+Each compilation gets an empty cache, because a cached kernel leaves no log.
 """
 
 import contextlib
@@ -48,21 +48,21 @@ TARGETS = {
     "sm_80": Target("sm_80", 80, "mma", 163 * KIB, 164 * KIB),  # A100, A800
     "sm_90": Target("sm_90", 90, "wgmma", 227 * KIB, 228 * KIB),  # H100, H200
 }
-# Of a multiprocessor, the same on both.
+# Limits of a multiprocessor, the same on both.
 REGISTERS_PER_SM, THREADS_PER_SM, BLOCKS_PER_SM = 64 * KIB, 2048, 32
 WARP, SCHEDULERS = 32, 4
-REGISTER_UNIT, SHARED_UNIT = 256, 128  # allocated in multiples: registers a warp, bytes a block
-SHARED_RESERVED = KIB  # of every block, by the driver; on top of what the kernel asks for
+REGISTER_UNIT, SHARED_UNIT = 256, 128  # allocation units: registers per warp, bytes per block
+SHARED_RESERVED = KIB  # in every block, by the driver, in addition to the kernel's own
 
 
 def blocks_per_sm(registers: int, threads: int, shared: int, target: Target) -> int:
-    """Return the number of blocks that one multiprocessor of `target` holds at a time; 0 if not even one fits.
-    registers: a thread's; threads and bytes of shared memory: a block's."""
+    """Return the number of blocks that fit on one multiprocessor of `target` at a time; 0 if not even one fits.
+    registers: per thread; threads and bytes of shared memory: per block."""
     if shared > target.shared_per_block:
         return 0
     warps = -(-threads // WARP)
     registers_per_warp = _up(registers * WARP, REGISTER_UNIT)
-    # Each of the four schedulers has a quarter of the registers, and no warp straddles two of them.
+    # Each of the four schedulers has a quarter of the registers, and a warp uses only one of them.
     warps_that_fit = SCHEDULERS * (REGISTERS_PER_SM // SCHEDULERS // registers_per_warp)
     return min(
         warps_that_fit // warps,
@@ -78,7 +78,7 @@ def _up(number: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The resources of a kernel. Registers and bytes of stack and spills are a thread's, shared memory is a block's."""
+    """The resources of a kernel. Registers and bytes of stack and spills are per thread, shared memory is per block."""
 
     registers: int
     stack: int
@@ -97,8 +97,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A prediction for one multiprocessor. in_flight and needed in bytes; occupancy: the share of its warps that blocks
-    fill; share_of_peak: None if the kernel declares no work, or no block fits."""
+    """A prediction for one multiprocessor. in_flight and needed in bytes; occupancy: share of its warps filled by
+    blocks; share_of_peak: None if the kernel declares no work, or no block fits."""
 
     blocks: int
     occupancy: float
@@ -124,8 +124,8 @@ class Result:
 def compile_all(
     wanted: Sequence[tuple[Specialisation, Target]], assembled: Callable[[int, str], None] = lambda count, what: None
 ) -> list[Result]:
-    """Compile each, read logs and code, check. `assembled` is called after each with their number so far and a name.
-    Raises what Triton raises for a kernel that is no valid Triton."""
+    """Compile each specialisation, read logs and code, and check them. Raises what Triton raises for invalid Triton.
+    assembled: called after each compilation with their number so far and a name."""
     made: list[Result] = []
     for specialisation, target in wanted:
         made.append(_assemble(specialisation, target))
@@ -176,7 +176,7 @@ def _assemble(specialisation: Specialisation, target: Target) -> Result:
 
 
 def expected_matrix(specialisation: Specialisation, target: Target) -> str | None:
-    """Return the matrix instruction that the code is meant to have, None for none."""
+    """Return the matrix instruction that the code is expected to have, None for none."""
     if not specialisation.tensor_cores:
         return None
     return target.matrix if specialisation.wgmma else "mma"
@@ -184,7 +184,7 @@ def expected_matrix(specialisation: Specialisation, target: Target) -> str | Non
 
 @contextlib.contextmanager
 def _assembler_log() -> Iterator[io.StringIO]:
-    """Collect what the assembler writes while a kernel is compiled (Triton prints it, and much more if it fails)."""
+    """Collect the assembler's log while a kernel is compiled (Triton prints it, and much more if it fails)."""
     from triton import knobs
 
     written = io.StringIO()
@@ -206,8 +206,8 @@ def ptxas_complaint(message: str) -> str:
 
 
 def read_figures(log: str, ptx: str, dynamic_shared: int) -> Figures:
-    """Read the assembler's log and the code that it was given. A function that is not inlined has spills of its own,
-    which are added; it shares registers and stack with the kernel that calls it."""
+    """Read the assembler's log and the code that it was given. A function that is not inlined has its own spills, which
+    are added; it shares registers and stack with the kernel that calls it."""
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     used = re.search(r"Used (\d+) registers(.*)", log)
     threads = re.search(r"\.reqntid (\d+)", ptx)
@@ -233,9 +233,9 @@ def read_figures(log: str, ptx: str, dynamic_shared: int) -> Figures:
 def faults(figures: Figures, code: Code, target: Target, specialisation: Specialisation) -> tuple[str, ...]:
     """Return the faults, each as the end of a sentence that starts with the kernel and the target.
 
-    Spills inside a loop are a fault: at a few hundred cycles a visit they cost more than the tile that caused them
-    gains. A spill outside of loops is paid once a program, and is only reported. Narrow loads and stores are a fault of
-    kernels that are declared wide, matrix instructions of those whose float32 products are meant to be exact.
+    Spills inside a loop are a fault: at a few hundred cycles per visit they cost more than the larger tile gains. A
+    spill outside of loops is paid once per program, and is only reported. Narrow loads and stores are a fault in
+    kernels that are declared wide, and matrix instructions in kernels whose float32 products must be exact.
     """
     found = []
     matrix = expected_matrix(specialisation, target)
@@ -260,27 +260,27 @@ def faults(figures: Figures, code: Code, target: Target, specialisation: Special
 
 
 def predict(specialisation: Specialisation, figures: Figures, code: Code, target: Target) -> Prediction:
-    """Predict the share of peak on the chip of `target` whose memory is fastest, to be held to the first measurement.
+    """Predict the share of peak on the chip of `target` with the fastest memory, to compare with the first measurement.
 
-    One multiprocessor holds `blocks` programs, which keep on the way from memory, in bytes:
+    One multiprocessor holds `blocks` programs, which keep these bytes in flight from memory:
 
-        in flight = blocks x (stages - 1) x tile       where copies are asynchronous (LDGSTS, TMA): one stage is in use
-                  = blocks x threads x bytes loaded    elsewhere: by a thread in one pass of the loops, or of all code
+        in flight = blocks x (stages - 1) x tile       with asynchronous copies (LDGSTS, TMA): one stage is in use
+                  = blocks x threads x bytes loaded    otherwise: by a thread in one pass of the loops, or of all code
 
-    tile: what one trip of the main loop copies, declared as `tile_bytes`, else what the loops' text copies, else shared
-    memory / buffers; never more in flight than there is shared memory. wgmma reads its operands in shared memory, so
-    Triton gives it a buffer for every stage, and one fewer elsewhere, where the stage in use lies in registers.
-    Little's law asks for latency x bandwidth (engine/planning/time.py). With a program's declared work (flops, bytes
-    of memory, trips), its times on one multiprocessor are
+    tile: bytes copied by one trip of the main loop, declared as `tile_bytes`, else from the loops' text, else shared
+    memory / buffers; the bytes in flight never exceed the shared memory. wgmma reads its operands in shared memory, so
+    Triton gives it a buffer for every stage, and one fewer otherwise, where the stage in use is in registers. Little's
+    law requires latency x bandwidth (engine/planning/time.py). With a program's declared work (flops, bytes of memory,
+    trips), its times on one multiprocessor are
 
         t_flops = flops / (peak / SMs)         t_bytes = bytes / (bandwidth / SMs) / min(1, in flight / needed)
         t_loop, t_rest = warps x instructions / (4 a cycle)        of the loops x trips, and of prologue and epilogue
-        predicted = max(t_flops, t_bytes, t_loop + t_rest) where another block's loop hides what surrounds this one's,
-                    max(t_flops, t_bytes, t_loop) + t_rest where a block is alone
+        predicted = max(t_flops, t_bytes, t_loop + t_rest) if another block's loop hides this block's rest,
+                    max(t_flops, t_bytes, t_loop) + t_rest if a block is alone
         share of peak = max(t_flops, t_bytes with enough in flight) / predicted
 
-    Flops count for kernels with matrix instructions; elsewhere the instructions themselves are the limit. The L2 cache,
-    waves of programs, launches, special functions (MUFU) and stalls are left out.
+    Flops count for kernels with matrix instructions; in others the instructions themselves are the limit. The L2 cache,
+    waves of programs, launches, special functions (MUFU) and stalls are not modelled.
     """
     chip = fastest(target.capability)
     blocks = blocks_per_sm(figures.registers, figures.threads, figures.shared, target)
@@ -299,7 +299,7 @@ def predict(specialisation: Specialisation, figures: Figures, code: Code, target
 
 
 def _in_flight(specialisation: Specialisation, figures: Figures, code: Code) -> int:
-    """Return the bytes that one program keeps on the way."""
+    """Return the bytes that one program keeps in flight."""
     stages = specialisation.num_stages
     if code.asynchronous and stages > 1:
         copied = figures.threads * sum(width * count for width, count in code.loop.copies.items())
@@ -317,7 +317,7 @@ def _share(
     by_flops = work.flops / (chip.flops_per_s / chip.sms) if figures.matrix else 0.0
     by_bytes = work.bytes / (chip.bytes_per_s / chip.sms)
     warp_instructions = -(-figures.threads // WARP) / (SCHEDULERS * chip.clock_hz)
-    # The loop's text is run as often as there are trips, by the number of them that ptxas put into one pass.
+    # The loop's text runs once per trip, divided by the trips that ptxas unrolled into one pass.
     tile = specialisation.tile_bytes
     unrolled = max(1, round(figures.threads * code.loop.loaded / tile)) if tile else 1
     in_loops = warp_instructions * code.loop.instructions * (work.trips / unrolled)
@@ -329,8 +329,8 @@ def _share(
 
 
 def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str | Path | None) -> str | None:
-    """Compile all that the `modules` list, print a table, append a JSON line a row to `out`; returns a sentence that
-    names what is at fault, None where nothing is."""
+    """Compile all kernels of the `modules`, print a table, and append a JSON line per row to `out`. Return a sentence
+    that names the faults, or None."""
     _require_compiler()
     check_files(out, None)
     wanted = [
@@ -357,9 +357,11 @@ def run_compile_bench(targets: Sequence[str], modules: Sequence[str], out: str |
 def run_under(
     triton: str | Path, targets: Sequence[str], modules: Sequence[str], out: str | Path | None, as_json: bool = False
 ) -> int:
-    """Run the command under the Triton whose wheel was unpacked into the folder `triton` (`pip download --no-deps
-    triton==3.6.0` and `unzip`), in a process whose path begins with that folder; returns the exit status. as_json: its
-    answer is ours, and its tables go to stderr."""
+    """Run the command under another Triton in a subprocess, and return the exit status.
+
+    triton: folder with the unpacked wheel (`pip download --no-deps triton==3.6.0` and `unzip`), which is first on the
+    path. as_json: forward its answer, and print its tables to stderr.
+    """
     folder = Path(triton).resolve()
     if not (folder / "triton" / "__init__.py").is_file():
         raise UserError(
@@ -425,9 +427,10 @@ def _row(head: dict[str, Any], module: str, result: Result) -> dict[str, Any]:
 def _show(results: Sequence[Result]) -> None:
     """Print the table, in 80 characters: a kernel's name wraps, the numbers never do.
 
-    regs: a thread's; spills: instructions on local memory inside loops + outside; KiB of shared memory a block; blocks
-    a multiprocessor holds; instructions of prologue, loops and epilogue; ld and st: bytes of the loads and stores that
-    move most of the bulk; flight: KiB in flight a multiprocessor / what Little's law asks for; peak: predicted share.
+    regs: per thread; spills: instructions on local memory inside loops + outside; KiB of shared memory per block;
+    blocks per multiprocessor; instructions of prologue, loops and epilogue; ld and st: bytes of the loads and stores
+    that move most of the bulk; flight: KiB in flight on a multiprocessor / needed by Little's law; peak: predicted
+    share.
     """
 
     def commonest(code: Code, what: str) -> int | None:

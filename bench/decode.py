@@ -1,10 +1,10 @@
 """`thresher bench decode`: decode steps of Qwen2.5's and Qwen3.5's sizes with random weights, by the rollout's decoder.
 
-A batch of sequences has a cached context, each its own, or in groups of 8 that share 1,200 positions of 1,500; then
-every step samples a token for each. Keys and values of the contexts are random numbers: a step takes no less time for
-them, and to compute them would take 6.8 PFLOP at 7B. No sequence reaches an end, so that every step has the whole
-batch. A row says how long a step takes, what of it the host spends, and, on a known chip, the share of the floor and of
-the prediction. A shape that does not fit into the device's memory is left out, with a sentence.
+Each sequence of a batch has a cached context, either its own or one of which a group of 8 shares 1,200 of 1,500
+positions; then every step samples a token for each. Keys and values of the contexts are random numbers: a step takes
+the same time, and computing them would take 6.8 PFLOP at 7B. No sequence ends, so every step has the whole batch. A row
+has the time of a step, the host's part of it and, on a known chip, the share of the floor and of the prediction. A
+shape that does not fit into the device's memory is left out, with a sentence.
 """
 
 import gc
@@ -41,17 +41,17 @@ from thresher.policy.config import ModelConfig
 from thresher.policy.model import Policy
 
 PAGE = 64
-WARMUP = 4  # steps before the clock counts; the first capture graphs
-UNDRAWN = 271  # columns of a padded head that no tokenizer of Qwen2.5 has
+WARMUP = 4  # untimed steps; the first capture graphs
+UNDRAWN = 271  # columns of a padded head without a token in Qwen2.5's tokenizer
 SPREAD = 0.5  # standard deviation of the contexts' keys and values
 PROFILED = 8  # steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBench:
-    """models: names of bench/roofline.py. own, shared: positions of a context; shapes of both kinds are measured.
-    budget: seconds, after which no shape begins. profile: a file for the kernels of PROFILED more steps of each
-    shape."""
+    """Options. models: names of bench/roofline.py. own, shared: positions of a context; shapes of both kinds are
+    measured. budget: seconds, after which no shape starts. profile: file for the kernel times of PROFILED more steps of
+    each shape."""
 
     models: Sequence[str] = ("0.5B", "1.5B", "7B")
     batch: int = 256
@@ -72,13 +72,13 @@ class DecodeBench:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The part of a tokenizer that a decoder without stops needs."""
+    """The part of a tokenizer that a decoder needs without stop strings."""
 
     vocab_size: int
 
 
 def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[dict[str, Any]]:
-    """Measure, append the rows to `out` as they are made, print a table. Returns the rows."""
+    """Measure, append the rows to `out` as they are made, print a table; return the rows."""
     check_batch(bench.batch)
     device = resolve_device(bench.device)
     dtype = resolve_dtype(bench.dtype, device)
@@ -106,14 +106,14 @@ def run_decode_bench(bench: DecodeBench, out: str | Path | None = None) -> list[
 
 
 def _free(device: torch.device) -> None:
-    """Return what nothing holds any more to the device."""
+    """Return unused cached memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def random_policy(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Policy:
-    """Make a policy with weights from a normal distribution, on the device."""
+    """Make a policy with normally distributed weights, on the device."""
     with torch.device("meta"):
         policy = Policy(config)
     policy = policy.to(dtype).to_empty(device=device).requires_grad_(False)
@@ -127,7 +127,7 @@ def random_policy(config: ModelConfig, device: torch.device, dtype: torch.dtype)
 
 
 def measure(policy: Policy, shape: DecodeShape, steps: int, profile: str | None = None) -> dict[str, Any]:
-    """Return a shape's figures: seconds of a step, and of the host's part of it. UserError where it does not fit."""
+    """Return a shape's figures: seconds of a step, and of the host's part. UserError if it does not fit."""
     decoder, attention = _filled(policy, shape, WARMUP + steps + PROFILED + 2)
     before, times = DecodeClock(), []
     for step in range(WARMUP + steps):
@@ -163,14 +163,14 @@ def measure(policy: Policy, shape: DecodeShape, steps: int, profile: str | None 
 
 
 def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str]:
-    """Return a decoder with the whole batch in the middle of its turns, and its attention. UserError where the batch
-    does not fit."""
+    """Return a decoder with the whole batch in the middle of its turns, and its attention. UserError if it does not
+    fit."""
     config, rng = policy.config, Random(0)
     columns = max(config.vocab_size - UNDRAWN, 1)
     device, dtype = policy.device, policy.dtype
     attention = resolve_attention("auto", device, dtype, config.head_dim, "rollout")
     longest, in_common = shape.context + 1 + room, shape.shared // PAGE
-    # A block for each sequence stays free, as the scheduler wants it.
+    # One block per sequence stays free, as the scheduler requires.
     blocks = shape.batch // shape.group * in_common + shape.batch * (-(-longest // PAGE) - in_common + 1)
     needed, free = PagedKV.bytes_needed(config, 1 + blocks, PAGE, dtype.itemsize), KV_SHARE * free_memory(device)
     if needed > free:
@@ -186,7 +186,7 @@ def _filled(policy: Policy, shape: DecodeShape, room: int) -> tuple[Decoder, str
         prompt = SharedPrompt(ids(shape.shared) or ids(shape.own))
         for member in range(shape.group):
             own = ids(shape.own) if shape.shared else []
-            # The last token is one that was drawn: the first step feeds it.
+            # The last token is a sampled one, which the first step feeds.
             whole = prompt.ids + own + ids(1)
             sequence = TokenSequence(prompt, group * shape.group + member, SamplingParams(), whole)
             decoder.begin_turn(sequence, (), room)
@@ -202,7 +202,7 @@ def _fill_contexts(decoder: Decoder) -> None:
     batch, scheduler = decoder.batch, decoder.scheduler
     prompts: set[int] = set()
     turns: tuple[list[TokenSequence], list[TokenSequence]] = [], list(scheduler.waiting)
-    if decoder.has_states:  # a group shares its beginning once the states behind it are kept: its first goes alone
+    if decoder.has_states:  # a prefix is shared after the states at its end are kept: one sequence per group first
         turns = [], []
         for sequence in scheduler.waiting:
             turns[id(sequence.prompt) in prompts].append(sequence)
@@ -215,7 +215,7 @@ def _fill_contexts(decoder: Decoder) -> None:
                 raise UserError(f"{len(scheduler.waiting)} sequences do not fit into the cache")
             for sequence in decoder._prefilling:
                 batch.cached_B[sequence.slot] = batch.known_B[sequence.slot] - 1
-                decoder._mark_ready(sequence)  # the rest of its group begins as it does
+                decoder._mark_ready(sequence)  # the rest of its group has the same prefix
                 if number == 0:
                     ids = sequence.prompt.ids
                     decoder._keep_states(sequence, ids[: len(ids) // PAGE * PAGE])

@@ -1,14 +1,14 @@
-"""`thresher bench delta`: the gated delta rule over whole sequences, forward and backward, beside its peers.
+"""`thresher bench delta`: the gated delta rule over whole sequences, forward and backward, compared with its peers.
 
-All get the same tensors, made as a layer makes them, in sequences of one length, so that no peer pads. Each runs once
-and is held to float64 (our recurrence); then memory is measured, then all take turns on the clock. A peer that cannot
-run gets its reason in place of figures.
+All contenders get the same tensors, made as in a layer, in sequences of one length, so that no peer pads. Each runs
+once and is compared with float64 (our recurrence); then memory is measured, then all are timed in turn. A peer that
+cannot run gets a reason in place of figures.
 
     floor     the products of the chunked form (engine/planning/time.py, `delta_flops`) at the rate of a bare matmul;
               three times that with the backward
-    extra     peak memory of forward and backward beyond what was there before
-    error     |x - truth| / |truth| over a whole tensor, the largest of o, the states after, and five gradients
-    ratio     a peer's time by ours, of neighbouring calls
+    extra     peak memory of forward and backward beyond the memory in use before
+    error     |x - truth| / |truth| over a whole tensor, the largest of o, the final states, and five gradients
+    ratio     a peer's time / ours, of neighbouring calls
 
 Axes: T tokens, B sequences, K query and key heads, V value heads, D dimension of a key, E of a value.
 """
@@ -48,7 +48,7 @@ from thresher.kernels.delta.rule import load_fla
 
 Tensors = tuple[Tensor, ...]
 Run = Callable[[Tensors], tuple[Tensor, Tensor]]  # q, k, v, decay, beta -> o [T, V, E], states [B, V, D, E]
-ERROR_OF_OURS = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # what a wrong kernel is far above
+ERROR_OF_OURS = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # far below the error of a wrong kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
             try:
                 run = _peer(name, bench, device)
                 _both_passes(run, tensors, weights)
-            except Exception as error:  # whatever a peer's library may raise
+            except Exception as error:  # a peer's library may raise anything
                 failed[name] = reason_of(error)
             else:
                 runs[name] = run
@@ -107,14 +107,14 @@ def run_delta_bench(bench: DeltaBench, out: str | Path | None = None) -> dict[st
 
 
 def failure(row: dict[str, Any]) -> str | None:
-    """Return a sentence where our own result is wrong."""
+    """Return a sentence if our own result is wrong."""
     error = row["sides"]["ours"]["error"]
     limit = ERROR_OF_OURS[getattr(torch, row["dtype"])]
     return None if error <= limit else f"bench delta: ours is {error:.1e} from float64, expected at most {limit}"
 
 
 def _drawn(bench: DeltaBench, device: torch.device, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """Return q, k, v, decay and beta, and the factors of o and of the states in what is differentiated."""
+    """Return q, k, v, decay and beta, and the weights of o and of the states in the differentiated sum."""
     noise, T = torch.Generator().manual_seed(0), bench.sequences * bench.length
 
     def normal(*shape: int) -> Tensor:
@@ -157,7 +157,7 @@ def _ours(bench: DeltaBench, tensors: Tensors, backend: Literal["auto", "fla"] =
 
 
 def _recurrence(bench: DeltaBench, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Our recurrence, all sequences at once: side by side they are one sequence with more heads."""
+    """Run our recurrence on all sequences at once, as one sequence with more heads."""
     B, L = bench.sequences, bench.length
 
     def beside(x: Tensor) -> Tensor:
@@ -170,13 +170,13 @@ def _recurrence(bench: DeltaBench, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _peer(name: str, bench: DeltaBench, device: torch.device) -> Run:
-    """Return a peer's call. ImportError, or ValueError, where it cannot be had."""
+    """Return a peer's call. ImportError, or ValueError, if it is not available."""
     if name == "fla":
         load_fla(device)
         return partial(_ours, bench, backend="fla")
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)  # in whose place it puts fla's, where that is
+    rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)  # transformers puts fla's here, if installed
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta = (x.unflatten(0, (bench.sequences, bench.length)) for x in tensors)
@@ -199,8 +199,8 @@ def _show(row: dict[str, Any]) -> None:
             *(spread_text(side["step_ms"]) for _, side in sides),
             f"{row['floor_ms']['step']:.3g}",
         ),
-        ("forward, by ours", *(spread_text(side["forward_ratio"]) for _, side in sides), "-"),
-        ("forward and backward, by ours", *(spread_text(side["step_ratio"]) for _, side in sides), "-"),
+        ("forward, peer / ours", *(spread_text(side["forward_ratio"]) for _, side in sides), "-"),
+        ("forward and backward, peer / ours", *(spread_text(side["step_ratio"]) for _, side in sides), "-"),
         ("extra memory, MiB", *(f"{side['extra_mib']:,.0f}" for _, side in sides), "-"),
         ("error", *(f"{side['error']:.1e}" for _, side in sides), "-"),
     ]

@@ -1,13 +1,13 @@
-"""`thresher bench gpu-check` (`make gpu-check`): all that a GPU has to confirm, in eight minutes, as one table.
+"""`thresher bench gpu-check` (`make gpu-check`): all checks that need a GPU, in eight minutes, as one table.
 
-A part is a command in a process of its own with a limit of its own: a failure, or a kernel that hangs, costs that part
-alone. Benches append their rows while they measure: the rows of a part that was cut off are kept. Tuning comes before
-the benches: it compiles every candidate, and the others use its result. On an H100 with 16 cores all parts together
-are meant to take three and a half minutes; the limits are for slower machines.
+A part is a command in its own process with its own limit: a failure, or a kernel that hangs, affects only that part.
+Benches append their rows while they measure, so the rows of an interrupted part are kept. Tuning comes before the
+benches: it compiles every candidate, and the others use its result. On an H100 with 16 cores all parts together should
+take three and a half minutes; the limits are for slower machines.
 
-    check-GPU.txt         the table, written anew after each part
-    check-GPU.jsonl       a row a part
-    check-GPU-PART.log    all that the part printed; the terminal gets its failed tests, and its end if it failed
+    check-GPU.txt         the table, rewritten after each part
+    check-GPU.jsonl       one row per part
+    check-GPU-PART.log    the output of the part; the terminal gets its failed tests, and its last lines if it failed
 """
 
 import os
@@ -32,19 +32,19 @@ from thresher.common.machine import gpu
 from thresher.engine.planning.time import UPDATE_SHARES
 
 ROOT = Path(__file__).resolve().parent.parent
-FEWEST_SECONDS = 5.0  # with less left, a part is not begun
+FEWEST_SECONDS = 5.0  # with less time left, a part is not started
 GRACE = 5.0  # seconds between SIGINT and SIGKILL
-LAST_LINES = 12  # of the log of a part that failed
-MOST_WORKERS = 14  # processes of tests; each has a CUDA context of its own
+LAST_LINES = 12  # of the log of a failed part
+MOST_WORKERS = 14  # test processes; each has its own CUDA context
 COUNTED = re.compile(r"^[= ]*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE)  # pytest's last line
 ROWS = 8192
-COLUMNS = 151_665  # of Qwen2.5's tokenizer: what a trainer's head is cut to
-LOSS_TARGETS = {1536: 0.61, 2048: 0.63, 3584: 0.66}  # of the floor 6THV, by width
+COLUMNS = 151_665  # columns of Qwen2.5's tokenizer, to which trainers cut the head
+LOSS_TARGETS = {1536: 0.61, 2048: 0.63, 3584: 0.66}  # share of the floor 6THV, by width
 DECODER_TESTS = "tests/engine/decoding/test_decoder_cuda.py"
-# Tests of kernels/ that a GPU changes nothing of.
+# Tests of kernels/ that do not depend on the GPU.
 OF_A_CPU = ("bits_settings", "interpreter_proofs", "paged_attention", "draw_in_blocks", "noise", "tiles")
-# Under racecheck: tests of a few small launches, one for each file of kernels. The tests before it ran them too, so
-# that Triton has their binaries. The loss's runs the head and its reduction.
+# Under racecheck: tests with a few small launches, one for each file of kernels. The tests before have run them, so
+# that Triton has their binaries. The test of the loss runs the head and its reduction.
 RACED = (
     "test_coefficients_triton.py::test_the_head_gradient_is_added_to_a_buffer",
     "test_coefficients_triton.py::test_probabilities_that_underflow_add_nothing_to_the_entropys_gradient",
@@ -66,7 +66,7 @@ RACED = (
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """A row of the table; "-" for a figure that is not known."""
+    """A row of the table; "-" for an unknown figure."""
 
     what: str
     measured: str
@@ -80,8 +80,8 @@ Read = Callable[[Sequence[dict[str, Any]]], list[TableLine]]
 
 @dataclass(frozen=True, slots=True)
 class CheckPart:
-    """command: arguments, with {out} for its rows' file. seconds: its limit. rows: the beginning of that file's name.
-    lines: of the rows that it wrote. needs: programs and modules without which it is left out."""
+    """A part. command: arguments, with {out} for the file of its rows. seconds: its limit. rows: prefix of that file's
+    name. lines: makes table lines of the rows. needs: programs and modules without which the part is left out."""
 
     name: str
     command: tuple[str, ...]
@@ -92,12 +92,12 @@ class CheckPart:
     needs: tuple[str, ...] = ()
 
     def missing(self) -> list[str]:
-        """Return what it needs and this machine lacks."""
+        """Return the requirements that this machine lacks."""
         return [name for name in self.needs if which(name) is None and find_spec(name) is None]
 
 
 def smoke_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Make a line a step of the run, and one with the seconds of its commands."""
+    """Return a line for each step of the run, and one with the seconds of its commands."""
     lines = []
     for row in rows:
         for number, step in enumerate(row["steps"], 1):
@@ -110,9 +110,9 @@ def smoke_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def loss_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Make a line a width: the share of the floor that ours reaches, and the peers' times by ours."""
+    """Return a line for each width: the share of the floor that ours reaches, and the peers' times / ours."""
     lines = []
-    for row in (row for row in rows if "shape" in row):  # the others tell what was left out
+    for row in (row for row in rows if "shape" in row):  # the others say what was left out
         hidden = row["shape"]["hidden"]
         target = f"{LOSS_TARGETS[hidden]:.0%} of the floor" if hidden in LOSS_TARGETS else "-"
         for name, found in row["ours"].items():
@@ -124,7 +124,7 @@ def loss_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def attention_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Make a line a model: the share of the floor that ours reaches, and the peers' times by ours."""
+    """Return a line for each model: the share of the floor that ours reaches, and the peers' times / ours."""
     lines = []
     for row in rows:
         ours = row["sides"]["ours"]
@@ -138,7 +138,7 @@ def attention_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def decode_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Make a line for the rate of each shape, and one for the host."""
+    """Return a line for the rate of each shape, and one for the host."""
     lines = []
     for row in rows:
         shape, share = row["shape"], row["floor_share"]
@@ -156,7 +156,7 @@ def decode_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Make a line a shape and peer."""
+    """Return a line for each shape and peer."""
     lines = []
     for row in rows:
         what, measured = f"rollout {row['shape']}, {row['tokens']} tokens", row["ours_tokens_per_s"]["p50"]
@@ -167,8 +167,8 @@ def rollout_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
-    """Make a shape's lines: tokens a second of a step beside the peer, what shared prefixes gain, and for how much of
-    the update the GPU is busy."""
+    """Return a shape's lines. They have tokens per second of a step compared with the peer, the gain by shared
+    prefixes, and the share of the update in which the GPU is busy."""
     lines = []
     for row in rows:
         measured = f"{row['shared']['tokens_per_s']['p50']:,.0f} tokens/s"
@@ -184,7 +184,7 @@ def step_lines(rows: Sequence[dict[str, Any]]) -> list[TableLine]:
 
 
 def parts() -> tuple[CheckPart, ...]:
-    """List all parts, in their order."""
+    """Return all parts, in their order."""
     kernels = ROOT / "tests" / "kernels"
     tests = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "thresher.bench.gpu_tests")
     ignored = (f"--ignore={kernels / f'test_{name}.py'}" for name in OF_A_CPU)
@@ -233,8 +233,8 @@ def parts() -> tuple[CheckPart, ...]:
 
 
 def named_parts(names: Sequence[str] | None) -> list[CheckPart]:
-    """Return the parts of these names, each of which may be several behind commas; all for None. UserError for a name
-    that is none."""
+    """Return the parts with these names; None: all. A name may be a comma-separated list. UserError for an unknown
+    name."""
     known = {part.name: part for part in parts()}
     if names is None:
         return list(known.values())
@@ -249,7 +249,8 @@ def named_parts(names: Sequence[str] | None) -> list[CheckPart]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a part: how ("passed", "failed", "cut off" or "left out") and why. counted: pytest's counts."""
+    """The result of a part: how it ended ("passed", "failed", "cut off" or "left out") and why. counted: pytest's
+    counts."""
 
     part: CheckPart
     how: str
@@ -269,7 +270,7 @@ class Outcome:
 
 
 def run_gpu_check(out: str | Path, budget: float, only: Sequence[str] | None = None) -> list[Outcome]:
-    """Run the parts (those named in `only`), say how each ended, show the table."""
+    """Run the parts (those named in `only`), report how each ended, print the table."""
     wanted, name = named_parts(only), gpu()
     if not (ROOT / "tests" / "kernels").is_dir():
         raise UserError("the tests are part of the check: run it from a checkout of the repository")
@@ -293,7 +294,7 @@ def run_gpu_check(out: str | Path, budget: float, only: Sequence[str] | None = N
 
 
 def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outcome:
-    """Run one part in a process group of its own, which is stopped as a whole."""
+    """Run one part in its own process group, which is stopped as a whole."""
     seconds = min(part.seconds, deadline - GRACE - time.monotonic())
     if missing := part.missing():
         return Outcome(part, "left out", f" ({', '.join(missing)} not installed)")
@@ -313,7 +314,7 @@ def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outco
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
         )
     try:
         follow(process, log, started + seconds)
@@ -334,7 +335,7 @@ def run_part(part: CheckPart, folder: Path, slug: str, deadline: float) -> Outco
 
 
 def follow(process: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
-    """Wait for the process, at most until `deadline`; print lines of its log that say which test failed."""
+    """Wait for the process, at most until `deadline`; print lines of its log that name failed tests."""
     rest = ""
     with log.open(encoding="utf-8", errors="replace") as lines:
         while True:
@@ -349,18 +350,18 @@ def follow(process: subprocess.Popen[bytes], log: Path, deadline: float) -> None
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and all of its group: by SIGINT, and GRACE seconds later by SIGKILL."""
+    """End a running process and its group: by SIGINT, and GRACE seconds later by SIGKILL."""
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+        os.killpg(process.pid, signal.SIGKILL)  # its remaining children
 
 
 def table_text(outcomes: Sequence[Outcome], name: str) -> str:
-    """Return the table: a line that says how a part ended, then those of its figures."""
+    """Return the table: for each part a line with its result, then the lines of its figures."""
     rows = [TableLine("", "measured", "predicted", "target", "peer")]
     for outcome in outcomes:
         rows += [TableLine(outcome.part.name, outcome.said, "", "", ""), *outcome.lines]
@@ -371,6 +372,6 @@ def table_text(outcomes: Sequence[Outcome], name: str) -> str:
 
 
 def failure(outcomes: Sequence[Outcome]) -> str | None:
-    """Return a sentence that names the parts that did not pass; None if all did, or were left out."""
+    """Return a sentence that names the parts that failed; None if all passed or were left out."""
     wrong = [f"{outcome.part.name} {outcome.how}{outcome.why}" for outcome in outcomes if outcome.wrong]
     return "; ".join(wrong) or None

@@ -1,11 +1,10 @@
-"""The part `smoke` of `thresher bench gpu-check`: the commands that a user types first, on a model with random weights.
+"""The part `smoke` of `thresher bench gpu-check`: the commands that a user runs first, on a model with random weights.
 
     data invent -> init -> index build -> sft -> train, 2 steps -> train --resume, 1 more -> eval of the best checkpoint
 
 `python -m thresher.bench.gpu_smoke ROWS [SIZE DEVICE]`. The recipe is the demo's, in bfloat16 on CUDA. The model has
-the widths of Qwen2.5-0.5B, fewer layers, and a head of 32,768 columns. The fine-tuning teaches it enough of the form
-that it searches. Nothing is downloaded. All commands run in this process, one after the other, so that torch and CUDA
-are loaded once.
+the widths of Qwen2.5-0.5B, fewer layers, and a head of 32,768 columns. The fine-tuning teaches it enough of the format
+to search. Nothing is downloaded. All commands run in this process in sequence, so that torch and CUDA are loaded once.
 """
 
 import json
@@ -22,7 +21,7 @@ from thresher.common.errors import UserError
 from thresher.engine.world.stages import DEMO, sets_of
 
 LARGEST_GAP = {"cuda": 0.3, "cpu": 1e-4}  # nats: bfloat16, float32
-# Of a config.json; "tiny" is for tests on a CPU.
+# Keys of a config.json; "tiny" is for tests on a CPU.
 SIZES = {
     "0.5B": (
         "hidden_size=896",
@@ -53,8 +52,8 @@ def smoke_commands(folder: Path, size: str, device: str) -> list[list[str]]:
         "sft.steps=40",
         "sft.lr=1e-3",
         "sft.held_out=0.0",
-        "sft.stop_at_copy_accuracy=",  # takes the demo's gate away
-        "grpo.entropy_coef=1e-3",  # a gradient even where all rewards are alike
+        "sft.stop_at_copy_accuracy=",  # removes the demo's gate
+        "grpo.entropy_coef=1e-3",  # a gradient even if all rewards are equal
         "optim.lr=1e-5",
         "optim.schedule=constant",  # so that a resumed run may have more steps
         "optim.warmup_ratio=0.0",
@@ -85,7 +84,7 @@ def smoke_commands(folder: Path, size: str, device: str) -> list[list[str]]:
 
 
 def run_smoke(folder: Path, size: str, device: str) -> dict[str, Any]:
-    """Run the commands in turn; return a row. UserError for one that fails, or for figures that are wrong."""
+    """Run the commands in turn; return a row. UserError if one fails, or if a figure is wrong."""
     from thresher.cli.main import run
 
     seconds: dict[str, float] = {}

@@ -1,9 +1,9 @@
-"""A plugin of pytest for tests on a GPU: `pytest -p thresher.bench.gpu_tests`, as `thresher bench gpu-check` runs them.
+"""A pytest plugin for tests on a GPU: `pytest -p thresher.bench.gpu_tests`, as `thresher bench gpu-check` runs them.
 
-A kernel's illegal access shows at the next synchronisation and ends all further CUDA work of its process. So each test
-is synchronised before it ends, which gives the error to the test that caused it. The process of such a test, and of one
-that takes longer than `HANGS` seconds, ends; pytest-xdist puts another one in its place and goes on behind that test.
-Each failure is printed as it comes, in a line that begins with FAILED.
+A kernel's illegal access shows at the next synchronisation and ends all further CUDA work of its process. Each test
+therefore synchronises before it ends, so that the error is reported for the test that caused it. After such a test, or
+one that takes longer than `HANGS` seconds, the process ends; pytest-xdist starts another one, which continues with the
+next test. Each failure is printed at once, in a line that begins with FAILED.
 """
 
 import faulthandler
@@ -14,20 +14,20 @@ from collections.abc import Iterator
 
 import pytest
 
-HANGS = 60.0  # seconds, compilations included
+HANGS = 60.0  # seconds, including compilation
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 STDERR = os.dup(2)  # before pytest captures it
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if this process has used it. Raises what CUDA raises."""
+    """Wait for the GPU, if this process has used it. Raises CUDA's error."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def end_process(test: str, why: str) -> None:
-    """End this process at once; without pytest-xdist that ends the tests."""
+    """End this process at once; without pytest-xdist that ends the test run."""
     os.write(STDERR, f"\nFAILED {test}: {why}\n".encode())
     faulthandler.dump_traceback(STDERR)
     os._exit(3)
@@ -44,7 +44,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         timer.cancel()
         try:
             synchronize()
-        except Exception as error:  # whatever torch makes of CUDA's error
+        except Exception as error:  # whatever torch raises for CUDA's error
             end_process(item.nodeid, f"CUDA fails from here on: {str(error).splitlines()[0]}")
 
 

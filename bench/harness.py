@@ -1,6 +1,6 @@
 """The harness of all benches: the head of a row, time and memory of a call, bare rates of a machine, output files.
 
-Launch costs are not subtracted: a call is timed as a training step meets it, from an idle device until it is done.
+Launch costs are not subtracted: a call is timed as it occurs in a training step, from an idle device until it is done.
 """
 
 import gc
@@ -26,7 +26,7 @@ from thresher.common.machine import origin
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MIB = 2**20
-COPIED_BYTES, MATMUL, REPEATS = 2**27, 1024, 7  # of the bare rates
+COPIED_BYTES, MATMUL, REPEATS = 2**27, 1024, 7  # for the bare rates
 ITEM = 4  # bytes of a float32
 
 
@@ -49,19 +49,19 @@ def package_version(package: str) -> str | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's kind and text in one line, cut off where it is long."""
+    """Return an error's type and text in one line, shortened if long."""
     return f"{type(error).__name__}: {(' '.join(str(error).split()) or 'no message')[:200]}"
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device of this name; for None CUDA if there is one, else the CPU. UserError if it is missing."""
+    """Return the device with this name; for None CUDA if available, else the CPU. UserError if it is missing."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device cuda: torch {torch.__version__} sees none; run where there is one, or with cpu")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """Return the dtype of this name; for None bfloat16 on CUDA, else float32."""
+    """Return the dtype with this name; for None bfloat16 on CUDA, else float32."""
     return DTYPES[name or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
@@ -76,7 +76,7 @@ def wait(device: torch.device) -> None:
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Time one call: by events around it on CUDA, by the wall clock elsewhere."""
+    """Time one call in ms: by events around it on CUDA, by the wall clock otherwise."""
     if device.type != "cuda":
         started = time.perf_counter()
         run()
@@ -93,10 +93,10 @@ def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
 def in_turn(
     runs: Sequence[Callable[[], Any]], rounds: int, device: torch.device, between: Callable[[], Any]
 ) -> list[list[float]]:
-    """Return `rounds` times of each call, in ms. The calls take turns, so that other load on the machine falls on all.
+    """Return `rounds` times of each call, in ms. The calls alternate, so that other load on the machine affects all.
 
-    Each round begins one further on, so that no call always follows the same neighbour. `between` runs before each
-    call, off the clock.
+    Each round starts one call later, so that no call always follows the same one. `between` runs before each call,
+    untimed.
     """
     times: list[list[float]] = [[] for _ in runs]
     for first in range(rounds):
@@ -108,10 +108,10 @@ def in_turn(
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Return the most that torch's allocator held during the call beyond what it held before.
+    """Return the peak bytes of torch's allocator during the call, beyond those in use before.
 
-    On a CPU it is added up from the profiler's record of every allocation and release. The memory that a BLAS library
-    takes for itself is counted on neither device.
+    On a CPU it is summed from the profiler's record of every allocation and release. Memory that a BLAS library
+    allocates itself is counted on neither device.
     """
     gc.collect()
     if device.type == "cuda":
@@ -121,7 +121,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start and its end
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints its start and end
     with profile(profile_memory=True) as recorded:
         run()
     assert recorded.kineto_results is not None
@@ -134,9 +134,9 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def profile_kernels(run: Callable[[], Any], device: torch.device, path: str | Path, title: str) -> tuple[int, float]:
-    """Append the time of each kernel within the call, on a CPU of each operation, to a file; return how many there
-    were, and their seconds together."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start and its end
+    """Append the time of each kernel (on a CPU, of each operation) within the call to a file. Return their number and
+    their seconds together."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints its start and end
     with torch.profiler.profile(acc_events=True) as recorded:
         run()
         wait(device)
@@ -155,7 +155,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """Return the spread of a peer's times by ours, of neighbouring calls."""
+    """Return the spread of a peer's times / ours, of neighbouring calls."""
     return spread([b / a for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -169,14 +169,14 @@ def spread_text(values: dict[str, float] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes read and written a second by a copy, and operations a second by a matmul: the best of a few."""
+    """Bytes read and written per second by a copy, and operations per second by a matmul: the best of a few."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 def measure_rates(device: torch.device | None = None) -> Rates:
-    """Measure a device, the CPU for None, in float32. Takes about a second, in the threads that torch has now."""
+    """Measure a device, the CPU for None, in float32. Takes about a second, with torch's current number of threads."""
     device = device or torch.device("cpu")
     source = torch.ones(COPIED_BYTES // ITEM, device=device)
     target = torch.empty_like(source)
@@ -192,7 +192,7 @@ def measure_rates(device: torch.device | None = None) -> Rates:
 
 
 def read_rows(path: str | Path | None) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines, without a line that was cut off; none for None or a missing file."""
+    """Return the rows of a file of JSON lines, without an incomplete line; none for None or a missing file."""
     rows = []
     for line in (
         Path(path).read_text(encoding="utf-8").splitlines() if path is not None and Path(path).is_file() else ()
@@ -210,16 +210,16 @@ def append_rows(path: str | Path | None, *rows: dict[str, Any]) -> None:
 
 
 def print_files(out: str | Path | None, plot: str | Path | None = None) -> None:
-    """Say where rows and picture are; nothing of None."""
+    """Print the paths of rows and picture, if they are not None."""
     for what, path in (("appended to", out), ("drawn in", plot)):
         if path is not None:
             console.print(f"{what} {path}", soft_wrap=True)
 
 
 def check_files(out: str | Path | None, plot: str | Path | None, profile: str | Path | None = None) -> None:
-    """Make the folders of these files, before an hour of measuring.
+    """Create the folders of these files, before an hour of measuring.
 
-    Raises UserError for a file that cannot be written, and for a picture without matplotlib.
+    Raises UserError if a file cannot be written, or for a picture without matplotlib.
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise UserError(f"--plot {plot}: matplotlib is not installed; install it, or leave the picture out")

@@ -1,14 +1,14 @@
-"""`thresher bench loss`: the loss's forward and backward beside its peers, on the same tensors in the same run.
+"""`thresher bench loss`: the loss's forward and backward compared with its peers, on the same tensors in the same run.
 
-A contender runs once and is held to float64, then its memory is measured, then all take turns on the clock, with three
-bare matmuls of the loss's shapes among them. One that cannot run, fails or is wrong gets a reason in place of figures.
-Cases come in the order of their weight, so that a budget cuts off what matters least.
+A contender runs once and is compared with float64, then its memory is measured, then all are timed in turn, together
+with three bare matmuls of the loss's shapes. One that cannot run, fails or is wrong gets a reason in place of figures.
+Cases are ordered by importance, so that a budget cuts off the least important.
 
     floor       6 x R x H x V operations: logits, dX and dW, each once, for the unmasked rows
     nominal     that floor at the GPU's specified dense bfloat16 rate (engine/planning/time.py)
     measured    the same at the rate of the bare matmuls
-    extra       peak memory of a call beyond what was there before; workspace: without the gradients it returns
-    ratio       a peer's time by ours, of neighbouring calls
+    extra       peak memory of a call beyond the memory in use before; workspace: without the gradients it returns
+    ratio       a peer's time / ours, of neighbouring calls
 
 Axes: T tokens, B sequences, Q tokens of a sequence, R unmasked rows, M rows of a chunk, H hidden width, V vocabulary.
 """
@@ -76,9 +76,9 @@ TRL_COLUMNS = 32768  # the vocabulary chunk of TRL's own trainer
 class Contender:
     """One implementation. prepare(case, chunk_rows or None for the default) returns a call: one forward and backward.
 
-    computes: which part is the contender's own; the rest is done around it in torch. package: what must be installed,
-    None for torch alone. dtypes, cuda_only: where it runs. A contender that takes log-probs gets the unmasked rows
-    alone, picked inside the call; one that takes a mask gets the mask.
+    computes: the part that the contender implements; the rest is done around it in torch. package: required package,
+    None for torch alone. dtypes, cuda_only: where it runs. A contender that takes log-probs gets only the unmasked
+    rows, selected inside the call; one that takes a mask gets the mask.
     """
 
     name: str
@@ -105,14 +105,14 @@ class Contender:
 
 
 def usual_chunk(case: LossCase, chunk_rows: int | None) -> int:
-    """Return the rows of a chunk of the naive form and of bare matmuls: those named, or a default of the device."""
+    """Return the chunk rows of the naive form and of bare matmuls: `chunk_rows`, or a default of the device."""
     fitting = max(2**27 // (4 * case.shape.vocab), 16)
     usual = 2048 if case.device.type == "cuda" else min(fitting, 1024)
     return min(chunk_rows or usual, case.shape.active)
 
 
 def _ours(case: LossCase, chunk_rows: int | None, backend: str = "auto", buffered: bool = False) -> Run:
-    """buffered: the head's gradient is added to the float32 buffer that the optimiser reads, as in training."""
+    """Prepare our loss. buffered: add the head's gradient to the optimiser's float32 buffer, as in training."""
     tensors = (case.hidden_TH, case.whole_head, case.targets_T, case.old_T, case.advantages_T, case.weights_T)
     options: dict[str, Any] = {"ref_logprobs_T": case.ref_T, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "beta": BETA}
     options |= {"kl_value": "k3", "chunk_rows": chunk_rows, "vocab_size": case.shape.vocab, "backend": backend}
@@ -123,7 +123,7 @@ def _ours(case: LossCase, chunk_rows: int | None, backend: str = "auto", buffere
     def run() -> LossOutcome:
         result = grpo_loss(*tensors, **options)
         if buffered:
-            # In training the states are no leaf, and backward would pass this on without making a copy of it.
+            # In training, the hidden states are not a leaf, and backward passes this gradient on without a copy.
             case.hidden_TH.grad, head_grad_VH = result.hidden_grad_TH, options["lm_head_grad_VH"]
         else:
             result.loss.backward()
@@ -144,7 +144,7 @@ def _vectors(case: LossCase) -> tuple[Tensor, ...]:
 
 
 def _from_logprobs(case: LossCase, logprobs_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
-    """Return a run of a peer that makes log-probs [R] of hidden states [R, H], head and targets [R]."""
+    """Return a run of a peer that computes log-probs [R] from hidden states [R, H], head and targets [R]."""
     vectors, targets_R = _vectors(case), case.targets_T[case.index_R]
 
     def run() -> LossOutcome:
@@ -175,7 +175,7 @@ def _compiled(case: LossCase, chunk_rows: int | None) -> Run:
 
 
 def _chunked(case: LossCase, chunk_rows: int | None) -> Run:
-    """Run the naive form on some rows at a time; a chunk's gradient comes before the next chunk's logits."""
+    """Run the naive form in chunks of rows; a chunk's gradient comes before the next chunk's logits."""
     vectors, targets_R = _vectors(case), case.targets_T[case.index_R]
     rows = usual_chunk(case, chunk_rows)
 
@@ -236,7 +236,7 @@ def _liger_fused(case: LossCase, chunk_rows: int | None, tf32: bool = False) -> 
 
 
 def _liger_triton(case: LossCase, chunk_rows: int | None) -> Run:
-    """Give each sequence one more row, of zeros: the kernel takes logits of Q + 1 positions and ignores the last."""
+    """Append a row of zeros to each sequence: the kernel takes logits of Q + 1 positions and ignores the last."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     padded_BQH = F.pad(case.sequences(case.hidden_TH.detach()), (0, 0, 0, 1)).requires_grad_()
@@ -260,7 +260,7 @@ def _trl(case: LossCase, chunk_rows: int | None) -> Run:
     columns = min(TRL_COLUMNS, case.shape.vocab)
 
     def logprobs_of(hidden_RH: Tensor, head_VH: Tensor, targets_R: Tensor) -> Tensor:
-        # Entropy, for its trainer logs it; ours makes it too.
+        # Entropy, because its trainer logs it; ours computes it too.
         found = ChunkedLogProbFunction.apply(hidden_RH, head_VH, None, targets_R, 1.0, columns, None, 1.0, ("entropy",))
         logprobs_R: Tensor = found[0]
         return logprobs_R
@@ -297,7 +297,7 @@ PEERS = {
 
 
 def contenders(device: torch.device, chosen: list[str]) -> list[Contender]:
-    """Return ours, then the peers of these names."""
+    """Return ours, then the peers with these names."""
     own = [*OURS, OURS_IN_TORCH] if device.type == "cuda" else list(OURS)
     return own + [PEERS[name] for name in chosen]
 
@@ -314,10 +314,10 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "cpu": {"hidden": (64, 256), "tokens": (512, 2048), "vocab": (2000, 20000), "density": (100, 25)},
 }
-# Largest errors that are still right: log-prob in nats, loss and gradients relative. Peers may round logits.
+# Largest accepted errors: log-prob in nats, loss and gradients relative. Peers may round logits.
 LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (1e-3, 1e-2)}
 PEER_LIMITS = {torch.float32: (1e-2, 1e-2), torch.bfloat16: (0.2, 0.1)}
-CASE_SECONDS = {"cuda": 3.0, "cpu": 8.0}  # of timed rounds, within FEWEST and MOST
+CASE_SECONDS = {"cuda": 3.0, "cpu": 8.0}  # of timed rounds, between FEWEST and MOST of them
 FEWEST, MOST = 5, 50
 OUT_OF_TIME = "The budget was used up."
 AXES = ("hidden", "vocab", "tokens", "density")
@@ -325,7 +325,7 @@ AXES = ("hidden", "vocab", "tokens", "density")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBench:
-    """Options of the bench. None: what the device is usually measured on. peers: names of PEERS. budget: seconds."""
+    """Options of the bench. None: the defaults of the device. peers: names of PEERS. budget: seconds."""
 
     device: str | None = None
     dtype: str | None = None
@@ -338,7 +338,7 @@ class LossBench:
     budget: float = math.inf
 
     def shapes(self) -> list[LossShape]:
-        """Return all cases, the weightiest first."""
+        """Return all cases, the most important first."""
         usual = SHAPES[resolve_device(self.device).type]
         axes = {name: sorted(set(getattr(self, name) or usual[name])) for name in usual}
         main = MAIN_TOKENS if MAIN_TOKENS in axes["tokens"] else axes["tokens"][-1]
@@ -351,7 +351,7 @@ class LossBench:
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A contender that was proved right on a case, and its memory in bytes."""
+    """A contender that was verified on a case, and its memory in bytes."""
 
     contender: Contender
     run: Run
@@ -372,8 +372,8 @@ def read_peers(text: str) -> tuple[str, ...]:
 def run_loss_bench(
     bench: LossBench, out: str | Path | None = None, plot: str | Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure, append the rows to `out` as they are made, draw `plot`, print a table. Returns the rows of the cases
-    that were measured; `failure` says if ours is among the wrong."""
+    """Measure, append the rows to `out` as they are made, draw `plot`, print a table. Return the rows of the measured
+    cases; `failure` tells whether ours is wrong."""
     device, shapes = resolve_device(bench.device), bench.shapes()
     dtype = resolve_dtype(bench.dtype, device)
     check_files(out, plot)
@@ -397,7 +397,7 @@ def run_loss_bench(
                 widths = (shape.hidden, shape.vocab)
             try:
                 rows.append({**head, **measure_case(shape, chosen, device, dtype, bench.chunk_rows, deadline)})
-            except torch.OutOfMemoryError as error:  # of the case itself; what a contender runs out of is its own row
+            except torch.OutOfMemoryError as error:  # in the case itself; a contender's is recorded in its row
                 left_out[shape] = _sentence(error)
                 continue
             append_rows(out, rows[-1])
@@ -417,13 +417,13 @@ def run_loss_bench(
 
 
 def forget_compilations() -> None:
-    """Forget what was compiled for other widths: torch.compile would count them as changes of one model."""
-    if "torch._dynamo" in sys.modules:  # loading it takes seconds
+    """Reset torch.compile, which would count other widths as changes of one model."""
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()
 
 
 def failure(rows: Sequence[dict[str, Any]]) -> str | None:
-    """Return one sentence if ours has no figures in a row, for another reason than the budget; None if all is well."""
+    """Return one sentence if a row lacks our figures for a reason other than the budget; else None."""
     wrong = [
         f"{name} at {LossShape(**{axis: row['shape'][axis] for axis in AXES})}: {found['left_out']}"
         for row in rows
@@ -441,7 +441,7 @@ def measure_case(
     chunk_rows: int | None = None,
     deadline: float = math.inf,
 ) -> dict[str, Any]:
-    """Return the part of a row that belongs to one case."""
+    """Return the part of a row for one case."""
     case = make_case(shape, device, dtype)
     truth = truth_of(case)
     entrants: list[Entrant] = []
@@ -489,7 +489,7 @@ def measure_case(
 
 
 def enter(contender: Contender, case: LossCase, truth: LossTruth, chunk_rows: int | None) -> Entrant | str:
-    """Prove a contender right, warm it up and measure its memory; or return in one sentence why not."""
+    """Verify a contender, warm it up and measure its memory; or return the reason in one sentence."""
     limits = (LIMITS if contender.ours else PEER_LIMITS)[case.dtype]
     try:
         case.drop_gradients()
@@ -505,7 +505,7 @@ def enter(contender: Contender, case: LossCase, truth: LossTruth, chunk_rows: in
         handed = [leaf.grad for leaf in leaves if leaf.grad is not None]
         case.drop_gradients()
         return Entrant(contender, run, errors, extra, extra - sum(grad.nbytes for grad in handed))
-    except Exception as error:  # a peer may fail in any way, and that is a result too
+    except Exception as error:  # a peer may fail in any way, which is a result too
         return _sentence(error)
     finally:
         case.drop_gradients()
@@ -515,8 +515,9 @@ def enter(contender: Contender, case: LossCase, truth: LossTruth, chunk_rows: in
 
 
 def bare_matmuls(case: LossCase, rows: int) -> list[Callable[[], Any]]:
-    """Return calls for logits, dX and dW of a chunk of `rows` rows, in the case's dtype, and nothing else. The number
-    of columns is a multiple that suits matmuls where the head has the rows, for the floor is what could be reached."""
+    """Return calls that only compute logits, dX and dW of a chunk of `rows` rows, in the case's dtype. If the head has
+    more rows, the number of columns is rounded up to a multiple that suits matmuls, because the floor is the best
+    attainable time."""
     head_VH = case.whole_head.detach()[: stored_columns(case.shape.vocab)]
     rows_MH = case.hidden_TH.detach()[case.index_R[:rows]]
     logits_MV = torch.mm(rows_MH, head_VH.t())
@@ -541,13 +542,13 @@ def _figures(entrant: Entrant, times: Sequence[float], floors: dict[str, float |
 
 
 def _sentence(error: Exception) -> str:
-    """Return the first line of what went wrong, short enough for a table's foot."""
+    """Return the first line of an error, short enough for a table's foot."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     return f"{type(error).__name__}: {lines[0][:200].rstrip('.')}."
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print one table, a block of rows a case; then the reasons of those that are missing from it."""
+    """Print one table, with a block of rows per case; then the reasons of missing contenders."""
     lines: list[tuple[str, ...]] = []
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -571,9 +572,9 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
             )
     if lines:
         table(
-            "GRPO loss, forward and backward (a case: H x V, T, active): median time; that by ours; share of the floor,"
+            "GRPO loss, forward and backward (a case: H x V, T, active): median time; that / ours; share of the floor,"
             " nominal before measured; memory beside dX and dW; errors against float64",
-            ("", "ms", "by ours", "floor", "MiB", "log-prob", "dX", "dW"),
+            ("", "ms", "/ ours", "floor", "MiB", "log-prob", "dX", "dW"),
             lines,
         )
     for (name, reason), where_all in reasons.items():

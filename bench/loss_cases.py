@@ -1,10 +1,11 @@
-"""The cases of `thresher bench loss` and the float64 truth that each contender is held to.
+"""The cases of `thresher bench loss`, and the float64 truth that each contender is compared with.
 
-A case looks like a training batch. Rows lean towards their target by a random amount, so that log-probs run from a
+A case resembles a training batch. Rows lean towards their target by a random amount, so that log-probs range from a
 guess to near certainty, and logits up to about 20. Old and reference log-probs are scattered around the new ones. There
-is one advantage a sequence, of either sign, and a mask of runs. The loss is GRPO's with k3, averaged over the unmasked
-tokens, which every peer has ("dapo" in their words). The truth is written out here once more, in float64, from nothing
-of ours. A ratio is at least MARGIN away from the clip, in nats, so that its side is no matter of rounding.
+is one advantage per sequence, of either sign, and a mask of runs. The loss is GRPO's with k3, averaged over the
+unmasked tokens, which every peer implements (called "dapo" there). The truth is computed separately here, in float64,
+without any of our kernels. Each ratio is at least MARGIN away from the clip, in nats, so that rounding cannot change
+its side.
 
 Axes: T tokens, B sequences, Q tokens of a sequence, R unmasked rows, E sampled rows, F sampled columns, H hidden width,
 V vocabulary (docs/notation.md).
@@ -21,17 +22,17 @@ CLIP_LOW, CLIP_HIGH, BETA = 0.2, 0.28, 0.04
 LOGIT_STD, LARGEST_LEAN = 2.5, 2.5  # a lean of a adds about a * LOGIT_STD**2 to the target's logit
 RATIO_STD, MARGIN = 0.15, 0.07  # nats; MARGIN is half a bfloat16 step of a logit near 20
 SEQUENCE = 1024  # tokens of a sequence, or a quarter of the batch if that is less
-RUN = 48  # tokens that a stretch of the mask has, roughly
+RUN = 48  # approximate tokens in a run of the mask
 SAMPLED_ROWS, SAMPLED_COLUMNS = 64, 128
 TRUTH_BYTES = 512 * 2**20  # one buffer of a block of rows in float64
-# Rows of the heads that have more of them than columns exist, by the columns: Qwen2.5's, and its tokenizer's tokens.
-# Ours is given all rows and the number of columns; a peer the rows that exist, in the same memory.
+# Vocabulary -> rows of the head, if it has more rows than tokens exist: Qwen2.5's and its tokenizer's. Ours gets all
+# rows and the number of columns; a peer gets only the existing rows, in the same memory.
 HEAD_ROWS = {151_665: 151_936}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossShape:
-    """One case. density: the share of active rows, those that are not masked, in percent."""
+    """One case. density: percentage of active (unmasked) rows."""
 
     tokens: int
     hidden: int
@@ -44,7 +45,7 @@ class LossShape:
 
     @property
     def sequences(self) -> int:
-        """Return B, the largest number that divides the tokens and is not above what SEQUENCE asks for."""
+        """Return B, the largest divisor of the tokens that is at most the number that SEQUENCE implies."""
         wanted = max(self.tokens // SEQUENCE, 4)
         return max(count for count in range(1, wanted + 1) if self.tokens % count == 0)
 
@@ -54,7 +55,7 @@ class LossShape:
 
     @property
     def flops(self) -> int:
-        """Count the three matmuls that a forward and a backward cannot do without, over the unmasked rows."""
+        """Return the operations of the three matmuls that any forward and backward needs, over the unmasked rows."""
         return 6 * self.active * self.hidden * self.vocab
 
     def __str__(self) -> str:
@@ -63,8 +64,8 @@ class LossShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossCase:
-    """The tensors of one case. hidden_TH, head_VH and whole_head are leaves that want gradients; the others are float32
-    or int64. whole_head: [shape.head_rows, H], whose first V rows lie where head_VH's do.
+    """The tensors of one case. hidden_TH, head_VH and whole_head are leaves that require gradients; the others are
+    float32 or int64. whole_head: [shape.head_rows, H], whose first V rows share the memory of head_VH.
 
     weights_T is 1/R at unmasked rows and 0 elsewhere; under the mask, old and reference log-probs are 0.
     """
@@ -102,7 +103,7 @@ class LossCase:
 
 
 def make_case(shape: LossShape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LossCase:
-    """Make the case's tensors, the same for the same arguments on the same kind of device."""
+    """Make the case's tensors, identical for the same arguments on the same kind of device."""
     noise = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -116,7 +117,7 @@ def make_case(shape: LossShape, device: torch.device, dtype: torch.dtype, seed: 
     targets_T = torch.randint(shape.vocab, (shape.tokens,), generator=noise, device=device)
     lean_T = LARGEST_LEAN * uniform(shape.tokens)
     hidden_TH = normal(shape.tokens, shape.hidden)
-    # In parts, for a float32 copy of the head's rows is as large as the hidden states.
+    # In parts, because a float32 copy of the head's rows is as large as the hidden states.
     for part in torch.arange(shape.tokens, device=device).split(4096):
         hidden_TH[part] += lean_T[part, None] * head_VH[targets_T[part]].float()
     hidden_TH = hidden_TH.to(dtype)
@@ -182,13 +183,13 @@ def _logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossTruth:
-    """Float64, from the case's own numbers. loss_scale: the sum of the rows' absolute losses, which cancel."""
+    """Exact figures of a case, in float64. loss_scale: the sum of the rows' absolute losses, which partly cancel."""
 
     loss: float
     loss_scale: float
-    index_R: Tensor  # where the unmasked rows stand
+    index_R: Tensor  # indices of the unmasked rows
     logprobs_R: Tensor
-    rows_E: Tensor  # where the sampled rows stand in hidden_TH
+    rows_E: Tensor  # indices of the sampled rows in hidden_TH
     hidden_grad_EH: Tensor
     columns_F: Tensor
     head_grad_FH: Tensor
@@ -196,7 +197,7 @@ class LossTruth:
 
 @dataclass(frozen=True, slots=True)
 class LossOutcome:
-    """The results of one forward and backward. logprobs: of all or of the unmasked rows; None where a peer has none."""
+    """The results of one forward and backward. logprobs: of all or of the unmasked rows; None if a peer has none."""
 
     loss: Tensor
     logprobs: Tensor | None
@@ -206,8 +207,8 @@ class LossOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Against float64. loss: relative to the sum of the rows' absolute losses; logprob: largest, in nats; gradients:
-    Frobenius norm of the difference by that of the truth, over the sampled rows."""
+    """Errors against float64. loss: relative to the sum of the rows' absolute losses; logprob: largest, in nats;
+    gradients: Frobenius norm of the difference / norm of the truth, over the sampled rows."""
 
     loss: float
     logprob: float | None
@@ -215,7 +216,7 @@ class Errors:
     head_grad: float
 
     def worse_than(self, logprob: float, gradient: float) -> list[str]:
-        """Return the names of those beyond their limit (`gradient` is also the loss's); NaN is beyond any."""
+        """Return the names of errors beyond their limit (`gradient` also for the loss); NaN is beyond any limit."""
         limits = {"loss": gradient, "logprob": logprob, "hidden_grad": gradient, "head_grad": gradient}
         values = {name: getattr(self, name) for name in limits}
         return [name for name, limit in limits.items() if values[name] is not None and not values[name] <= limit]
@@ -241,7 +242,7 @@ def truth_of(case: LossCase, seed: int = 1) -> LossTruth:
     hidden_grad_EH = (dlogits_EV * coefficients_R[pick_E, None]) @ head64_VH
     del dlogits_EV, head64_VH
 
-    # Half of the columns are targets of some row, half are any.
+    # Half of the columns are targets of some row, half are random.
     some_F = torch.randperm(case.shape.vocab, generator=noise)[: SAMPLED_COLUMNS // 2].to(case.device)
     columns_F = torch.cat((targets_R[:: max(len(targets_R) // (SAMPLED_COLUMNS // 2), 1)], some_F)).unique()
     rows_RH = hidden_TH[index_R].double()

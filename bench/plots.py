@@ -1,8 +1,8 @@
-"""All pictures of the benches and studies, in the style of the report's: one function a picture, each writes one PNG.
+"""All pictures of the benches and studies, in the style of the report: one function per picture writes one PNG.
 
-Bars start at 0 and carry their numbers. Every panel has its own scale, since models and shapes differ. Lines are not
+Bars start at 0 and show their numbers. Every panel has its own scale, because models and shapes differ. Lines are not
 smoothed: an explosion is a single step, and a mean would hide it. Measuring needs no matplotlib, so benches import this
-module only when they draw.
+module only to draw.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def _figure(
     title: str | None = None,
     foot: str | None = None,
 ) -> Iterator[Figure]:
-    """Yield a figure of so many inches, and write it behind the `with`, whole or not at all."""
+    """Yield a figure of this size in inches, and write it atomically at the end of the `with`."""
     rc: dict[Any, Any] = {**STYLE, **style}
     with matplotlib.rc_context(rc):
         layout: Any = "constrained" if pads is None else ConstrainedLayoutEngine(**pads)
@@ -67,14 +67,14 @@ def _figure(
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
-    """Write `text` so many points beside `at`."""
+    """Write `text` next to `at`, with an offset in points."""
     axes.annotate(text, at, xytext=offset, textcoords="offset points", **{"fontsize": 8.5, **style})
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar in one or more parts, each (length, colour, name in the legend); the text behind it; p20 and p80 if it was
-    timed."""
+    """A bar in one or more parts, each (length, colour, name in the legend). The text follows the bar; p20 and p80 are
+    for timed bars."""
 
     parts: Sequence[tuple[float, str, str | None]]
     text: str
@@ -94,7 +94,8 @@ def _bars(
     height: float = 0.72,
     boxed: bool = False,
 ) -> None:
-    """Draw one bar a name, the first on top, and a gap for None. The longest times `room` is the panel's width."""
+    """Draw one bar per name, the first on top, and a gap for None. The panel is `room` times as wide as the longest
+    bar."""
     longest = max((bar.end for bar in bars if bar is not None), default=0.0) or 1.0
     for place, bar in enumerate(bars):
         if bar is None:
@@ -126,10 +127,10 @@ def _threads(row: Row) -> str:
 
 
 def draw_loss(rows: Rows, path: Path) -> None:
-    """Draw time and memory of every contender, for the weightiest cases of a run. rows: of one run, the weightiest
-    first, at least one.
+    """Draw time and memory of every contender, for the most important cases of a run. rows: of one run, the most
+    important first, at least one.
 
-    Time is beside the floor: the three matmuls alone at the rate that bare matmuls reached in the same run.
+    The floor is shown next to the time: the three matmuls alone, at the rate of bare matmuls in the same run.
     """
     first = rows[0]["shape"]
     same = [row for row in rows if all(row["shape"][axis] == first[axis] for axis in ("tokens", "density"))]
@@ -182,8 +183,8 @@ def draw_loss(rows: Rows, path: Path) -> None:
 
 
 def draw_rollout(rows: Rows, path: Path) -> None:
-    """Draw sampled tokens a second, a panel for each shape, a bar for each side, and behind a peer's bar by how much
-    ours is faster in neighbouring rounds. rows: of one run, at least one."""
+    """Draw sampled tokens per second, one panel per shape, one bar per side. A peer's bar is followed by the ratio of
+    its time to ours in neighbouring rounds. rows: of one run, at least one."""
     panels: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         panels.setdefault((row["shape"], row["tokens"]), []).append(row)
@@ -222,13 +223,13 @@ STEP_SIDES = {"shared": "ours", "unshared": "ours, prefixes\nunshared", "peer": 
 
 
 def _shape_of_step(row: Mapping[str, Any]) -> str:
-    family = row["lengths"].get("family")  # absent in rows from before there was another
+    family = row["lengths"].get("family")  # missing in rows from before there were several
     return f"{row['shape']} (Qwen3.5)" if family == "qwen3_5_text" else str(row["shape"])
 
 
 def draw_step(rows: Rows, path: Path) -> None:
-    """Draw what a thousand tokens of a whole step take, a panel a shape, a bar a side: rollout and update, with tokens
-    a second behind. The last row of each shape and family is drawn; at least one row."""
+    """Draw the time per thousand tokens of a whole step, one panel per shape, one bar per side. A bar has rollout and
+    update, and is followed by tokens per second. The last row of each shape and family is drawn; at least one row."""
     panels = {_shape_of_step(row): row for row in rows}
     last = list(panels.values())[-1]
     threads = ", ".join(f"{shape} {row['threads']}" for shape, row in panels.items())
@@ -244,7 +245,7 @@ def draw_step(rows: Rows, path: Path) -> None:
     ) as figure:
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axes, (shape, row) in zip(grid, panels.items(), strict=True):
-            scale = 1e6 / row["tokens"]  # from seconds of a step to ms a thousand tokens
+            scale = 1e6 / row["tokens"]  # from seconds per step to ms per thousand tokens
             bars: list[Bar | None] = []
             for side in STEP_SIDES:
                 if row[side] is None:
@@ -267,8 +268,8 @@ def draw_step(rows: Rows, path: Path) -> None:
 
 
 def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, path: Path) -> None:
-    """Draw F1 on held-out questions against time of training, tokens sampled and questions: a thin curve a run, a
-    thick one of each side's means. sides: rows by side and step, a row a seed; the peer's is grey."""
+    """Draw F1 on held-out questions against training time, tokens sampled and questions. A run is a thin curve, a
+    side's mean a thick one. sides: rows by side and step, one row per seed; the peer's is grey."""
     colors = dict(zip(sides, itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, RED)), strict=False)) | {peer: GREY}
     rows = [row for steps in sides.values() for found in steps.values() for row in found]
     machines = dict.fromkeys(row.get("gpu") or row["machine"] for row in rows)
@@ -305,7 +306,7 @@ def draw_train(sides: Mapping[str, Mapping[int, Rows]], peer: str, path: Path) -
 
 
 def _curve(steps: Iterable[Rows], key: str, unit: float) -> tuple[list[float], list[float]]:
-    """Return means over each step's rows: of `key` in units, and of F1."""
+    """Return the means over each step's rows: of `key` in units, and of F1."""
     points = [(fmean(row[key] for row in rows) / unit, fmean(row["eval"]["f1"] for row in rows)) for rows in steps]
     return [x for x, _ in points], [y for _, y in points]
 
@@ -313,16 +314,16 @@ def _curve(steps: Iterable[Rows], key: str, unit: float) -> tuple[list[float], l
 # bench retrieval
 
 RECALL_TICKS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
-NEAREST = 0.005  # recall nearer to 1 is drawn as this
+NEAREST = 0.005  # recall nearer to 1 is drawn at this distance
 
 
 def draw_retrieval(rows: Rows, wanted: float, path: Path) -> None:
-    """Draw recall against speed, a panel for each set of vectors. rows: of one run; those with a curve are drawn, at
-    least one.
+    """Draw recall against speed, one panel per set of vectors. rows: of one run; those with a curve are drawn, at least
+    one.
 
-    A point is a value of the search parameter, measured in batches of 64. The ring marks the least one whose recall is
-    `wanted`. Grey lines are the exact searches, which took turns with it. Speed is on a logarithmic scale, and so is
-    recall, by what it leaves to 1.
+    A point is a value of the search parameter, measured in batches of 64. The ring marks the least one with a recall of
+    `wanted`. Grey lines are the exact searches, timed in turn with it. Speed is on a logarithmic scale, and so is the
+    distance of recall from 1.
     """
     shown = [row for row in rows if "curve" in row]
 
@@ -401,7 +402,7 @@ def _fastest_exact(axes: Axes, rows: Rows) -> None:
 
 ESTIMATOR_COLORS = {"k1": GREY, "k2": BLUE, "k3": ORANGE, "k3_ratio": GREEN}
 SAMPLED = {"on policy": BLUE, "off policy": ORANGE}
-ERROR_FLOOR = 1e-17  # where an error of exactly 0 is drawn; float64 resolves 1e-16
+ERROR_FLOOR = 1e-17  # an error of exactly 0 is drawn here; float64 resolves 1e-16
 FINDINGS = {"zero": "zero in expectation", "forward": "exactly that of KL(ref ‖ π)"}
 TRAINED = {
     "kl_coefficient_largest": "Largest |dKL / d log π| of a token",
@@ -429,7 +430,7 @@ def draw_kl_curves(curves: Sequence[Any], path: Path) -> None:
                 if curve.ratio != 1.0:
                     style = {"lw": 0.8, "alpha": 0.6}
                 elif curve.name == "k3_ratio":
-                    # On policy it has k3's value and k2's coefficient: dashed, so that both are seen.
+                    # On policy it has k3's value and k2's coefficient: dashed, so that both are visible.
                     style |= {"ls": (0, (4, 3)), "lw": 1.5, "zorder": 3}
                 axes.plot(curve.d_X, getattr(curve, what), color=ESTIMATOR_COLORS[curve.name], **style)
             axes.set_yscale("symlog", linthresh=1.0)
@@ -445,7 +446,7 @@ def draw_kl_curves(curves: Sequence[Any], path: Path) -> None:
         handles = left.get_legend_handles_labels()[0]
         handles.append(left.plot([], [], color=GREEN, lw=0.8, alpha=0.6, label="k3_ratio at r = ½ and 2")[0])
         figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
-        for name, offset in (("k2", (8, -10)), ("k3", (10, -2))):  # a dot at d = -10, with its number beside it
+        for name, offset in (("k2", (8, -10)), ("k3", (10, -2))):  # a dot at d = -10, with its number next to it
             curve, color = next(curve for curve in curves if curve.name == name), ESTIMATOR_COLORS[name]
             at = int((curve.d_X + 10).abs().argmin())
             point = float(curve.d_X[at]), float(curve.coefficient_X[at])
@@ -460,7 +461,7 @@ def estimator_label(row: Row) -> str:
 
 
 def draw_kl_enumeration(rows: Rows, path: Path) -> None:
-    """Draw how far expected value and gradient are from those of KL(pi || ref): the median a dot, the range a bar."""
+    """Draw the errors of expected value and gradient against KL(pi || ref): the median a dot, the range a bar."""
     names = list(dict.fromkeys(map(estimator_label, rows)))
     with _figure(path, 10.6, 3.7, {"axes.grid.axis": "x", "axes.titlepad": 12}) as figure:
         panels = (("value_error", "Expected value"), ("reverse_error", "Expected gradient"))
@@ -488,9 +489,9 @@ def draw_kl_enumeration(rows: Rows, path: Path) -> None:
 
 
 def draw_kl_training(runs: Rows, records: Mapping[str, Rows], score: str, max_grad_norm: float, path: Path) -> None:
-    """Draw a row of panels for each learning rate, a line for each run; `records` are a run's steps, by its name.
+    """Draw a row of panels for each learning rate, with one line per run. records: steps of a run, by its name.
 
-    score: of SCORES, in the last panel; on held-out questions, greedy, before and after, it is a dot there.
+    score: a key of SCORES, for the last panel; on held-out questions (greedy, before and after) it is a dot there.
     """
     panels = {**TRAINED, score: SCORES[score]}
     rates = list(dict.fromkeys((run["rate"], run["lr"]) for run in runs))
@@ -531,7 +532,7 @@ def draw_kl_training(runs: Rows, records: Mapping[str, Rows], score: str, max_gr
 def _kl_run(axes: Axes, run: Row, steps: Rows, key: str) -> None:
     values = np.array([np.nan if step.get(key) is None else step[key] for step in steps], np.float64)
     if key not in SCORES:
-        values[values <= 0] = np.nan  # the first step stands at its reference, and 0 has no place on a log axis
+        values[values <= 0] = np.nan  # the first step equals its reference, and 0 cannot be shown on a log axis
     color = ESTIMATOR_COLORS[run["estimator"]]
     axes.plot([step["step"] for step in steps], values, color=color, lw=1.4, alpha=0.85)
     if key in SCORES:
@@ -543,19 +544,20 @@ def _kl_run(axes: Axes, run: Row, steps: Rows, key: str) -> None:
 
 
 def draw_kl_run(steps: Rows, d_P: Any, path: Path) -> None:
-    """Draw each estimator's mean value with two standard errors and its largest coefficient over a run's stored steps,
-    and a histogram of d over all their tokens. steps, d_P: of studies/kl_run.py."""
+    """Draw each estimator's mean value and largest coefficient over a run's stored steps, and a histogram of d. The
+    mean has two standard errors; the histogram is over all tokens of the steps. steps, d_P: of studies/kl_run.py."""
     with _figure(path, 14.4, 4.0, {"axes.titlepad": 10, "axes.titlesize": 10}) as figure:
         value, coefficient, spread = figure.subplots(1, 3)
         numbers = [row["step"] for row in steps]
         for name, color in ESTIMATOR_COLORS.items():
             found = [row["estimators"][name] for row in steps]
-            # Where the policy drew its tokens itself, k3_ratio has k3's value and k2's coefficient: dashed, to be seen.
+            # On tokens that the policy itself sampled, k3_ratio has k3's value and k2's coefficient: dashed, to be
+            # visible.
             style: dict[str, Any] = {"color": color, "marker": "o", "ms": 4, "lw": 2.2}
             style |= {"ls": (0, (4, 3)), "lw": 1.2, "ms": 2, "zorder": 3} if name == "k3_ratio" else {}
             bars = [2 * (one["standard_error"] or 0.0) for one in found]
             value.errorbar(numbers, [one["mean"] for one in found], bars, elinewidth=0.8, label=name, **style)
-            largest = [one["c_largest"] or np.nan for one in found]  # 0 has no place on a log axis
+            largest = [one["c_largest"] or np.nan for one in found]  # 0 cannot be shown on a log axis
             coefficient.plot(numbers, largest, **style)
         value.set_yscale("symlog", linthresh=1.0)
         value.axhline(0, color=AXIS, lw=0.8, zorder=0)
@@ -582,8 +584,8 @@ CREDIT_LABELS = {
 
 
 def draw_credit(rows: Rows, path: Path) -> None:
-    """Draw how far the direction of each rule's expected gradient is off, and its variance: the median of the policies
-    a dot, the middle half a bar. rows: of studies/credit.py, each in the first setting that it was enumerated in."""
+    """Draw the error in direction and the variance of each rule's expected gradient, over the policies. The median is a
+    dot, the middle half a bar. rows: of studies/credit.py, each for its first enumerated setting."""
     with _figure(path, 10.6, 1.2 + 0.24 * len(rows), {"axes.grid.axis": "x", "axes.titlepad": 10}) as figure:
         panels = (
             ("direction", "Bias in direction", "|mean − s · truth| / |s · truth|"),
@@ -615,7 +617,7 @@ MOST_LABELS = 12  # parts of a model that are named on the axis
 
 
 def draw_mask(figures: Row, labels: Mapping[str, str], path: Path) -> None:
-    """Draw what each treatment costs and where its gradient points. figures: of mask.json. labels: treatments in
+    """Draw the cost and the gradient direction of each treatment. figures: of mask.json. labels: treatments in
     words."""
     treatments = figures["treatments"]
     with _figure(path, 10.4, 7.4, {}, {"w_pad": 0.12, "h_pad": 0.12}) as figure:
@@ -634,7 +636,7 @@ def draw_mask(figures: Row, labels: Mapping[str, str], path: Path) -> None:
 
 
 def _mask_step(axes: Axes, treatments: Row, labels: Mapping[str, str]) -> None:
-    """Draw a bar a treatment, put together from the parts of a step."""
+    """Draw one bar per treatment, composed of the parts of a step."""
     names = list(labels)
     left = [0.0] * len(names)
     for key, label, color in STEP_PARTS:
@@ -655,7 +657,7 @@ def _mask_step(axes: Axes, treatments: Row, labels: Mapping[str, str]) -> None:
 
 
 def _mask_gradient(axes: Axes, treatments: Row, labels: Mapping[str, str]) -> None:
-    """Draw the cosine with the masked gradient, part by part; a dashed line is that of all parts together."""
+    """Draw the cosine with the masked gradient for each part; a dashed line is for all parts together."""
     parts = list(treatments["masked"]["gradient_parts"])
     for name in ("zeroed", "removed", "in_loss"):
         color, one = TREATMENT_COLORS[name], treatments[name]
@@ -677,7 +679,7 @@ def _mask_gradient(axes: Axes, treatments: Row, labels: Mapping[str, str]) -> No
 
 
 def _mask_sweep(axes: Axes, sweep: Rows, key: str, labels: Mapping[str, str], faint: bool = False) -> None:
-    """Draw a line a treatment against the share of retrieved tokens."""
+    """Draw one line per treatment against the share of retrieved tokens."""
     for name, label in labels.items():
         second = name in DASHED
         axes.plot(
@@ -702,10 +704,10 @@ def _mask_sweep(axes: Axes, sweep: Rows, key: str, labels: Mapping[str, str], fa
 
 
 def draw_systems(rows: Rows, records: Mapping[str, Rows], claims: Mapping[str, tuple[str, str]], path: Path) -> None:
-    """Draw three panels in a row for each system: reward, exact match and its own claim on held-out questions over the
-    steps; the control in grey. `records`: metrics by a run's name; `claims`: (key, label) by system.
+    """Draw reward, exact match and a system's own claim on held-out questions over the steps, one row per system. The
+    control is grey. records: metrics by run name. claims: (key, label) by system.
 
-    Every point is an evaluation of all held-out questions, greedy.
+    Every point is a greedy evaluation of all held-out questions.
     """
     systems = list(dict.fromkeys(row["system"] for row in rows))
     with _figure(path, 9.6, 2.3 * len(systems), {"axes.titlepad": 8}) as figure:
@@ -733,10 +735,11 @@ def _system_curve(axes: Axes, records: Rows, name: str, control: bool) -> None:
 
 
 def draw_methods(rows: Rows, measure: str, budget: float, path: Path) -> None:
-    """Draw a row of panels for each condition: the measure over computed tokens, and over seconds; a method a colour,
-    its mean over seeds and the band of Student's interval; controls dotted, without bands.
+    """Draw a row of panels for each condition: the measure over computed tokens, and over seconds. A method has a
+    colour, its mean over seeds and the band of Student's interval; controls are dotted, without bands.
 
-    A curve ends where the first of its seeds does. Between evaluations it is linear."""
+    A curve ends where the first of its seeds ends. Between evaluations it is linear.
+    """
     conditions = list(dict.fromkeys(row["condition"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     with _figure(path, 9.6, 3.4 * len(conditions), {"axes.titlepad": 8}) as figure:
@@ -780,6 +783,6 @@ def _band(axes: Axes, curves: Sequence[Rows], axis: str, measure: str, color: st
     if len(curves) > 1 and not control:
         halves = np.array([seed_interval(list(column)).half or 0.0 for column in values_SP.T])
         band = values_SP.mean(0) + np.outer((-1, 1), halves)
-        if measure != "reward":  # em and f1 lie between 0 and 1
+        if measure != "reward":  # em and f1 are between 0 and 1
             band = band.clip(0, 1)
         axes.fill_between(places, *band, color=color, alpha=0.12, lw=0)

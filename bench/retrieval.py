@@ -1,15 +1,15 @@
-"""`thresher bench retrieval`: the engine's indexes beside torch, numpy and FAISS, over 10^4 to 10^6 vectors and more.
+"""`thresher bench retrieval`: the engine's indexes next to torch, numpy and FAISS, over 10^4 to 10^6 vectors and more.
 
-For every set of vectors: prove that the flat index and all peers find the same. Then for every kind: build it in a
-process of its own; follow its recall as the search parameter (nprobe, efSearch) rises; choose the least value whose
-recall at 5 is .95, and time it beside all peers in batches from 1 to 512. Last, a server under 64 connections. The
-command ends with status 1 if a flat index is not exact. What a budget cuts off is reported.
+For every set of vectors, check that the flat index and all peers find the same. Then for every kind of index: build it
+in a separate process; measure its recall as the search parameter (nprobe, efSearch) rises; choose the least value with
+a recall at 5 of .95, and time it against all peers in batches from 1 to 512. Last, test a server with 64 connections.
+The command ends with status 1 if a flat index is not exact. Parts cut off by a budget are reported.
 
     recall      at k, against the exact answer, over 512 questions; a row counts by its score in float64
-    ratio       a peer's time by ours, of neighbouring calls
+    ratio       a peer's time / ours, of neighbouring calls
     speedup     the ratio of the faster of torch and FAISS, which search exactly
 
-The engine's search is timed with the second scoring of rows in float64, without encoding a question.
+The engine's search is timed with its float64 rescoring, without encoding of questions.
 
 Axes: N vectors, Q queries, D dimension, K hits.
 """
@@ -46,7 +46,7 @@ from thresher.retrieval.indexes.kinds import Kind, estimate, parse_kind
 
 K = 10
 PROOF = 64
-CELL_SECONDS = 8.0  # of timed rounds, within FEWEST and MOST
+CELL_SECONDS = 8.0  # of timed rounds, between FEWEST and MOST of them
 FEWEST, MOST = 3, 50
 OUT_OF_TIME = "the budget was used up"
 FLAT = "flat"
@@ -57,7 +57,7 @@ CURVE_BATCH = 64
 SETTLE_SECONDS = 0.05
 RECALLS = (1, 5, 10)
 PARAMETERS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# What float32 may add to or take from a score of unit vectors, whatever the order of its sum.
+# Largest difference that float32 makes in a score of unit vectors, for any order of the sum.
 ROUNDING = 1e-5
 
 Search = Callable[[Vectors, int], Rows]
@@ -67,12 +67,12 @@ Search = Callable[[Vectors, int], Rows]
 
 
 def exact_peers(vectors_ND: Vectors) -> dict[str, Search]:
-    """Return torch, numpy and FAISS over `vectors_ND`, float32, which none of them copies.
+    """Return torch, numpy and FAISS searches over `vectors_ND`, float32, which none of them copies.
 
     Each gets queries [Q, D] and k and returns rows [Q, k], best first; all use the machine's threads (OMP_NUM_THREADS).
     """
     with warnings.catch_warnings():
-        # The file's map is read-only, and so is all that is done with it.
+        # The mapped file is read-only, and it is only read.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         tensor_ND = torch.from_numpy(vectors_ND)
 
@@ -82,7 +82,7 @@ def exact_peers(vectors_ND: Vectors) -> dict[str, Search]:
 
     def by_numpy(query_QD: Vectors, k: int) -> Rows:
         score_QN = query_QD @ vectors_ND.T
-        # Row by row, for all at once would hold indices of 8 bytes for every score.
+        # Row by row, because all at once would hold 8-byte indices for every score.
         best_QK = np.stack([np.argpartition(score_N, -k)[-k:] for score_N in score_QN])
         order_QK = np.argsort(-np.take_along_axis(score_QN, best_QK, 1), axis=1)
         return np.take_along_axis(best_QK, order_QK, 1)
@@ -95,7 +95,7 @@ def exact_peers(vectors_ND: Vectors) -> dict[str, Search]:
 
 
 def ours(top: Callable[[Vectors, int], list[Found]]) -> Search:
-    """Return a search of the engine as a contender: row -1 where it found fewer than k."""
+    """Return an engine search as a contender: row -1 if it found fewer than k."""
 
     def search(query_QD: Vectors, k: int) -> Rows:
         row_QK = np.full((len(query_QD), k), -1, np.int64)
@@ -107,7 +107,7 @@ def ours(top: Callable[[Vectors, int], list[Found]]) -> Search:
 
 
 def bare(index: Any, name: str, value: int) -> Search:
-    """Return a search of FAISS's structure `index` without our rescoring, its parameter `name` set."""
+    """Return a search of FAISS's structure `index` without our rescoring, with its parameter `name` set."""
 
     def search(query_QD: Vectors, k: int) -> Rows:
         faiss.ParameterSpace().set_index_parameter(index, name, value)
@@ -137,8 +137,8 @@ class ExactAnswers:
         return None
 
     def recall(self, row_QK: Rows, k: int) -> float:
-        """Return recall at k of rows [Q, >= k] found for the first Q queries: the share whose score is at least the
-        exact k-th, so that equal passages count for each other."""
+        """Return recall at k of rows [Q, >= k] found for the first Q queries. It is the share with a score of at least
+        the exact k-th, so that equal passages count for each other."""
         good = 0
         for number, row_K in enumerate(row_QK[:, :k]):
             kth = self._score_QK[number, k - 1]
@@ -168,13 +168,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class RecallCurve:
-    """Points by rising parameter, and the ms of the exact searches that were measured among them, by name."""
+    """Points by rising parameter, and the ms of the exact searches that were measured in between, by name."""
 
     points: Sequence[Point]
     exact: dict[str, list[float]]
 
     def chosen(self) -> Point | None:
-        """Return the point of the least parameter whose recall at 5 is at least .95; None if there is none."""
+        """Return the point of the least parameter with a recall at 5 of at least .95; None if there is none."""
         return next((point for point in self.points if point.wanted >= WANTED), None)
 
     def best(self) -> float:
@@ -182,7 +182,7 @@ class RecallCurve:
         return max((point.wanted for point in self.points), default=0.0)
 
     def record(self) -> dict[str, Any]:
-        """Return the curve as a row keeps it; `speedup` over the faster of the exact searches."""
+        """Return the curve in the format of a row; `speedup` over the faster of the exact searches."""
         fastest = min((spread(ms)["p50"] for ms in self.exact.values()), default=float("nan"))
         return {
             "batch": CURVE_BATCH,
@@ -200,7 +200,7 @@ class RecallCurve:
 
 
 def rotation(search: Search, query_QD: Vectors, size: int, k: int) -> Callable[[], Rows]:
-    """Return a call that searches for the next `size` of the queries, over and over."""
+    """Return a call that searches for the next `size` of the queries, cyclically."""
     starts = count(0, size)
 
     def call() -> Rows:
@@ -211,11 +211,11 @@ def rotation(search: Search, query_QD: Vectors, size: int, k: int) -> Callable[[
 
 
 def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Mapping[str, Search], deadline: float) -> RecallCurve:
-    """Measure the curve of `search` over the queries of `truth`; `deadline` (time.monotonic) ends it early, with the
-    batches done so far.
+    """Measure the curve of `search` over the queries of `truth`, with the batches done until `deadline`.
 
-    All values take turns, batch of 64 by batch of 64, with the exact searches among them. The first batch goes up the
-    scale and finds where to stop, at a recall of .99. Recall is counted over all batches.
+    deadline: on the clock of time.monotonic. All values are timed in turn, in batches of 64, together with the exact
+    searches. The first batch goes through rising values and stops at a recall of .99. Recall is counted over all
+    batches.
     """
     exact: dict[str, list[float]] = {name: [] for name in peers}
     points: list[Point] = []
@@ -246,7 +246,7 @@ def follow(search: ApproximateSearch, truth: ExactAnswers, peers: Mapping[str, S
 
 def _parameters(search: ApproximateSearch, k: int) -> list[int]:
     least, most = search.span(k)
-    # All there is, where that is a step away.
+    # The largest value, if it is one step away.
     return [value for value in PARAMETERS if least <= value < most] + ([most] if most < 2 * PARAMETERS[-1] else [])
 
 
@@ -258,8 +258,8 @@ def _measure(search: ApproximateSearch, point: Point, batch_QD: Vectors, k: int)
 
 
 def settle() -> None:
-    """Sleep before a search is timed: threads of the libraries that searched before go on waiting busily for some 25 ms
-    (OpenBLAS's, for 2^26 cycles), and the next search would pay for it."""
+    """Sleep before a search is timed, so that threads of the previous search do not slow it down. Libraries' threads
+    spin for about 25 ms after a search (OpenBLAS's, for 2^26 cycles)."""
     time.sleep(SETTLE_SECONDS)
 
 
@@ -275,9 +275,9 @@ def _timed(search: Search, batch_QD: Vectors, k: int) -> tuple[float, Rows]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalBench:
-    """Options. sizes: numbers of synthetic vectors; kinds: as `index build` reads them, without flat, which is
-    always measured; source: the real passages that come first; work: folder that keeps vectors and structures, a
-    temporary one for None; server_seconds: 0 for none; budget: seconds."""
+    """Options. sizes: numbers of synthetic vectors; kinds: as in `index build`, without flat, which is always measured;
+    source: real passages, measured first; work: folder that keeps vectors and structures, None for a temporary one;
+    server_seconds: 0 for none; budget: seconds."""
 
     sizes: Sequence[int] = (10_000, 100_000, 1_000_000)
     dim: int = 768
@@ -291,7 +291,7 @@ class RetrievalBench:
 
 @dataclass(slots=True)
 class BenchRun:
-    """One run of the bench: where rows go, and until when."""
+    """One run of the bench: where rows are written, and its deadline."""
 
     bench: RetrievalBench
     head: dict[str, Any]
@@ -311,8 +311,8 @@ class BenchRun:
 def run_retrieval_bench(
     bench: RetrievalBench, out: str | Path | None = None, plot: str | Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Returns the rows; `failure` says
-    if an exact search was wrong."""
+    """Measure, append the rows to `out` as they are made, draw `plot`, print tables. Return the rows; `failure` tells
+    whether an exact search was wrong."""
     check_files(out, plot)
     head = {"bench": "retrieval", **facts(("faiss-cpu", "numpy"))}
     run = BenchRun(bench, head, out, time.monotonic() + bench.budget, [], {})
@@ -339,7 +339,7 @@ def run_retrieval_bench(
 
 
 def read_source(corpus: str | None, encoder: str | None, passages: int, questions: str | None) -> PassageSource | None:
-    """Return the real passages that the command line names, None if it names none. UserError for half of it."""
+    """Return the real passages named on the command line, None if there are none. UserError for half of the options."""
     if corpus is None and encoder is None and questions is None:
         return None
     if corpus is None or encoder is None:
@@ -348,13 +348,13 @@ def read_source(corpus: str | None, encoder: str | None, passages: int, question
 
 
 def failure(rows: Sequence[dict[str, Any]]) -> str | None:
-    """Return one sentence if the flat index was wrong anywhere; None if all is well."""
+    """Return one sentence if the flat index was wrong anywhere; else None."""
     wrong = [f"{row['shape']['passages']} vectors: {row['wrong']['flat']}" for row in rows if row.get("wrong")]
     return f"the flat index is not exact over {wrong[0]}" if wrong else None
 
 
 def _sets(bench: RetrievalBench, folder: Path, run: BenchRun) -> Iterator[tuple[str, Callable[[], VectorSet | None]]]:
-    """Yield (name, a call that makes it) of each set, the real one first."""
+    """Yield (name, a call that makes it) for each set, the real one first."""
     if bench.source is not None:
         yield f"{bench.source.passages:,} real passages", partial(real_set, bench.source, folder, run.deadline)
     for size in sorted(set(bench.sizes)):
@@ -382,7 +382,7 @@ def measure_set(made: VectorSet, run: BenchRun) -> None:
     for kind in kinds:
         name = f"{kind.name} over {rows:,} x {dim} {made.made}"
         needed = estimate(kind, rows, dim)
-        # Beside the structure and the vectors themselves, a peer holds the scores of a whole batch.
+        # In addition to the structure and the vectors, a peer holds the scores of a whole batch.
         memory = needed.ram_bytes + 4 * rows * (max(run.bench.batches) + (0 if kind.exact else dim))
         if memory > cpu_memory()[0]:
             run.left_out[name] = f"{show_bytes(memory)} of memory would be needed"
@@ -447,7 +447,7 @@ def measure_kind(kind: Kind, contest: Contest, name: str) -> dict[str, Any] | No
 
 
 def _batches(own: Mapping[str, Search], contest: Contest, name: str) -> dict[str, Any]:
-    """Return {batch: figures} of `own`, which are ours and FAISS's structure alone, and the peers, taking turns."""
+    """Return {batch: figures} of `own` (ours, and FAISS's structure alone) and of the peers, timed in turn."""
     run, question_QD = contest.run, contest.made.question_QD
     searches = {**own, **contest.peers}
     found: dict[str, Any] = {}
@@ -478,7 +478,7 @@ def _batches(own: Mapping[str, Search], contest: Contest, name: str) -> dict[str
 
 
 def _measure_server(run: BenchRun, scratch: Path) -> None:
-    """Make one row for different queries, one for repeated ones."""
+    """Make one row for different queries and one for repeated ones."""
     late = time.monotonic() + 3 * run.bench.server_seconds >= run.deadline
     if late or find_spec("aiohttp") is None:
         missing = "aiohttp is not installed; the extra [serve] brings it"
@@ -491,7 +491,7 @@ def _measure_server(run: BenchRun, scratch: Path) -> None:
 
 
 def _show(run: BenchRun) -> None:
-    """Print one table of kinds, one line for each server row, and what was left out."""
+    """Print one table of kinds, one line for each server row, and the list of omissions."""
     lines = [_line(row) for row in run.rows if "batches" in row]
     if lines:
         table(

@@ -1,9 +1,9 @@
-"""The server under load, for `thresher bench retrieval`: started as a user starts it, in a process of its own.
+"""The server under load, for `thresher bench retrieval`: started as a user starts it, in its own process.
 
-It serves a flat lexical index of 5,000 passages, the first of the corpus that was given or made-up ones, so that no
-encoder takes the time that is measured. 64 connections ask runs of words out of the passages: once all of them
-different, then the same few again and again, which come from the server's cache. The load generator is one event loop
-that knows just enough HTTP, so that it needs less of the machine than the server; the figure is a lower bound.
+It serves a flat lexical index of 5,000 passages, the first of the given corpus or made-up ones, so that no encoder is
+part of the measured time. 64 connections query with runs of words from the passages: first all different, then a few
+repeatedly, which the server answers from its cache. The load generator is one event loop with a minimal HTTP client, so
+that it needs less of the machine than the server; the figure is a lower bound.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ PASSAGES, WORDS, VOCABULARY = 5000, 80, 20_000
 DIFFERENT, REPEATED = 60_000, 64
 QUERY_WORDS = 12
 SEED = 0
-WARM_UP = 1.0  # seconds that are not counted
+WARM_UP = 1.0  # uncounted seconds
 
 
 def measure_service(corpus: str | None, folder: Path, seconds: float, passages: int = PASSAGES) -> list[dict[str, Any]]:
-    """Return figures of `measure_server` for different and for repeated queries, `seconds` each, with what was served.
-    Works in `folder`. RuntimeError when the server does not start."""
+    """Return figures of `measure_server` for different and for repeated queries, with a description of the index.
+    seconds: for each. The index is built in `folder`. RuntimeError if the server does not start."""
     folder.mkdir(parents=True)
     path = folder / "corpus.jsonl"
     write_jsonl(path, _given(corpus, folder / "given", passages) if corpus else _made_up(passages))
@@ -64,7 +64,7 @@ def _given(corpus: str, cache: Path, passages: int) -> Iterator[dict[str, str]]:
 
 
 def _made_up(passages: int) -> Iterator[dict[str, str]]:
-    """Yield passages of words w0, w1, .. as frequent as words are (Zipf)."""
+    """Yield passages of words w0, w1, .. with natural word frequencies (Zipf)."""
     draw = np.random.default_rng(SEED)
     frequency_V = 1 / (np.arange(VOCABULARY) + 3)
     word_PW = draw.choice(VOCABULARY, (passages, WORDS), p=frequency_V / frequency_V.sum())
@@ -87,7 +87,7 @@ def _queries(corpus: Corpus, count: int) -> list[str]:
 
 @contextmanager
 def _server(index: Path) -> Iterator[str]:
-    """Yield the address of a server that ends with the `with`."""
+    """Yield the address of a server that is stopped at the end of the `with`."""
     arguments = ["serve-retriever", "--index", str(index), "--port", "0"]
     command = [sys.executable, "-P", "-m", "thresher.cli", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -113,12 +113,11 @@ class _Tally:
 def measure_server(
     url: str, queries: Sequence[str], connections: int = 64, seconds: float = 10.0, k: int = 3
 ) -> dict[str, Any]:
-    """Ask the server at `url` for `queries`, over and over, from so many connections for so many seconds.
+    """Query the server at `url` with `queries`, cyclically, from `connections` connections for `seconds` seconds.
 
-    Each connection asks one query at a time, the next when the answer is there. Latency is from the first byte of a
-    request to the last of its answer.
-    Returns connections, seconds, k, requests, failed (answers other than 200), requests_per_s, and p50_ms, p99_ms and
-    largest_ms of a request. Raises OSError when there is no server.
+    Each connection sends one query at a time, the next after the answer. Latency is from the first byte of a request to
+    the last of its answer. Returns connections, seconds, k, requests, failed (answers other than 200), requests_per_s,
+    and p50_ms, p99_ms and largest_ms of a request. Raises OSError if there is no server.
     """
     return asyncio.run(_measure(urlsplit(url), list(queries), connections, seconds, k))
 
@@ -132,7 +131,7 @@ async def _measure(parts: Any, queries: list[str], connections: int, seconds: fl
     streams = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(connections)]
     async with asyncio.TaskGroup() as group:
         for number, (reader, writer) in enumerate(streams):
-            # Everyone begins somewhere else, and all come past every query.
+            # Each connection starts at another query, and all go through every query.
             first = number * len(requests) // connections
             group.create_task(_ask(reader, writer, requests[first:] + requests[:first], tally))
     took = np.array(tally.seconds or [float("nan")]) * 1000

@@ -1,10 +1,10 @@
-"""The vectors of `thresher bench retrieval`, in files that stay, and the indexes that are built over them.
+"""The vectors of `thresher bench retrieval`, in files that are kept, and the indexes built over them.
 
-A folder for each set, so that a second run makes nothing twice and may be killed at any time. Real passages are drawn
-from the corpus by a fixed seed, so that a set of any size is a fair sample of it.
+Each set has a folder, so that a second run repeats nothing, and a run may be killed at any time. Real passages are
+drawn from the corpus with a fixed seed, so that a set of any size is a fair sample of it.
 
-    synthetic-1000000x768/    vectors.npy, questions.npy, and a folder for each kind that was built over them
-    real-10000x384/           vectors.npy and the folders; source.json says of which corpus and encoder
+    synthetic-1000000x768/    vectors.npy, questions.npy, and a folder for each kind of index built over them
+    real-10000x384/           vectors.npy and the folders; source.json names corpus and encoder
 
 Axes: N passages, Q questions, B rows of a chunk, D dimension, R ranks.
 """
@@ -34,7 +34,7 @@ from thresher.retrieval.indexes.vector_file import VectorFile, sample_rows
 from thresher.retrieval.questions import read_queries
 
 QUESTIONS = 512
-# Rows that are made between two looks at the clock, and synthetic ones between two writes.
+# Rows made between two checks of the clock, and synthetic rows between two writes.
 ENCODED, WRITTEN = 256, 16_384
 SOURCE_FILE, VECTORS_FILE, QUESTIONS_FILE = "source.json", "vectors.npy", "questions.npy"
 RECORD, BEGUN = "built.json", "begun"
@@ -48,10 +48,10 @@ PERCENTILES = (10, 50, 90)
 class Law:
     """The constants of synthetic vectors.
 
-    words, shares: of the vocabularies, coarse to fine (shares of a vector's variance; the rest is its own). tied: how
-    often a fine word brings its coarse ones. zipf: exponent of their frequencies. mean: squared length of m. scale:
-    deviation of the logarithm of a passage's own scale. loose: by how much a question's noise is stronger. knee, power,
-    end: of the spectrum (1 + i / knee)^-power exp(-(i / end)^2).
+    words, shares: of the vocabularies, coarse to fine (shares of a vector's variance; the rest is individual). tied:
+    probability that a fine word determines its coarse ones. zipf: exponent of their frequencies. mean: squared length
+    of m. scale: deviation of the logarithm of a passage's own scale. loose: factor by which a question's noise is
+    stronger. knee, power, end: of the spectrum (1 + i / knee)^-power exp(-(i / end)^2).
     """
 
     words: tuple[int, ...] = (35, 250, 4100)
@@ -74,18 +74,18 @@ class Law:
 
 
 class SyntheticVectors:
-    """Passages and questions of `dim` dimensions, whose neighbours lie as far away as those of real ones.
+    """Passages and questions of `dim` dimensions with the neighbour distances of real ones.
 
-    All random vectors are equally far from each other, and no list or graph can do anything with that. Here a vector is
-    a sum of what it shares with others and what is its own,
+    Independent random vectors are all equally far from each other, which no list or graph can exploit. Here a vector is
+    a sum of shared parts and an individual part,
 
         passage     unit(m + word_1 + word_2 + word_3 + scale noise)
         question    unit(m + the words of a passage + loose scale' noise')
 
     with one word from each of three vocabularies, coarse to fine, some words far more frequent than others
-    (Zipf-Mandelbrot). A fine word brings its own coarse ones along with the probability `tied`, else they are drawn
-    freely, so that clusters nest and overlap and are of all sizes. Words and noise are Gaussian with one falling
-    spectrum; m is the mean that all embeddings of a model share; `scale` (log-normal) makes some passages odd.
+    (Zipf-Mandelbrot). A fine word determines its coarse ones with the probability `tied`, else they are drawn freely,
+    so that clusters nest and overlap and have all sizes. Words and noise are Gaussian with one falling spectrum; m is
+    the mean that all embeddings of a model share; `scale` (log-normal) makes some passages outliers.
 
     The constants were fitted to all-MiniLM-L6-v2's vectors of 28,678 Wikipedia passages and HotpotQA's questions: to
     the similarities of neighbours, and to the recall of lists by their number. docs/retrieval.md has the comparison.
@@ -103,7 +103,7 @@ class SyntheticVectors:
             for count, share in zip(self.law.words, self.law.shares, strict=True)
         ]
         self._own = float(np.sqrt(1 - sum(self.law.shares)))
-        # Mandelbrot's shift keeps the first words from being everywhere.
+        # Mandelbrot's shift limits the frequency of the first words.
         frequencies = [(np.arange(count) + 1 + count**0.3) ** -self.law.zipf for count in self.law.words]
         self._until = [np.cumsum(each / each.sum()) for each in frequencies]
         self._tied = [self._drawn(until_V, self.law.words[-1], draw) for until_V in self._until[:-1]]
@@ -128,7 +128,7 @@ class SyntheticVectors:
         return question_QD[order], gold_Q[order]
 
     def _chunk(self, chunk: int) -> tuple[Vectors, Vectors]:
-        """Return what the passages of a chunk share with others, and their own noise, [B, D] each."""
+        """Return the shared part of a chunk's passages, and their own noise, [B, D] each."""
         draw = np.random.default_rng([self.seed, 1, chunk])
         common_BD = np.repeat(self._mean_D[None], CHUNK, axis=0)
         finest_B = self._drawn(self._until[-1], CHUNK, draw)
@@ -145,14 +145,14 @@ class SyntheticVectors:
 
     def _noise(self, count: int, draw: np.random.Generator) -> Vectors:
         noise_BD = draw.standard_normal((count, self.dim), np.float32) * self._deviation_D
-        # With this mean of the logarithm the mean of scale^2 is 1.
+        # With this mean of the logarithm, the mean of scale^2 is 1.
         scale_B1 = np.exp(self.law.scale * draw.standard_normal((count, 1), np.float32) - self.law.scale**2)
         noise_BD *= np.float32(self._own) * scale_B1
         return noise_BD
 
 
 def neighbours(query_QD: Vectors, vectors_ND: Vectors, ranks: Sequence[int] = RANKS) -> npt.NDArray[np.float64]:
-    """Return the 10th, 50th and 90th percentile, over the queries, of each rank's neighbour's similarity, [R, 3]."""
+    """Return the 10th, 50th and 90th percentile over the queries of the similarity at each rank, [R, 3]."""
     score_QF, _ = faiss.knn(query_QD, vectors_ND, max(ranks), metric=faiss.METRIC_INNER_PRODUCT)
     found: npt.NDArray[np.float64] = np.percentile(score_QF[:, np.array(ranks) - 1], PERCENTILES, axis=0).T
     return found
@@ -165,8 +165,8 @@ def _unit(rows_BD: Vectors) -> Vectors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VectorSet:
-    """Vectors in a file, questions [Q, D] about them, and the folder for what is built over them. `made` is synthetic
-    or real."""
+    """Vectors in a file, questions [Q, D] about them, and the folder for indexes built over them. made: synthetic or
+    real."""
 
     made: str
     vectors: VectorFile
@@ -189,8 +189,8 @@ class VectorSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassageSource:
-    """A real set to be made: `passages` of the file `corpus`, under the model in the folder `encoder`. `questions`, a
-    file, are asked; without one, runs of words out of passages."""
+    """A real set to make: `passages` of the file `corpus`, encoded with the model in the folder `encoder`. questions: a
+    file of queries; without one, runs of words from passages are used."""
 
     corpus: str
     encoder: str
@@ -219,8 +219,8 @@ def synthetic_set(rows: int, dim: int, folder: Path, deadline: float) -> VectorS
 
 
 def real_set(source: PassageSource, folder: Path, deadline: float) -> VectorSet | None:
-    """Encode the passages of `source`; None if the clock passes `deadline` before (another run goes on with it).
-    UserError as the corpus, the encoder and the questions raise it, and for a set that was begun with others."""
+    """Encode the passages of `source`; None if the clock passes `deadline` before (another run continues it). UserError
+    from the corpus, the encoder and the questions, and for a set that was started with other ones."""
     from thresher.retrieval.building.build import sample_queries
     from thresher.retrieval.encoders.learned import load_encoder
 
@@ -246,7 +246,7 @@ def real_set(source: PassageSource, folder: Path, deadline: float) -> VectorSet 
 
 
 def synthetic_near(real: VectorSet) -> npt.NDArray[np.float64]:
-    """Return `near` of synthetic vectors of the same number and width."""
+    """Return `near` of synthetic vectors of the same number and dimension."""
     world = SyntheticVectors(real.vectors.dim)
     vectors_ND = np.concatenate(list(world.passages(real.vectors.rows)))
     return neighbours(world.questions(128, real.vectors.rows)[0], vectors_ND)
@@ -263,15 +263,15 @@ def _check_source(folder: Path, wanted: dict[str, str]) -> None:
             raise UserError(f"{folder}: holds vectors of another {name}; give another --work, or remove the folder")
 
 
-# An index of bare vectors is built in a process of its own, by the code of `thresher index build` between encoding and
-# tuning. Its memory is VmHWM: the most that was resident at once, the mapped part of the vectors' file included. What a
-# folder holds is built once; a build that was cut off is gone on with, and its figures say so.
+# An index of bare vectors is built in a separate process, by the code of `thresher index build` between encoding and
+# tuning. Its memory is VmHWM: the peak resident memory, including the mapped part of the vectors' file. An existing
+# index is not rebuilt; an interrupted build is continued, and its figures say so.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """A structure on the disk: seconds and bytes of memory of the process that finished it, bytes of the file, and
-    whether it had gone on with what another left."""
+    """A structure on disk. It has seconds and bytes of memory of the process that finished it, bytes of the file, and
+    whether it continued an interrupted build."""
 
     folder: Path
     seconds: float
@@ -285,8 +285,8 @@ class Built:
 
 
 def built(kind: Kind, vectors: VectorFile, folder: Path, seconds: float) -> Built | None:
-    """Build the structure of `kind` over `vectors` in `folder`, unless it is there; None if `seconds` did not suffice.
-    RuntimeError, with its last line, when the process fails."""
+    """Build the structure of `kind` over `vectors` in `folder`, unless it exists; None if `seconds` did not suffice.
+    RuntimeError, with its last line, if the process fails."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / RECORD).is_file():
         arguments = [str(vectors.path), str(vectors.rows), str(vectors.dim), kind.name, str(folder)]
@@ -314,7 +314,7 @@ def _build(path: Path, rows: int, dim: int, name: str, folder: Path) -> None:
 
 
 def _peak_bytes() -> int:
-    """Return VmHWM of this process; what its parent had is not in it, as it would be in `ru_maxrss`."""
+    """Return VmHWM of this process; unlike `ru_maxrss`, it does not include the parent's memory."""
     lines = Path("/proc/self/status").read_text("utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 

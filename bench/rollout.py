@@ -1,24 +1,24 @@
-"""`thresher bench rollout`: our rollout beside Hugging Face's, on the same model and lengths, in turn in one process.
+"""`thresher bench rollout`: our rollout compared with Hugging Face's, on the same model and lengths, in one process.
 
-For every shape: make the model and the texts; hold the log-probs that our side recorded to a forward of our own over
-the finished sequences and to one of the peer's model; measure the machine's bare rates; then let the sides take turns.
-A row is one peer beside ours; a peer that cannot run gets its reason in place of figures. The shape `tail` is
+For every shape: make the model and the texts; compare the log-probs that our side recorded with a forward of our own
+over the finished sequences and with one of the peer's model; measure the machine's bare rates; then time the sides in
+turn. A row compares one peer with ours; a peer that cannot run gets a reason in place of figures. The shape `tail` is
 measured without peers (rollout_tail.py).
 
-    ours_tokens_per_s    sampled tokens by wall seconds, and so the peer's
-    ratio, cpu_ratio     the peer's seconds by ours, of neighbouring rounds: wall, CPU of all threads
+    ours_tokens_per_s    sampled tokens / wall seconds; likewise for the peer
+    ratio, cpu_ratio     the peer's seconds / ours, of neighbouring rounds: wall, CPU of all threads
     ratio_rollout        the median of `ratio`
     prefill_tokens       asked: contexts as a caller of a function from contexts to tokens submits them; ours and peer:
-                         what went through the model, sampled tokens that were fed back left out
-    floor_share          the floor by ours, by the peer's
-    host_share           of our rollout's time, what was not spent in forwards, sampling and searches
+                         tokens that went through the model, without sampled tokens that were fed back
+    floor_share          floor / our seconds, floor / the peer's
+    host_share           share of our rollout's time outside of forwards, sampling and searches
 
 The floor is the arithmetic at the rate of a bare matmul, or the memory traffic at the rate of a bare copy, whichever is
-longer, of an engine that computes nothing twice and keeps the whole batch together: a prompt once for its group, a
-passage once for its sample, every sampled token once; weights are read once for each token that a trajectory writes; of
-keys and values each sequence reads its own, a group the shared ones once. EviOmni's (q, P, r) is a part of the
-trajectory, and q a part of the prompt: only the evidence of (q, e) is fed anew. Norms, rotations, softmax and sampling
-are left out.
+longer, of an engine that computes nothing twice and keeps the whole batch together: a prompt once per group, a passage
+once per sample, every sampled token once. Weights are read once for each token position that trajectories sample; keys
+and values are read per sequence, and shared ones once per group. EviOmni's (q, P, r) is a prefix of the trajectory, and
+q a prefix of the prompt: only the evidence of (q, e) is fed anew. Norms, rotations, softmax and sampling are not
+counted.
 """
 
 import gc
@@ -58,16 +58,16 @@ PEERS: dict[str, tuple[str, ...]] = {
     "generate_batch": ("generate_batch",),
     "none": (),
 }
-TAIL = "tail"  # the shape of unequal lengths, which has no peer
+TAIL = "tail"  # the shape with unequal lengths, which has no peer
 LARGEST_GAP = 1e-4  # nats, in float32
 LogitsOf = Callable[[list[int]], torch.Tensor]  # ids of a sequence -> logits [T, V]
-PROVED = 8  # sequences of a shape's first round that are held to both models
+PROVED = 8  # sequences of a shape's first round that are compared with both models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBench:
-    """Options: names of ROLLOUT_SHAPES, a name of PEERS, in float32 on `device`. threads None: as torch has them.
-    budget: seconds for each name, after which no round begins; a round of every side is measured in any case."""
+    """Options: names of ROLLOUT_SHAPES, a name of PEERS, in float32 on `device`. threads None: torch's current number.
+    budget: seconds for each name, after which no round starts; one round of every side is always measured."""
 
     shapes: Sequence[str] = tuple(ROLLOUT_SHAPES)
     peer: str = "both"
@@ -97,7 +97,7 @@ class Round:
 
 @dataclass(slots=True)
 class Rounds:
-    """The rounds of all sides, and the reasons of peers that have none."""
+    """The rounds of all sides, and the reasons for peers without rounds."""
 
     ours: list[Round] = field(default_factory=list)
     peers: dict[str, list[Round]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Rounds:
 
 
 def timed(side: Side) -> Round:
-    """Time one round, and drop what it wrote."""
+    """Time one round, and drop its samples."""
     gc.collect()
     wall, cpu = time.perf_counter(), time.process_time()
     work = side.run()
@@ -121,7 +121,7 @@ def timed(side: Side) -> Round:
 def take_turns(ours: Side, peers: Sequence[Side], rounds: int, deadline: float, into: Rounds) -> None:
     """Time up to `rounds` of each, at least one, as long as another fits before `deadline` (time.monotonic).
 
-    A peer that fails leaves with its reason, and the others go on; if ours fails, the bench ends.
+    A peer that fails is dropped with its reason, and the others continue; if ours fails, the bench ends.
     """
     into.peers.update({peer.name: [] for peer in peers})
     longest = 0.0
@@ -137,7 +137,7 @@ def take_turns(ours: Side, peers: Sequence[Side], rounds: int, deadline: float, 
                 continue
             try:
                 into.peers[side.name].append(timed(side))
-            except Exception as error:  # whatever a peer's library may raise
+            except Exception as error:  # a peer's library may raise anything
                 into.fail(side.name, error)
         longest = max(longest, time.monotonic() - started)
 
@@ -145,7 +145,7 @@ def take_turns(ours: Side, peers: Sequence[Side], rounds: int, deadline: float, 
 def run_rollout_bench(
     bench: RolloutBench, out: str | Path | None = None, plot: str | Path | None = None
 ) -> list[dict[str, Any]]:
-    """Prove, measure, append the rows to `out` as they are made, print a table, draw `plot`. Returns the rows."""
+    """Verify, measure, append the rows to `out` as they are made, print a table, draw `plot`; return the rows."""
     resolve_device(bench.device)
     if PEERS[bench.peer] and set(bench.shapes) != {TAIL} and find_spec("transformers") is None:
         raise UserError(
@@ -175,17 +175,17 @@ def run_rollout_bench(
 
 
 def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
-    """Measure one shape. Returns a row for each peer, or one alone."""
+    """Measure one shape; return one row per peer, or a single one without peers."""
     begun, budget = time.monotonic(), bench.budget / len(ROLLOUT_SHAPES[shape.name])
     head = {"bench": "rollout", **facts(("transformers",))}
     setting = make_rollout_setting(shape, torch.device(bench.device))
     ours = make_ours(setting)
     found = Rounds()
     peers, model = _peers(setting, PEERS[bench.peer], found)
-    first = ours.run()  # warms up as well
+    first = ours.run()  # also warms up
     try:
         gaps = prove(setting, first.written, None if model is None else model.logits)
-    except Exception as error:  # whatever a peer's library may raise; what is wrong with ours comes again
+    except Exception as error:  # a peer's library may raise anything; an error of ours is raised again
         gaps = prove(setting, first.written)
         for peer in peers:
             found.fail(peer.name, error)
@@ -199,7 +199,7 @@ def measure(bench: RolloutBench, shape: RolloutShape) -> list[dict[str, Any]]:
         try:
             peer.settle(begun + budget / 2)
             ready.append(peer)
-        except Exception as error:  # whatever a peer's library may raise
+        except Exception as error:  # a peer's library may raise anything
             found.fail(peer.name, error)
     floor = floor_seconds(shape, measure_rates(torch.device(bench.device)))
     take_turns(ours, ready, bench.rounds, begun + budget, found)
@@ -228,7 +228,7 @@ def _peers(setting: RolloutSetting, names: Sequence[str], found: Rounds) -> tupl
         return [], None
     try:
         model = HuggingFace(setting)
-    except Exception as error:  # whatever a peer's library may raise
+    except Exception as error:  # a peer's library may raise anything
         for name in names:
             found.fail(name, error)
         return [], None
@@ -242,9 +242,9 @@ def prove(
     theirs: LogitsOf | None = None,
     limit: float = LARGEST_GAP,
 ) -> dict[str, float]:
-    """Hold log-probs that were recorded while sampling to a forward over the finished sequences, ours and the peer's.
+    """Compare log-probs recorded while sampling with a forward over the finished sequences, ours and the peer's.
 
-    `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats, NaN where one of
+    `theirs` maps the ids of a sequence to its logits [T, V]. Returns the largest differences in nats, NaN if one of
     them is; RuntimeError if one exceeds `limit`.
     """
     models: dict[str, LogitsOf] = {"recomputed": lambda ids: setting.policy.logits(torch.tensor(ids))}
@@ -272,7 +272,7 @@ def gaps_of(logits_TV: torch.Tensor, one: Written, vocab: int) -> torch.Tensor:
 
 
 def _beside(shape: RolloutShape, ours: Sequence[Round], peer: Sequence[Round], floor: float) -> dict[str, Any]:
-    """Return what a row says of both sides; None for what a peer without rounds, or a side, cannot say."""
+    """Return the figures of both sides for a row; None for a peer without rounds, and for unknown figures."""
     hosts = [r.work.host_share for r in ours if r.work.host_share is not None]
     sides = {"ours": ours, "peer": peer}
     works = {name: rounds[-1].work if rounds else Work() for name, rounds in sides.items()}
@@ -302,7 +302,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         return "-" if values is None else f"{values['p50']:,.0f}"
 
     table(
-        "rollout, sampled tokens/s (medians), and the peer's seconds by ours (p20 to p80)",
+        "rollout, sampled tokens/s (medians), and the peer's seconds / ours (p20 to p80)",
         ("", "ours", "peer", "ratio", "by CPU seconds", "ours, of floor"),
         [
             (
@@ -323,8 +323,8 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`tokens` fed one behind the other from position `start` on, in `copies` sequences; of what they attend to,
-    `shared` positions belong to `group` of them at a time. written: token by token."""
+    """`tokens` fed consecutively from position `start` on, in `copies` sequences. Of the positions that they attend to,
+    `shared` are common to `group` sequences at a time. written: fed token by token."""
 
     start: int
     tokens: int
@@ -335,7 +335,7 @@ class Stretch:
 
 
 def stretches(shape: RolloutShape) -> list[Stretch]:
-    """Return all that has to be fed. The last token of a sequence need not be, for nothing follows it."""
+    """Return all tokens that have to be fed. The last token of a sequence is not, because nothing follows it."""
     found = [Stretch(0, shape.prompt, shape.questions)]
     at = shape.prompt
     for turn, tokens in enumerate(shape.turns):

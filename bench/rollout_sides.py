@@ -1,9 +1,9 @@
 """The sides of `thresher bench rollout`: our Generator, our rollout with an episode, and transformers' two calls.
 
-`generate` gets a group's prompt once for each sample, padded on the left where lengths differ; `generate_batch`
-(continuous batching) gets it once and shares it, and has a tenth more blocks than the call can fill: on a CPU its
-attention runs over all of them. Both sample from the full distribution, and each call begins with an empty cache.
-Transformers is imported when its model is made.
+`generate` gets a group's prompt once per sample, padded on the left if lengths differ. `generate_batch` (continuous
+batching) gets it once and shares it; it has a tenth more blocks than the call can fill, because on a CPU its attention
+runs over all of them. Both sample from the full distribution, and each call starts with an empty cache. Transformers is
+imported when its model is made.
 """
 
 import logging
@@ -41,21 +41,22 @@ from thresher.retrieval.retriever import Retriever
 from thresher.rewards.reward import RewardResult, Source
 
 TEMPLATE = "{question}{passages}"
-STOP = "</NotToBeSpelledByChance>"  # every turn has one length, so its tag must not be sampled
+STOP = "</NotToBeSpelledByChance>"  # every turn has a fixed length, so its tag must not be sampled
 PAD = 0
 PAGE = 16
-SPARE = 1.1  # blocks by those that can be filled: the scheduler of generate_batch keeps some free
-BATCH_TOKENS = 2048  # that generate_batch feeds at most in one forward
+SPARE = 1.1  # blocks / those that can be filled: the scheduler of generate_batch keeps some free
+BATCH_TOKENS = 2048  # maximum tokens of one forward of generate_batch
 
-# contexts, samples of each, tokens of a sample -> ids of all samples, those of a context side by side
+# contexts, samples of each, tokens of a sample -> ids of all samples, with those of a context adjacent
 Ask = Callable[[list[list[int]], int, int], list[list[int]]]
 
 
 def play(setting: RolloutSetting, ask: Ask) -> None:
     """Play one round by submitting every context anew, as users of `generate` and of our Generator do.
 
-    After each turn of a search the whole text so far goes in again, with the passage appended; EviOmni's answers are
-    asked for in three contexts, (q, P, r, e), (q, P, r) and (q, e). Raises RuntimeError for a sample of another length.
+    After each turn of a search, the whole text so far is submitted again, with the passage appended. EviOmni's answers
+    are sampled in three contexts, (q, P, r, e), (q, P, r) and (q, e). Raises RuntimeError for a sample of another
+    length.
     """
 
     def checked(contexts: list[list[int]], copies: int, tokens: int) -> list[list[int]]:
@@ -91,7 +92,7 @@ def _each(contexts: Sequence[list[int]], copies: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A sequence of ids, and the log-probs that were recorded when those at `positions` were sampled."""
+    """A sequence of ids, and the log-probs recorded when the tokens at `positions` were sampled."""
 
     ids: list[int]
     positions: list[int]
@@ -100,7 +101,7 @@ class Written:
 
 @dataclass(slots=True)
 class Work:
-    """The work of a round, as far as the side can tell: tokens prefilled, forwards, the host's share of the time."""
+    """The work of a round, as far as the side reports it: tokens prefilled, forwards, the host's share of the time."""
 
     prefilled: int | None = None
     forwards: int | None = None
@@ -151,7 +152,7 @@ class GeneratorSide:
 
 
 class RolloutSide:
-    """The engine's rollout around an episode whose turns have the lengths of the shape. limits: more of them."""
+    """The engine's rollout around an episode whose turns have the lengths of the shape. limits: additional limits."""
 
     name = "rollout"
 
@@ -191,7 +192,7 @@ class RolloutSide:
         )
 
     def sample(self) -> list[Trajectory]:
-        """Return a round's trajectories, each with the lengths of the shape; other seeds in every round."""
+        """Return a round's trajectories, each with the lengths of the shape; every round has other seeds."""
         shape = self.setting.shape
         self.rounds += 1
         jobs = [
@@ -231,7 +232,7 @@ class RolloutSide:
         return "ended"
 
     def _check(self, trajectory: Trajectory) -> None:
-        """Raise RuntimeError unless every length is that of the shape: else there is nothing to compare."""
+        """Raise RuntimeError unless all lengths are those of the shape, because the sides would not be comparable."""
         shape = self.setting.shape
         found = [_lengths(trajectory.segments), *(_lengths(b.segments) for b in trajectory.branches.values())]
         wanted = [(shape.longest - sum(shape.turns), shape.turns)]
@@ -242,7 +243,7 @@ class RolloutSide:
 
 
 def _lengths(segments: Sequence[Segment]) -> tuple[int, tuple[int, ...]]:
-    """Return the number of tokens that were given, and those of each turn."""
+    """Return the number of given tokens, and the number of tokens of each turn."""
     turns = tuple(len(segment.ids) for segment in segments if segment.source is Source.POLICY)
     return sum(len(segment.ids) for segment in segments) - sum(turns), turns
 
@@ -258,7 +259,7 @@ def _hidden(prompt: Prompt, template: str, lengths: Sequence[int], tokens: int) 
 
 
 class Shelf(Retriever):
-    """Answers the query "QUESTION TURN" with that passage."""
+    """A retriever that answers the query "QUESTION TURN" with that passage."""
 
     def __init__(self, texts: Sequence[Sequence[str]]) -> None:
         super().__init__()
@@ -277,7 +278,7 @@ def _no_reward(attempt: object) -> RewardResult:
 
 
 class HuggingFace:
-    """The setting's model as transformers loads it, and a count of what goes through it."""
+    """The setting's model as transformers loads it, with a count of the tokens that go through it."""
 
     def __init__(self, setting: RolloutSetting) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -354,7 +355,7 @@ def _sampling(tokens: int, **more: int) -> Any:
 
 
 class HuggingFaceSide:
-    """One of the two calls, with a number of samples a call, which decides much on a CPU."""
+    """One of the two calls, with a number of samples per call, which has a large effect on a CPU."""
 
     def __init__(self, setting: RolloutSetting, model: HuggingFace, name: str) -> None:
         self.setting, self.model, self.name = setting, model, name
@@ -363,7 +364,7 @@ class HuggingFaceSide:
 
     def run(self) -> Work:
         self.model.forwards = self.model.fed = 0
-        back = 0  # sampled tokens that went in again, one at a time
+        back = 0  # sampled tokens that were fed again, one at a time
 
         def ask(contexts: list[list[int]], copies: int, tokens: int) -> list[list[int]]:
             nonlocal back
@@ -376,8 +377,8 @@ class HuggingFaceSide:
         return Work(prefilled=self.model.fed - back, forwards=self.model.forwards)
 
     def settle(self, until: float) -> None:
-        """Find the number of samples a call: doubled as long as that takes less CPU time, and until `until`
-        (time.monotonic). Warms up, too."""
+        """Find the number of samples per call, and warm up. It is doubled as long as that takes less CPU time, and
+        until `until` (time.monotonic)."""
         best, least = self.setting.shape.group, float("inf")
         self.samples_a_call = best
         while self.samples_a_call <= self.setting.shape.samples:

@@ -1,22 +1,21 @@
-"""`thresher bench rollout --shape tail`: rollouts whose samples are not equally long, with and without rollout.partial,
-and with rollout.stale_cache.
+"""`thresher bench rollout --shape tail`: rollouts with unequal sample lengths, with and without rollout.partial.
 
-Lengths are the quantiles of a lognormal distribution in a random order (planning/tail.py: `tail_lengths`,
-`lengths_of_run`). They are forced: a sample's question names its length, and random weights do not stop. The weights
-stay the same, but each rollout begins with an empty cache, as after an update, so that unfinished samples are prefilled
-again; with rollout.stale_cache it begins with what the last one has left. Without rollout.partial Q groups are in
-flight, so that a rollout lasts as long as its longest sample; with it F. The sides take turns. Figures leave out the
-first and the last `AROUND` rollouts, which fill and empty the slots.
+Partial rollouts are also measured with rollout.stale_cache. Lengths are the quantiles of a lognormal distribution in a
+random order (planning/tail.py: `tail_lengths`, `lengths_of_run`). They are forced: a sample's question names its
+length, and random weights do not stop. The weights stay the same, but each rollout starts with an empty cache, as after
+an update, so that unfinished samples are prefilled again; with rollout.stale_cache it starts with the last rollout's
+cache. Without rollout.partial Q groups are in flight, so that a rollout lasts as long as its longest sample; with it F.
+The sides are timed in turn. Figures leave out the first and the last `AROUND` rollouts, which fill and empty the slots.
 
-On a CPU every side but those of a stale cache is first played with `Limits.reuse` off. Then no sample waits for a
-prompt that another computes, and samples begin in the order of their numbers; each rollout's decode steps and drawn
-tokens, and the staleness of what it trains on, have to be those of `count_rollouts`. The timed runs share prompts.
-There a sample may take the slot of one that waits, so that decode steps differ from the count; a row has both.
+On a CPU, every side without a stale cache is first played with `Limits.reuse` off. Then no sample waits for a prompt
+that another computes, and samples start in the order of their numbers; each rollout's decode steps and drawn tokens,
+and the staleness of the tokens that it trains on, must equal those of `count_rollouts`. The timed runs share prompts.
+There a sample may take the slot of a waiting one, so that decode steps differ from the count; a row has both.
 
     seconds = a x decode steps + b x tokens drawn + c x tokens prefilled
 
 a, b and c are least squares over the decode steps of all timed runs, of CPU seconds on a CPU. The predicted ratio is
-that of the counts of the timed runs.
+computed from the counts of the timed runs.
 """
 
 import gc
@@ -42,16 +41,16 @@ from thresher.engine.rollout.unfinished import play_on
 from thresher.engine.training.partial import Queue, Taking
 from thresher.retrieval.questions import Question
 
-FACTORS = (2, 3, 5)  # F by Q
-STEPS = 12  # rollouts of a run that figures are taken of
-SPARE = 128  # tokens of the cache for each slot beyond a sample's: room never decides when a sample begins
-AROUND = max(FACTORS)  # rollouts before them, and as many behind
+FACTORS = (2, 3, 5)  # F / Q
+STEPS = 12  # rollouts of a run that count for the figures
+SPARE = 128  # cache tokens per slot beyond a sample's, so that free memory never delays a sample
+AROUND = max(FACTORS)  # rollouts before those, and as many after
 
 Floats = npt.NDArray[np.float64]
 
 
 class Way(NamedTuple):
-    """How a side plays. factor: F by Q; 1: without rollout.partial."""
+    """The settings of a side. factor: F / Q; 1: without rollout.partial."""
 
     factor: int
     stale_cache: bool = False
@@ -63,8 +62,8 @@ WHOLE = Way(1)
 @dataclass(slots=True)
 class Played:
     """A side's run. Rows are [seconds, decode steps, tokens drawn, tokens prefilled], of each rollout and of stretches
-    of decode steps. recomputed: tokens prefilled again, by rollout. staleness: by rollout, how many tokens that it
-    trains on have which."""
+    of decode steps. recomputed: tokens prefilled again, by rollout. staleness: by rollout, the number of trained tokens
+    with each staleness."""
 
     rollouts: list[Floats] = field(default_factory=list)
     stretches: list[Floats] = field(default_factory=list)
@@ -73,14 +72,14 @@ class Played:
     cpu_seconds: list[float] = field(default_factory=list)
 
     def middle(self) -> Floats:
-        """Return the sum of the rows of the rollouts that figures are taken of."""
+        """Return the sum of the rows of the rollouts that count for the figures."""
         total: Floats = np.sum(self.rollouts[AROUND:-AROUND], axis=0)
         return total
 
 
 class TailSide(RolloutSide):
-    """The engine's rollouts around an episode of one turn, which has the length of its sample. The one turn of the
-    shape is the longest."""
+    """The engine's rollouts around an episode of one turn with the length of its sample. The one turn of the shape has
+    the maximum length."""
 
     def __init__(self, setting: RolloutSetting, reuse: bool = True) -> None:
         shape = setting.shape
@@ -124,7 +123,7 @@ class TailSide(RolloutSide):
         self.last = self.rollout.run(jobs, 1.0, lambda ended: marks.append(self._row(self.now())))
 
     def _play_partial(self, step: int, way: Way, queue: Queue, marks: list[Floats]) -> None:
-        """Play the queue on until the groups of this step are complete, as GrpoStep does."""
+        """Play the queue until the groups of this step are complete, as GrpoStep does."""
         count = self.setting.shape.questions
         taking = Taking(queue, count, min(way.factor * count, self.steps * count - queue.next), count)
 
@@ -161,8 +160,8 @@ class TailSide(RolloutSide):
         return np.array([seconds, steps, clock.busy_slots, clock.prefilled_tokens], np.float64)
 
     def _staleness(self, step: int) -> Counter[int]:
-        """Return how many tokens of the last rollout's trajectories have which staleness. RuntimeError for a sample of
-        another length than was asked for."""
+        """Return the number of tokens of the last rollout's trajectories with each staleness. RuntimeError for a sample
+        of another length than requested."""
         found = Counter[int]()
         for one in self.last:
             (turn,) = turns(one)
@@ -174,7 +173,7 @@ class TailSide(RolloutSide):
 
 
 def check_counts(played: Played, expected: Sequence[tail.RolloutCounts]) -> None:
-    """Raise RuntimeError unless each rollout has the decode steps, drawn tokens and staleness that are counted."""
+    """Raise RuntimeError unless each rollout has the counted decode steps, drawn tokens and staleness."""
     for step, (row, ages, known) in enumerate(zip(played.rollouts, played.staleness, expected, strict=True)):
         found, counted = (int(row[1]), int(row[2]), ages), (known.decode_steps, known.drawn, known.staleness)
         if found != counted:
@@ -194,10 +193,13 @@ def fit_seconds(rows: Sequence[Floats]) -> Floats:
 def measure_tail(
     setting: RolloutSetting, rounds: int, deadline: float, prove: Callable[[Sequence[Written]], Any]
 ) -> list[dict[str, Any]]:
-    """Measure a shape, at least one round, and begin none behind `deadline` (time.monotonic). Return a row for each of
-    `FACTORS` without a stale cache, and one with. prove: raises if recorded log-probs are not the model's."""
+    """Measure a shape; return two rows for each of `FACTORS`, without and with a stale cache.
+
+    rounds: at most, and at least one; none starts after `deadline` (time.monotonic). prove: raises an error if recorded
+    log-probs are not the model's.
+    """
     partial = [Way(factor, stale) for stale in (False, True) for factor in FACTORS]
-    if setting.policy.device.type == "cpu":  # elsewhere a step is launched before the last is read
+    if setting.policy.device.type == "cpu":  # on a GPU, a step is launched before the last one is read
         alone = TailSide(setting, reuse=False)
         for factor in (WHOLE.factor, *FACTORS):
             check_counts(alone.play(Way(factor)), alone.count(factor))
@@ -236,20 +238,20 @@ def _row(side: TailSide, way: Way, runs: dict[Way, list[Played]], fitted: Floats
         "step_s": step_s,
         "drawn_token_s": drawn_s,
         "prefilled_token_s": prefilled_s,
-        "step_share": step_s / (step_s + drawn_s * shape.samples),  # of a full step's time
+        "step_share": step_s / (step_s + drawn_s * shape.samples),  # share of a full step's time
         "whole": _figures(runs[WHOLE], side.count(WHOLE.factor)),
         "partial": _figures(runs[way], side.count(way.factor)),
     }
 
 
 def _rate(played: Played, cpu: bool = False) -> float:
-    """Return the tokens drawn by seconds of wall or of CPU."""
+    """Return the tokens drawn per second of wall or CPU time."""
     seconds, _, drawn, _ = played.middle()
     return float(drawn / (sum(played.cpu_seconds[AROUND:-AROUND]) if cpu else seconds))
 
 
 def _figures(runs: Sequence[Played], expected: Sequence[tail.RolloutCounts]) -> dict[str, Any]:
-    """Return what a row says of a side; the counts are the same in each of its runs."""
+    """Return a side's figures for a row; the counts are the same in each of its runs."""
     counted = sum(expected[AROUND:-AROUND], tail.RolloutCounts())
     steps, drawn, prefilled = (int(value) for value in runs[-1].middle()[1:])
     return {
@@ -266,7 +268,7 @@ def _figures(runs: Sequence[Played], expected: Sequence[tail.RolloutCounts]) -> 
 
 
 def show_tail(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each row, under the parts of a step's time."""
+    """Print a line for each row, and the parts of a step's time."""
     table(
         "rollouts of unequal lengths, sampled tokens/s (medians), without and with rollout.partial",
         ("model, F / Q", "cache", "tokens/s", "ratio", "by CPU s", "predicted", "busy slots", "decode steps", "again"),

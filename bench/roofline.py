@@ -1,7 +1,7 @@
-"""`thresher bench roofline`: the least that a decode step and an update take on GPUs that are not here; predictions.
+"""`thresher bench roofline`: floors and predictions of a decode step and an update on GPUs that are not present.
 
-Everything printed is arithmetic (engine/planning/time.py, tail.py): floors from data sheets, predictions from aims
-and, for decoding, from constants that were fitted to an H200. No GPU is asked.
+Everything printed is arithmetic (engine/planning/time.py, tail.py): floors from data sheets, predictions from targets
+and, for decoding, from constants fitted to an H200. No GPU is used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ from thresher.engine.planning.tail import (
 from thresher.engine.planning.time import CHIPS, GB, Chip, DecodeShape, UpdateShape
 from thresher.policy.config import FULL, LINEAR, DeltaShape, ModelConfig, read_config
 
-SHARED, OWN, GROUP = 1200, 300, 8  # positions in common, positions of a sequence's own, sequences of a group
-LONGEST = 1000  # of a tail, whose mean is OWN
-IN_FLIGHT = (1, 2, 3, 5)  # groups begun and not yet trained on, by those of a step; more than 1 with rollout.partial
+SHARED, OWN, GROUP = 1200, 300, 8  # shared positions, positions of a sequence's own, sequences per group
+LONGEST = 1000  # longest sample of a tail whose mean is OWN
+IN_FLIGHT = (1, 2, 3, 5)  # groups started and not yet trained on / groups of a step; more than 1 with rollout.partial
 
-# The sizes of the Qwen2.5 models, as their published config.json files give them: layers, width, heads, heads of keys
-# and values, width of the MLP, rows of the head, whether these are the embedding's.
+# The sizes of the Qwen2.5 models, from their published config.json files: layers, width, heads, key/value heads, width
+# of the MLP, rows of the head, whether the head is tied to the embedding.
 SIZES = {
     "0.5B": (24, 896, 14, 2, 4864, 151_936, True),
     "1.5B": (28, 1536, 12, 2, 8960, 151_936, True),
@@ -57,8 +57,8 @@ MODELS = {
     for name, (layers, hidden, heads, kv_heads, intermediate, vocab, tied) in SIZES.items()
 }
 
-# Of Qwen3.5's dense models likewise, and the value heads of the layers with the gated delta rule; three of these to one
-# of attention, with heads of 256.
+# Likewise for Qwen3.5's dense models, with the value heads of the layers with the gated delta rule; three of these for
+# each attention layer, with heads of 256.
 QWEN35_SIZES = {
     "Qwen3.5-0.8B": (24, 1024, 8, 2, 3584, 16, True),
     "Qwen3.5-2B": (24, 2048, 8, 2, 6144, 16, True),
@@ -90,12 +90,12 @@ QWEN35 = {
 
 
 def config_of(name: str) -> ModelConfig:
-    """Return a size's config. KeyError for a name that is none."""
+    """Return a size's config. KeyError for an unknown name."""
     return (MODELS | QWEN35)[name]
 
 
 def check_batch(batch: int) -> None:
-    """Raise UserError for a number of sequences that groups do not divide."""
+    """Raise UserError for a number of sequences that is not divisible into groups."""
     if batch % GROUP:
         raise UserError(f"--batch {batch}: expected a multiple of {GROUP}, for one shape has groups of {GROUP}")
 
@@ -108,8 +108,8 @@ def run_roofline(
     prompt: int,
     out: str | Path | None,
 ) -> list[dict[str, Any]]:
-    """Print the tables for these chips and models (a name of `MODELS` or a model folder), append rows to `out`.
-    sigmas: of the lognormal lengths of rollouts; prompt: the tokens that a group has in common there. Returns the rows.
+    """Print the tables for these chips and models (a name of `MODELS` or a model folder), and append rows to `out`.
+    sigmas: of the lognormal lengths of rollouts; prompt: the tokens that a group shares there. Returns the rows.
     """
     configs = {name: _config(name) for name in models}
     check_batch(batch)
@@ -235,7 +235,7 @@ def _update_row(chip: Chip, name: str, config: ModelConfig, batch: int) -> dict[
         "kind": "update",
         "chip": chip.name,
         "model": name,
-        # what is of runs: a row's update keeps its activations, and its objective is of single tokens
+        # without options of runs: a row's update keeps its activations, and its objective is of single tokens
         "shape": {name: value for name, value in asdict(shape).items() if name not in ("checkpointed", "head_first")},
         "weights": trained_weights(config),
         "parts_of_a_token": [asdict(cost) | {"seconds": cost.seconds(chip)} for cost in costs],

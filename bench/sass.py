@@ -2,11 +2,11 @@
 
     prologue   not in a loop, and a loop can be reached from it
     loop       in a loop; a loop inside another counts once
-    epilogue   the rest. A kernel without a loop, or whose loops were unrolled, is all epilogue
+    epilogue   the rest. A kernel without a loop, or with only unrolled loops, is all epilogue
 
-An instruction is in a loop if its basic block can be reached from itself; a subroutine is, if a call to it is. A jump
-backwards is not enough: ptxas puts rare paths behind the end of a kernel, and they jump back. Instructions of the text
-are counted, not of its run. Widths are a thread's bytes of one instruction.
+An instruction is in a loop if its basic block can be reached from itself; a subroutine is in a loop if a call to it is.
+A backward jump is not sufficient: ptxas puts rare paths after the end of a kernel, and they jump back. Instructions are
+counted in the text, not as executed. Widths are a thread's bytes of one instruction.
 """
 
 import re
@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 _LABEL = re.compile(r"^(\.L_\w+|\.L\d+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _GOES_TO = re.compile(r"`\((\.L\w+)\)")
-# A section's number, and what follows up to the next one.
+# A section's number, and the text up to the next section.
 _CODE_OF = re.compile(r"^\s*\.section\s+\.text\.(\d+)\.(.*?)(?=^\s*\.section\s|\Z)", re.MULTILINE | re.DOTALL)
 _ENDS = ("EXIT", "RET", "BRX", "JMP", "KILL")
 _WIDE = 16
-# More than this share of the bytes, moved by narrower instructions, is no bulk path any more: a few scalars are.
+# Share of bytes in narrower instructions above which a bulk path counts as narrow; a few scalars stay below it.
 NARROW_SHARE = 0.25
 
 
@@ -50,7 +50,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """Return the bytes that a thread moves: .128 is 16 of them, none said is 4."""
+        """Return the bytes that a thread moves: 16 for .128, 4 without a suffix."""
         parts = self.opcode.split(".")[1:]
         sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
         return next((sizes[part] for part in parts if part in sizes), 4)
@@ -58,9 +58,9 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A part of a kernel. loads and stores of global memory: bytes a thread moves by one instruction -> number of such
-    instructions; copies: those of the loads that go to shared memory without passing registers. bulk: copies by the
-    tensor memory accelerator. spill_loads and spill_stores: instructions on local memory."""
+    """A part of a kernel. loads and stores of global memory: bytes that a thread moves per instruction -> number of
+    such instructions; copies: loads that go to shared memory without passing registers. bulk: copies by the tensor
+    memory accelerator. spill_loads and spill_stores: instructions on local memory."""
 
     instructions: int
     loads: dict[int, int]
@@ -102,13 +102,13 @@ class Code:
         return any(part.copies or part.bulk for part in (*self.outside, self.loop))
 
     def bulk_path(self, what: str) -> dict[int, int]:
-        """Return the "loads" or the "stores" that matter, by width: those of the loops, or all if these have none."""
+        """Return the relevant "loads" or "stores", by width: those of the loops, or all if the loops have none."""
         inside: dict[int, int] = getattr(self.loop, what)
         before, behind = (Counter[int](getattr(part, what)) for part in self.outside)
         return inside or dict(before + behind)
 
     def narrow(self) -> tuple[str, ...]:
-        """Return what of the bulk path is narrower than 16 bytes, each as the end of a sentence."""
+        """Return the parts of the bulk path that are narrower than 16 bytes, each as the end of a sentence."""
         found = []
         for what in ("loads", "stores"):
             widths = self.bulk_path(what)
@@ -121,13 +121,13 @@ class Code:
 
 
 def disassemble(cubins: Sequence[bytes], folder: str) -> list[str]:
-    """Return nvdisasm's text of each cubin, all for one GPU; `folder` is for a file that it reads."""
+    """Return nvdisasm's text of each cubin, all for one GPU. folder: for its input file."""
     from triton import knobs
 
     path = f"{folder}/kernels.cubin"
     with open(path, "wb") as file:
         file.write(merged(cubins))
-    # Without its analysis of data flow, which gives the same text of what ptxas makes of Triton's kernels.
+    # Without data-flow analysis, which does not change the text for ptxas's output of Triton kernels.
     command = [knobs.nvidia.nvdisasm.path, "-c", "-ndf", path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -139,7 +139,7 @@ def disassemble(cubins: Sequence[bytes], folder: str) -> list[str]:
 
 
 def read_code(text: str) -> Code:
-    """Cut a disassembly up. Raises RuntimeError if it holds no instructions, as after a change of its form."""
+    """Split a disassembly. Raises RuntimeError if it has no instructions, as after a change of the format."""
     blocks, labels = _blocks(text)
     if not blocks:
         raise RuntimeError(f"no instructions in what nvdisasm wrote; has its form changed?\n{text[:500]}")
@@ -161,7 +161,7 @@ def read_code(text: str) -> Code:
 
 
 def _blocks(text: str) -> tuple[list[list[Instruction]], dict[str, int]]:
-    """Return basic blocks by address, and label -> block. A block ends at a label and behind a jump."""
+    """Return basic blocks by address, and label -> block. A block ends at a label and after a jump."""
     blocks: list[list[Instruction]] = [[]]
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -171,7 +171,7 @@ def _blocks(text: str) -> tuple[list[list[Instruction]], dict[str, int]]:
             labels[label[1]] = len(blocks) - 1
         elif found := _INSTRUCTION.match(line):
             one = Instruction(found[3], found[4], found[2] is not None and found[2] != "@PT")
-            # Behind the end ptxas puts a branch to itself and fills up with NOPs.
+            # After the end, ptxas puts a branch to itself and fills up with NOPs.
             to_itself = not blocks[-1] and labels.get(str(one.target)) == len(blocks) - 1
             if one.kind == "NOP" or (one.kind == "BRA" and not one.conditional and to_itself):
                 continue
@@ -204,7 +204,7 @@ def _graph(
         if follows and number + 1 < len(blocks):
             after.add(number + 1)
         graph.append(after)
-    # ptxas also jumps by CALL, to code from which nothing returns.
+    # ptxas also jumps by CALL, to code that never returns.
     returning = {number for number, block in enumerate(blocks) if block[-1].kind == "RET"}
     subroutines = []
     for caller, callee in calls:
@@ -244,17 +244,17 @@ def _region(blocks: Sequence[Sequence[Instruction]], chosen: Iterable[int]) -> R
     )
 
 
-# several cubins as one: to start the disassembler costs more than to disassemble a kernel
+# several cubins in one file: starting the disassembler takes longer than disassembling a kernel
 
 CODE = ".text."
 _SECTION, _SYMBOL = struct.Struct("<IIQQQQIIQQ"), struct.Struct("<IBBHQQ")
-_HEADER, _FIRST_OFFSETS, _COUNTS = 64, 32, 54  # bytes of the file's header, and places in it
+_HEADER, _FIRST_OFFSETS, _COUNTS = 64, 32, 54  # bytes of the file's header, and offsets in it
 _SYMBOLS, _STRINGS, _FUNCTION = 2, 3, 2  # types: of sections, and of a symbol
 
 
 @dataclass(frozen=True, slots=True)
 class ElfSection:
-    """A section, as its header has it; `link` and `info` depend on the type."""
+    """A section with the fields of its header; the meaning of `link` and `info` depends on the type."""
 
     name: str
     kind: int
@@ -269,14 +269,14 @@ class ElfSection:
 def merged(cubins: Sequence[bytes]) -> bytes:
     """Return a file in which the code of cubin n is section `.text.n.<name>`; all are for one GPU.
 
-    A cubin is an ELF file of 64 bits (System V Application Binary Interface, chapter 4). Kept are the sections of
-    machine code and the symbols of the functions in them, by which the disassembler finds where one begins.
+    A cubin is an ELF file of 64 bits (System V Application Binary Interface, chapter 4). The file has the sections of
+    machine code and the symbols of the functions in them, which mark where functions begin for the disassembler.
     """
     code: list[ElfSection] = []
     names, symbols = b"\0", bytes(_SYMBOL.size)
     for number, cubin in enumerate(cubins):
         found = sections(cubin)
-        places: dict[int, int] = {}  # of a section of code: in its cubin -> in the new file
+        places: dict[int, int] = {}  # index of a code section: in its cubin -> in the new file
         for at, section in enumerate(found):
             if section.name.startswith(CODE):
                 name = f"{CODE}{number}.{section.name.removeprefix(CODE)}"

@@ -1,8 +1,8 @@
 """Shapes and texts of `thresher bench rollout` and `thresher bench step`: one model and texts of exact lengths.
 
-Texts are words of an invented world's facts, filled up with full stops or the like. The vocabulary is trained on the
-same facts and has exactly as many tokens as the model has columns, so that all sides sample from the same distribution;
-a published model brings its own. The model's config has no end of text, so that every sample has its full length.
+Texts are words of an invented world's facts, padded with full stops or the like. The vocabulary is trained on the same
+facts and has exactly as many tokens as the model has columns, so that all sides sample from the same distribution; a
+published model has its own. The model's config has no end of text, so that every sample has its full length.
 """
 
 import json
@@ -28,15 +28,15 @@ from thresher.policy.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 CONTEXT, ROPE_THETA = 4096, 10_000.0
 WORLD = Size(warmup_worlds=0, people=800, places=600, works=800, pieces=400)  # enough words for every vocabulary
-FILLS = (".", " a", " 1", "e")  # texts are filled up with one that is a token each, however often it stands there
-TRAINED = 1200  # tokens of a vocabulary that come from text
+FILLS = (".", " a", " 1", "e")  # texts are padded with one of these that is always a single token, also when repeated
+TRAINED = 1200  # tokens of a vocabulary that are trained on text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A Qwen2, or another family's model, by its sizes. Its random weights are small enough that the float32 angles of
-    transformers' rotation, the largest difference between two right implementations at position 1,000, stay below the
-    proof's bound."""
+    """The sizes of a Qwen2 or another family's model. Its random weights are small enough that the float32 angles of
+    transformers' rotation, the largest difference between two correct implementations at position 1,000, stay below the
+    limit of the check."""
 
     model_type: str = "qwen2"
     num_hidden_layers: int = 4
@@ -50,7 +50,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridSizes(Sizes):
-    """A Qwen3.5: three layers with the gated delta rule to one with full attention. The heads are 0.8B's."""
+    """The sizes of a Qwen3.5: three layers with the gated delta rule for each with full attention. The heads are
+    0.8B's."""
 
     model_type: str = "qwen3_5_text"
     num_hidden_layers: int = 4
@@ -69,7 +70,7 @@ class HybridSizes(Sizes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutShape:
-    """Lengths in tokens. A prompt is `question` and `passages`; `turns` are written one after the other, `appended`
+    """Lengths in tokens. A prompt is `question` and `passages`. The `turns` are sampled in sequence, with `appended`
     tokens of passage between them. With `branches` there are three turns, EviOmni's reason, evidence and answer, and
     two more answers, in contexts that hide a part: (q, P, r) and (q, e)."""
 
@@ -94,12 +95,12 @@ class RolloutShape:
 
     @property
     def sampled(self) -> int:
-        """Return the tokens written for one sample, those of its branches included."""
+        """Return the tokens sampled for one sample, including its branches."""
         return sum(self.turns) + (2 * self.turns[-1] if self.branches else 0)
 
     @property
     def tokens(self) -> int:
-        """Return the tokens written in a round."""
+        """Return the tokens sampled in a round."""
         return self.samples * self.sampled
 
     @property
@@ -109,7 +110,7 @@ class RolloutShape:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Return the lengths of the contexts submitted for one sample, the prompt first: one a turn, one a branch."""
+        """Return the lengths of the contexts submitted for a sample, the prompt first: one per turn and branch."""
         if self.branches:
             reason, evidence, _ = self.turns
             hidden = (self.prompt + reason, self.question + evidence)
@@ -124,7 +125,7 @@ class RolloutShape:
         return self.samples * sum(self.contexts)
 
     def record(self) -> dict[str, Any]:
-        """Return the lengths as a row keeps them."""
+        """Return the lengths in the format of a row."""
         sizes = self.sizes
         lengths = {name: getattr(self, name) for name in ("questions", "group", "prompt", "appended")}
         model = {"layers": sizes.num_hidden_layers, "hidden": sizes.hidden_size, "vocab": sizes.vocab_size}
@@ -135,8 +136,8 @@ _DEMO = Sizes(num_hidden_layers=2, hidden_size=96, intermediate_size=192, vocab_
 _RAG = Sizes()
 
 # demo: the demo's model, short prompts. rag: a prompt full of passages, for a short answer and for a reasoned one.
-# search: a passage is appended behind the first and the second turn. tail: its turn is the longest of samples that are
-# not equally long (rollout_tail.py), an eighth of 256 slots, 1,000 tokens at most and 300 in the mean.
+# search: a passage is appended after the first and the second turn. tail: its turn is the maximum of unequal sample
+# lengths (rollout_tail.py), an eighth of 256 slots, 1,000 tokens at most and 300 in the mean.
 ROLLOUT_SHAPES: dict[str, tuple[RolloutShape, ...]] = {
     "demo": (RolloutShape(name="demo", sizes=_DEMO, questions=16, group=8, question=40, turns=(64,)),),
     "rag": tuple(
@@ -167,8 +168,8 @@ ROLLOUT_SHAPES: dict[str, tuple[RolloutShape, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerWay:
-    """How a peer computes an update: `batch` samples in one forward and backward (None: all of a step), added up over
-    the step; with its activations kept, or computed again in the backward."""
+    """How a peer computes an update. batch: samples in one forward and backward (None: all of a step), accumulated over
+    the step. checkpointing: activations are recomputed in the backward."""
 
     batch: int | None = None
     checkpointing: bool = False
@@ -177,11 +178,11 @@ class PeerWay:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """One GRPO step. model: a name of roofline.MODELS in bfloat16, for CUDA; None: `lengths.sizes` in float32. lora:
-    rank of adapters, which then are all that is trained. micro_batch_tokens: of our update. peer_ways: where there are
-    several, each is tried, and the quickest is the peer.
+    rank of adapters, the only trained weights. micro_batch_tokens: of our update. peer_ways: if there are several, each
+    is tried, and the fastest is the peer.
 
-    TRL's GRPOTrainer has no retrieval between turns. In `search` it gets a prompt that is as long as ours with all its
-    passages, and samples as many tokens in one turn: the same tokens a trajectory, sampled and given.
+    TRL's GRPOTrainer has no retrieval between turns. In `search` its prompt is as long as ours with all passages, and
+    it samples as many tokens in one turn: the same number of sampled and given tokens per trajectory.
     """
 
     lengths: RolloutShape
@@ -198,7 +199,7 @@ class StepShape:
 
     @property
     def peer_prompt(self) -> int:
-        """Return the tokens of the prompt of a peer of one turn: all that is given in a trajectory."""
+        """Return the prompt tokens of a single-turn peer: all given tokens of a trajectory."""
         return self.lengths.longest - sum(self.lengths.turns)
 
     @property
@@ -211,13 +212,13 @@ class StepShape:
         return self.lengths.samples * self.lengths.longest
 
     def record(self) -> dict[str, Any]:
-        """Return the lengths as a row keeps them."""
+        """Return the lengths in the format of a row."""
         return self.lengths.record() | {"model": self.model, "lora": self.lora, "beta": self.beta, "lr": self.lr}
 
 
 def _gpu(name: str, model: str, lora: int | None = None, micro_batch_tokens: int = 16384) -> StepShape:
     lengths = RolloutShape(name=name, sizes=Sizes(), questions=8, group=8, question=1000, turns=(256,))
-    ways = (PeerWay(batch=32),)  # of 0.5B, all 64 at once take more than 80 GB
+    ways = (PeerWay(batch=32),)  # for 0.5B, all 64 at once take more than 80 GB
     return StepShape(lengths=lengths, model=model, lora=lora, micro_batch_tokens=micro_batch_tokens, peer_ways=ways)
 
 
@@ -254,13 +255,13 @@ STEP_SHAPES: dict[str, StepShape] = {
         micro_batch_tokens=4096,
         peer_ways=(PeerWay(batch=16), PeerWay(batch=16, checkpointing=True)),
     ),
-    "0.5B": _gpu("0.5B", "0.5B", micro_batch_tokens=32768),  # all that an update computes
+    "0.5B": _gpu("0.5B", "0.5B", micro_batch_tokens=32768),  # all tokens that an update computes
     "1.5B": _gpu("1.5B", "1.5B"),
     "7B-lora": _gpu("7B-lora", "7B", lora=16),
 }
 
 
-# Qwen3.5 at the lengths of a shape; of one question where it is 0.8B, cut to four layers.
+# Qwen3.5 at the lengths of a shape; of one question for 0.8B, cut to four layers.
 _NARROW = HybridSizes(
     hidden_size=96,
     intermediate_size=192,
@@ -277,7 +278,7 @@ _HYBRID = {"demo": _NARROW, "rag": HybridSizes(vocab_size=20_000), "search": Hyb
 
 
 def shape_of_family(name: str, family: str) -> StepShape:
-    """Return the shape `name` of STEP_SHAPES with a model of this family. UserError where there is none."""
+    """Return the shape `name` of STEP_SHAPES with a model of this family. UserError if there is none."""
     shape = STEP_SHAPES[name]
     if family == "qwen2":
         return shape
@@ -289,8 +290,8 @@ def shape_of_family(name: str, family: str) -> StepShape:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSetting:
-    """The model, and for every question its text, that of its passages, and one to append behind each turn but the
-    last."""
+    """The model and the texts of its questions. Each question has its text, that of its passages, and one to append
+    after each turn but the last."""
 
     shape: RolloutShape
     tokenizer: Tokenizer
@@ -315,10 +316,10 @@ def make_rollout_setting(
     vocab: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> RolloutSetting:
-    """Make model and texts, a function of the shape, its seed included; the model in float32 on the device.
+    """Make model and texts, a function of the shape with its seed; the model in float32 on the device.
 
-    policy: a model that was made already. vocab: tokens of the tokenizer, where they are not `sizes.vocab_size`.
-    tokenizer: a published model's.
+    policy: an existing model. vocab: tokens of the tokenizer, if they are not `sizes.vocab_size`. tokenizer: a
+    published model's.
     """
     facts = invented_facts(shape.seed)
     tokenizer = tokenizer or make_tokenizer(facts, vocab or shape.sizes.vocab_size)
@@ -349,8 +350,8 @@ def invented_facts(seed: int) -> list[str]:
 
 
 def make_tokenizer(facts: Sequence[str], vocab: int) -> Tokenizer:
-    """Train a tokenizer of exactly `vocab` tokens. From `TRAINED` on they come from no text: no text is encoded into
-    them, and each decodes to its number, so that a large head has a tokenizer of its size."""
+    """Train a tokenizer of exactly `vocab` tokens. Those from `TRAINED` on are fillers for the size of a large head: no
+    text is encoded into them, and each decodes to its number."""
     tokenizer = train_bpe(facts, min(vocab, TRAINED), [END_OF_TEXT])
     if tokenizer.vocab_size != min(vocab, TRAINED):
         raise RuntimeError(f"the invented text gives {tokenizer.vocab_size} tokens, not {vocab}")
@@ -368,7 +369,7 @@ def make_tokenizer(facts: Sequence[str], vocab: int) -> Tokenizer:
 
 
 def text_of(tokens: int, facts: Sequence[str], tokenizer: Tokenizer, rng: random.Random) -> str:
-    """Make a text of exactly so many tokens from facts that `rng` draws: as many words as fit, and one of `FILLS`."""
+    """Make a text of exactly `tokens` tokens from random facts: as many words as fit, padded with one of `FILLS`."""
     text, rest = "", tokens
     for word in " ".join(rng.sample(facts, 1 + tokens // 4)).split():
         longer = f"{text} {word}".strip()
@@ -384,7 +385,7 @@ def text_of(tokens: int, facts: Sequence[str], tokenizer: Tokenizer, rng: random
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The clock of one step: wall seconds, and CPU seconds of all of the process's threads."""
+    """The times of one step: wall seconds, and CPU seconds of all of the process's threads."""
 
     rollout: float
     total: float
@@ -402,8 +403,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class StepSetting:
-    """Model and texts of our side of a step, and prompts for a peer of one turn, which hold as many tokens as ours and
-    its passages together. end: the token that a peer ends texts with, and pads."""
+    """Model and texts of our side of a step, and prompts for a single-turn peer. The peer's prompts have as many tokens
+    as ours with its passages. end: the token that a peer uses to end and pad texts."""
 
     shape: StepShape
     rollout: RolloutSetting
@@ -421,8 +422,8 @@ class StepSetting:
 def make_step_setting(
     shape: StepShape, device: torch.device | None = None, folder: str | Path | None = None
 ) -> StepSetting:
-    """Make model and texts of a step, a function of the shape, its seed included. folder: of a published model, in
-    place of random weights."""
+    """Make model and texts of a step, a function of the shape with its seed. folder: of a published model, in place of
+    random weights."""
     lengths, device, end = shape.lengths, device or torch.device("cpu"), END_OF_TEXT
     if folder is not None:
         policy = load_policy(folder, torch.float32 if shape.model is None else torch.bfloat16, device)

@@ -1,16 +1,16 @@
-"""`thresher bench step`: a whole GRPO step of ours, prefixes shared and unshared, beside one of TRL's GRPOTrainer.
+"""`thresher bench step`: a whole GRPO step of ours, with and without shared prefixes, compared with TRL's GRPOTrainer.
 
 All sides get the same model (random weights), prompts, group, number of tokens, reward, beta, learning rate and
-optimiser (settings.py); their steps alternate in one process, so under the same settings of the allocator too
-(cli/process.py). A peer that fails leaves its reason, and ours is measured alone. Before anything is timed, log-probs
-that were recorded while sampling must agree with a forward over the whole sequences, and with the peer's. Where a shape
-has several ways for TRL to compute an update, each takes a step first, and the quickest goes on.
+optimiser (settings.py). Their steps alternate in one process, so they also have the same allocator settings
+(cli/process.py). If the peer fails, the reason is recorded and ours is measured alone. Before anything is timed,
+log-probs recorded while sampling must agree with a forward over the whole sequences, and with the peer's. If a shape
+has several ways for TRL to compute an update, each takes one step first, and the fastest is used.
 
     rollout       sampling all completions (TRL: `_generate`, see step_trl.py)
     update        the rest of the step: rewards, advantages, reference, forward, backward, clip, optimiser
     tokens        of a step's trajectories, prompts and passages included, each counted for every sample
-    ratio_*       TRL's seconds by ours (prefixes shared), of neighbouring steps
-    shared_gain   seconds of our update without shared prefixes by those with
+    ratio_*       TRL's seconds / ours (prefixes shared), of neighbouring steps
+    shared_gain   seconds of our update without shared prefixes / with them
 
 Axes: T packed tokens.
 """
@@ -64,17 +64,17 @@ from thresher.engine.training.update import Updater
 from thresher.policy.lora import add_lora
 from thresher.policy.model import Policy
 
-WARMUP = 1  # rounds before the clock counts
+WARMUP = 1  # untimed rounds
 LARGEST_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats
 SIDES = ("shared", "unshared", "peer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBench:
-    """Options: a name of STEP_SHAPES. family: of its model, "qwen2" being the shape's own. model: the folder of a
-    published one, in place of random weights. threads None: as a run of this model takes (engine/threads.py).
-    budget: seconds, after which no round begins; one is measured in any case. profile: a file for the kernels of
-    one more update, prefixes shared."""
+    """Options. shape: a name of STEP_SHAPES. family: of its model; "qwen2" is the shape's own. model: folder of a
+    published model, in place of random weights. threads None: as in a run of this model (engine/threads.py). budget:
+    seconds, after which no round starts; one is always measured. profile: file for the kernel times of one more update
+    with shared prefixes."""
 
     shape: str = "demo"
     family: str = "qwen2"
@@ -89,7 +89,7 @@ class StepBench:
 
 @dataclass(slots=True)
 class Steps:
-    """The steps of each of SIDES on the clock, and the parts of our rollouts' time."""
+    """The timed steps of each of SIDES, and the parts of our rollouts' time."""
 
     of: dict[str, list[Seconds]] = field(default_factory=lambda: {side: [] for side in SIDES})
     parts: list[dict[str, float]] = field(default_factory=list)
@@ -101,11 +101,11 @@ class Steps:
 
 
 class Ours:
-    """A policy with the engine's own rollout and two updaters; one of them shares prefixes.
+    """A policy with the engine's own rollout and two updaters, one of which shares prefixes.
 
-    Each step samples its own trajectories, and all train the same weights, one after the other. A reward of ids stands
-    in for a system's. parts: seconds of decoding, prefill and the host in the last rollout. asked, computed: tokens of
-    the last update, as if nothing were shared and as they went through the model.
+    Each step samples its own trajectories, and all steps train the same weights in sequence. A reward from ids replaces
+    that of a system. parts: seconds of decoding, prefill and the host in the last rollout. asked, computed: tokens of
+    the last update, without sharing and as they went through the model.
     """
 
     def __init__(self, setting: StepSetting) -> None:
@@ -148,7 +148,7 @@ class Ours:
         return seconds
 
     def profile_update(self, path: str) -> dict[str, float]:
-        """Append each kernel's time in one more update, prefixes shared, to a file; return their number and seconds."""
+        """Append the kernel times of one more update with shared prefixes to a file; return number and seconds."""
         trajectories, device = self.side.sample(), self.setting.device
         title = f"an update, {self.setting.shape.name}"
         kernels, busy = profile_kernels(lambda: self._update(trajectories, share_prefix=True), device, path, title)
@@ -177,10 +177,10 @@ def _trained(policy: Policy, lora: int | None, referred: bool) -> tuple[MasterWe
 
 
 def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | Path | None = None) -> dict[str, Any]:
-    """Prove, time, print a table, append a row to `out`, draw what `out` holds; returns the row.
+    """Verify, time, print a table, append a row to `out`, draw all rows of `out`; return the row.
 
-    `out` None: bench/results/step-cpu.jsonl of the checkout, step-gpu.jsonl on CUDA, nothing where there is none. peer
-    "trl" falls back to "none", and says so, where TRL cannot be had.
+    `out` None: bench/results/step-cpu.jsonl of the checkout, step-gpu.jsonl on CUDA, nothing without a checkout. peer
+    "trl" falls back to "none", with a message, if TRL is not available.
     """
     resolve_device(bench.device)
     shape, root = shape_of_family(bench.shape, bench.family), checkout()
@@ -207,7 +207,7 @@ def run_step_bench(bench: StepBench, out: str | Path | None = None, plot: str | 
 
 
 def _peer(peer: str, shape: StepShape) -> str:
-    """Return the peer to measure; print a sentence if the one that was asked for cannot be."""
+    """Return the peer to measure; print a sentence if the requested one is not available."""
     if peer == "trl" and not all(map(find_spec, ("trl", "datasets"))):
         console.print('TRL is not installed, so ours is measured alone; pip install "thresher[bench]" brings it.')
         return "none"
@@ -218,14 +218,14 @@ def _peer(peer: str, shape: StepShape) -> str:
 
 
 def _measure(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tuple[dict[str, float], Steps]:
-    """Measure ours beside the peer; alone, with the reason in `peer_failure`, where the peer fails."""
+    """Measure ours and the peer; if the peer fails, ours alone, with the reason in `peer_failure`."""
     if peer == "none":
         return _take_turns(bench, ours, peer, deadline)
     try:
         return _take_turns(bench, ours, peer, deadline)
-    except Exception as error:  # whatever a peer's library may raise; what is wrong with ours comes again below
+    except Exception as error:  # a peer's library may raise anything; an error of ours is raised again below
         failure = reason_of(error)
-    gc.collect()  # a trainer's weights and moments hang in cycles
+    gc.collect()  # a trainer's weights and moments are in reference cycles
     if ours.setting.device.type == "cuda":
         torch.cuda.empty_cache()
     console.print(f"TRL fails, so ours is measured alone: {failure}", soft_wrap=True)
@@ -238,7 +238,7 @@ def _take_turns(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tup
     steps, longest, last = Steps(), 0.0, time.monotonic()
 
     def our_round(theirs: Seconds | None) -> bool:
-        """Time both of ours behind a step of the peer's; return False to end the run."""
+        """Time both of ours after a step of the peer's; return False to end the run."""
         nonlocal longest, last
         shared = steps.of["shared"]
         for share in (True, False) if len(shared) % 2 == 0 else (False, True):
@@ -274,7 +274,7 @@ def _take_turns(bench: StepBench, ours: Ours, peer: str, deadline: float) -> tup
 
 
 def prove_ours(ours: Ours, theirs: LogitsOf | None = None) -> dict[str, float]:
-    """Sample once, hold what was recorded to our model and to the peer's (`prove`), and print the gaps."""
+    """Sample once, compare the recorded log-probs with our model and the peer's (`prove`), and print the gaps."""
     gaps = prove(ours.side.setting, ours.side.run().written, theirs, LARGEST_GAP[ours.policy.dtype])
     said = f"sampled log-probs agree with a forward over whole sequences to {gaps['recomputed']:.1e} nats"
     console.print(said + (f", with TRL's model to {gaps['peer']:.1e}" if "peer" in gaps else ""), soft_wrap=True)
@@ -282,8 +282,8 @@ def prove_ours(ours: Ours, theirs: LogitsOf | None = None) -> dict[str, float]:
 
 
 def make_row(ours: Ours, steps: Steps, gaps: dict[str, float], head: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's row. Its ratios are the medians of neighbouring steps' wall seconds; `ratio` and `cpu_ratio` have
-    their spread, None without a peer."""
+    """Return a run's row. Its ratios are the medians over neighbouring steps' wall seconds; `ratio` and `cpu_ratio`
+    have their spread, None without a peer."""
     setting, shape, config = ours.setting, ours.setting.shape, ours.setting.rollout.policy.config
     folder = setting.rollout.policy.folder
 
@@ -343,12 +343,12 @@ def _figures(tokens: int, steps: Sequence[Seconds]) -> dict[str, Any]:
 
 
 def rows_of_steps(path: str | Path) -> list[dict[str, Any]]:
-    """Return a file's rows of this bench in their present form."""
+    """Return a file's rows of this bench in their present format."""
     return [row for row in read_rows(path) if row.get("bench") == "step" and isinstance(row["shape"], str)]
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print the table: a line a figure, a column a side."""
+    """Print the table: one line per figure, one column per side."""
     named = {
         "tokens_per_s": ("step, tokens/s", "total"),
         "step_s": ("step, seconds", None),
@@ -373,7 +373,7 @@ def show(row: dict[str, Any]) -> None:
         f"one GRPO step, {row['shape']}: {lengths['questions']} questions x {lengths['group']} samples, "
         f"{row['tokens']:,} tokens, {row['sampled_tokens']:,} of them sampled; {row['threads']} "
         f"thread{'s' if row['threads'] > 1 else ''}; median (p20 to p80) of {row['steps']} steps",
-        ("", "ours", "ours, unshared", "TRL", "TRL by ours"),
+        ("", "ours", "ours, unshared", "TRL", "TRL / ours"),
         [
             (name, *(cell(row[side], key) for side in SIDES), cell(row["ratio"], part))
             for key, (name, part) in named.items()

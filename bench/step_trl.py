@@ -1,8 +1,8 @@
-"""TRL's side of `thresher bench step`: its GRPOTrainer as it comes, with the step's phases timed from outside.
+"""TRL's side of `thresher bench step`: an unmodified GRPOTrainer, with the step's phases timed from outside.
 
 A step lasts from `on_step_begin` to `on_step_end`; the rollout is the trainer's own `_generate` (tokenise, generate,
 decode). Our steps run inside the `on_step_end` callback, after the clock was stopped. All samples of a step are one
-batch, without checkpointing: its fastest where memory allows it; for larger models a shape names the ways to try.
+batch, without checkpointing, the fastest way if memory allows it; for larger models a shape names the ways to try.
 `min_new_tokens` keeps samples at their full length. bench/train.py uses the same trainer, without that.
 """
 
@@ -24,7 +24,7 @@ from thresher.common.machine import return_free_memory
 
 
 class Theirs:
-    """A trainer over the setting's model, written to and loaded from `folder`; `steps` at most."""
+    """A trainer over the setting's model, which is written to `folder` and loaded from it; `steps` at most."""
 
     def __init__(self, setting: StepSetting, folder: Path, steps: int, way: PeerWay) -> None:
         setting.rollout.policy.save(folder / "model")
@@ -59,14 +59,14 @@ class Theirs:
         return logits_TV
 
     def run(self, between: Callable[[Seconds], bool]) -> None:
-        """Train; `between` gets every step's clock behind it, and returns False to end the training."""
+        """Train. `between` gets every step's clock after it, and returns False to end the training."""
         self.clock.between = between
         self.trainer.train()
 
 
 def quickest_way(setting: StepSetting, folder: Path) -> tuple[PeerWay, list[dict[str, Any]]]:
-    """Return the way whose step takes least, and the seconds of all that were tried, one step each, behind one that
-    warms up; a single way is not tried."""
+    """Return the fastest way of a step, and the seconds of all ways tried: one step each after one to warm up. A single
+    way is not tried."""
     ways = setting.shape.peer_ways
     if len(ways) == 1:
         return ways[0], []
@@ -78,27 +78,27 @@ def quickest_way(setting: StepSetting, folder: Path) -> tuple[PeerWay, list[dict
 
     for way in (ways[0], *ways):
         Theirs(setting, folder, 1, way).run(keep)
-        gc.collect()  # a trainer's weights and moments hang in cycles
+        gc.collect()  # a trainer's weights and moments are in reference cycles
     del taken[0]
     tried = [asdict(way) | {"step_s": seconds} for way, seconds in zip(ways, taken, strict=True)]
     return ways[taken.index(min(taken))], tried
 
 
 def their_tokenizer(folder: Path, end: str) -> PreTrainedTokenizerFast:
-    """Return a folder's tokenizer as transformers has it. end: the token that ends texts and pads."""
+    """Return a folder's tokenizer as transformers loads it. end: the token that ends and pads texts."""
     return PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end, padding_side="left"
     )
 
 
 def quiet(trainer: GRPOTrainer) -> GRPOTrainer:
-    """Return the trainer, which now prints nothing."""
+    """Return the trainer, with its output turned off."""
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def time_generation(trainer: GRPOTrainer, clock: "Clock", check: Callable[[Any], None] = lambda _: None) -> None:
-    """Have the trainer's sampling timed by `clock`, and what it returns checked, off that clock."""
+    """Make `clock` time the trainer's sampling, and check its result outside of the timed part."""
     generate = trainer._generate
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -125,13 +125,13 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         wall, cpu = _now()
         seconds = Seconds(self.rollout[0], wall - self.started[0], self.rollout[1], cpu - self.started[1])
-        return_free_memory()  # off the clock: in a training of SmolLM2 on a CPU it grew beyond 24 GB in 16 steps
+        return_free_memory()  # untimed: in a training of SmolLM2 on a CPU it grew beyond 24 GB in 16 steps
         if not self.between(seconds):
             control.should_training_stop = True
 
 
 def _now() -> tuple[float, float]:
-    """Wall and CPU seconds, once a GPU is idle."""
+    """Return wall and CPU seconds, once a GPU is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
@@ -163,8 +163,8 @@ def _arguments(setting: StepSetting, folder: Path, steps: int, way: PeerWay) -> 
 
 
 def their_arguments(folder: Path, samples: int, way: PeerWay, **settings: Any) -> GRPOConfig:
-    """Return the settings of a trainer of so many samples a step, which asks the questions in their order, says nothing
-    and saves nothing."""
+    """Return a trainer's settings with `samples` samples per step. It keeps the order of the questions, and prints and
+    saves nothing."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     batch = way.batch or samples

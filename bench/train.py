@@ -1,20 +1,19 @@
-"""`thresher bench train`: the task of a recipe trained by TRL's GRPOTrainer, held-out answers against the clock.
+"""`thresher bench train`: a recipe's task trained by TRL's GRPOTrainer: held-out answers against training time.
 
-Where model.dtype is bfloat16, TRL's weights stay in float32 and it computes under autocast, its default; ours are
-masters in float32 with a copy in bfloat16. The same as in `thresher train` of that recipe are weights, questions and
+If model.dtype is bfloat16, TRL's weights stay in float32 and it computes under autocast, its default; ours are float32
+masters with a bfloat16 copy. The following are the same as in `thresher train` of that recipe: weights, questions and
 their order, ids of the prompts, reward, group, lengths, temperature, clip, AdamW with its learning rate and schedule,
-threads, settings of the allocator. Before the first step, log-probs that our rollout recorded must agree with those of
-TRL's model, which has no autocast there: to 1e-4 nats in float32, and in bfloat16 to .11 in the mean.
-Held-out questions are answered greedily by our engine with TRL's weights, rounded to model.dtype; the clock stands
-meanwhile.
+threads, allocator settings. Before the first step, log-probs that our rollout recorded must agree with those of TRL's
+model, which has no autocast there: to 1e-4 nats in float32, and in bfloat16 to .11 in the mean. Held-out questions are
+answered greedily by our engine with TRL's weights, rounded to model.dtype, with the clock stopped.
 
-TRL's own are padded batches, the noise of its samples, warm-up that begins at a rate of 0, and advantages divided
-by the sample's deviation + 1e-4, which ours are with grpo.sample_std = true and grpo.std_eps = 1e-4.
+Specific to TRL are padded batches, the noise of its samples, a warm-up that starts at a learning rate of 0, and
+advantages divided by the sample's deviation + 1e-4, which ours are with grpo.sample_std = true and grpo.std_eps = 1e-4.
 
-A row is a step, as it ends (0: before the first): `seconds` of training, `questions` asked and `sampled_tokens` up to
-then, `reward` of its samples, and `eval`, the measures of the held-out questions, None where none were asked. `side` is
-"TRL", or the name of one of our runs, and `seed` tells the runs of a side apart. With `beside`, steps of run folders of
-`thresher train` are rows as well, and stored rows are shown again.
+A row is the end of a step (0: before the first): `seconds` of training, `questions` and `sampled_tokens` so far,
+`reward` of its samples, and `eval`, the measures of the held-out questions, None if there was no evaluation. `side` is
+"TRL", or the name of one of our runs, and `seed` distinguishes the runs of a side. With `beside`, steps of run folders
+of `thresher train` are rows as well, and stored rows are shown again.
 """
 
 import tempfile
@@ -49,7 +48,7 @@ from thresher.retrieval.questions import Question
 from thresher.rewards.reward import Source
 from thresher.rewards.statistics import minimum_detectable_effect, seed_interval
 
-# Keys that TRL's trainer is given, or that change nothing that it could see; those beside them have their defaults.
+# Keys that TRL's trainer is given, or that have no effect it could see; all other keys must have their defaults.
 FREE = {
     *("clip_low", "clip_high", "std_floor", "std_eps", "sample_std", "reference", "kl_value", "kl_gradient"),
     *("drop_zero_advantage", "lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_ratio"),
@@ -63,8 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MEASURES = ("questions", "f1", "em", "reward", "response_tokens")
 STEP_SECONDS = ("rollout_seconds", "reward_seconds", "update_seconds")
 OURS, TRL = "ours", "TRL"
-# Nats, of all sampled tokens: the largest gap in float32; in bfloat16, where single tokens of small probability may be
-# off by one, the mean. SmolLM2 in bfloat16 beside float32 on a CPU: .035, 920 tokens.
+# Nats, of all sampled tokens: the largest gap in float32; the mean in bfloat16, where single improbable tokens may be
+# off by one. SmolLM2 in bfloat16 compared with float32 on a CPU: .035, 920 tokens.
 LARGEST_GAP, LARGEST_MEAN_GAP = 1e-4, 0.11
 
 Row = dict[str, Any]
@@ -72,9 +71,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBench:
-    """Options. peer: "trl", or "none" for the rows of `beside` alone. batch: samples in one forward and backward of
-    TRL's; checkpointing: it computes activations again. beside: [NAME=]FOLDER of `thresher train`, whose side is NAME,
-    or a file of rows."""
+    """Options. peer: "trl", or "none" for only the rows of `beside`. batch: samples in one forward and backward of
+    TRL's; checkpointing: it recomputes activations. beside: [NAME=]FOLDER of `thresher train`, whose side is NAME, or a
+    file of rows."""
 
     peer: str = "trl"
     batch: int = 16
@@ -121,7 +120,7 @@ def run_train_bench(
 
 
 def check_comparable(recipe: Recipe, batch: int) -> None:
-    """Raise UserError for a recipe that says what TRL's trainer is not given."""
+    """Raise UserError for a recipe with settings that TRL's trainer is not given."""
 
     for section, defaults in SETTINGS.items():
         for key, expected in defaults.items():
@@ -136,8 +135,7 @@ def check_comparable(recipe: Recipe, batch: int) -> None:
 
 
 def check_plain(context: RunContext) -> None:
-    """Raise UserError for a system whose turn ends at a tag, which TRL's would not, or that asks for more than a turn
-    or for judges."""
+    """Raise UserError for a system that TRL cannot run: with several turns, a turn that ends at a tag, or judges."""
     system, question = context.system, Question("", "", ())
     episode = system.episode(question, context.episode_config)
     next(episode)
@@ -152,7 +150,7 @@ def check_plain(context: RunContext) -> None:
 class Task:
     """A recipe's questions with the ids of their prompts, its reward, and its held-out questions.
 
-    asked: the questions of all steps, one behind the other, as `thresher train` asks them.
+    asked: the questions of all steps, concatenated in the order of `thresher train`.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -194,8 +192,8 @@ class Task:
 
     @torch.no_grad()
     def evaluate(self, weights: dict[str, torch.Tensor]) -> Row | None:
-        """Return the measures of greedy answers to the held-out questions with these weights, by Hugging Face's names;
-        None without questions."""
+        """Return the measures of greedy answers to the held-out questions with these weights; None without questions.
+        weights: by Hugging Face's names."""
         if not self.dev:
             return None
         for name, view in hf_views(self.context.policy).items():
@@ -205,7 +203,7 @@ class Task:
 
 
 def _train(task: Task, way: PeerWay, out: str | Path | None) -> list[Row]:
-    """Train by TRL; return a row a step, each appended to `out` as its step ends."""
+    """Train by TRL; return one row per step, each appended to `out` as its step ends."""
     from thresher.bench.step_trl import Clock
     from thresher.bench.train_trl import make_trainer
 
@@ -264,8 +262,8 @@ def _train(task: Task, way: PeerWay, out: str | Path | None) -> list[Row]:
 
 @torch.no_grad()
 def _prove(task: Task, model: Any) -> float:
-    """Return the largest gap between log-probs that our rollout recorded and those of TRL's model. RuntimeError where
-    they differ by more than rounding."""
+    """Return the largest gap between log-probs that our rollout recorded and those of TRL's model. RuntimeError if they
+    differ by more than rounding."""
     temperature, vocab = task.context.recipe.rollout.temperature, task.context.vocab_size
     gaps_R = torch.cat(
         [
@@ -312,7 +310,7 @@ def rows_of_run(path: str | Path, side: str = OURS) -> list[Row]:
 
 
 def sides_of(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
-    """Return the rows with evaluations by side and step, a row a seed."""
+    """Return the rows with evaluations by side and step, one row per seed."""
     sides: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
         if row["eval"]:
@@ -321,8 +319,9 @@ def sides_of(rows: Sequence[Row]) -> dict[str, dict[int, list[Row]]]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the means of each side's evaluations over its seeds, how far the last of each is from the first side's, and
-    how much longer TRL took to reach what both reached."""
+    """Print the means of each side's evaluations over its seeds, and compare the sides. The comparison has the
+    difference of each side's last evaluation from the first side's, and how much longer TRL took to reach the F1 that
+    both reached."""
     sides = sides_of(rows)
     table(
         "held-out questions, greedy",

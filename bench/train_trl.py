@@ -1,4 +1,4 @@
-"""TRL's side of `thresher bench train`: its GRPOTrainer, with what a recipe says and the questions of its steps."""
+"""TRL's side of `thresher bench train`: its GRPOTrainer with a recipe's settings and the questions of its steps."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from thresher.bench.settings import PeerWay
 from thresher.bench.step_trl import Clock, quiet, their_arguments, their_tokenizer, time_generation
 from thresher.engine.config.recipe import Recipe
 
-SCHEDULES = {"constant": "constant_with_warmup"}  # named otherwise there
+SCHEDULES = {"constant": "constant_with_warmup"}  # named differently there
 
 
 def make_trainer(
@@ -27,9 +27,9 @@ def make_trainer(
     clock: Clock,
     scratch: str,
 ) -> GRPOTrainer:
-    """Return a trainer that asks `prompts` in their order. reward: from their numbers and the ids of completions to
-    rewards. completion: tokens of one, at most. end: the text of the token that ends one. unknown: ids of the head that
-    the tokenizer has not, which are not sampled."""
+    """Return a trainer that uses `prompts` in their order. reward: maps their numbers and the ids of completions to
+    rewards. completion: maximum tokens of one. end: the text of the token that ends one. unknown: ids of the head
+    without a token in the tokenizer, which are not sampled."""
     rollout, optim, folder = recipe.rollout, recipe.optim, Path(recipe.model.path)
 
     def rewards(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -41,7 +41,7 @@ def make_trainer(
         way,
         model_init_kwargs={"dtype": "float32"},
         use_cpu=recipe.model.device == "cpu",
-        bf16=recipe.model.dtype == "bfloat16",  # autocast; its weights stay in float32, as our master weights do
+        bf16=recipe.model.dtype == "bfloat16",  # autocast; its weights stay in float32, like our master weights
         max_steps=recipe.run.steps,
         num_generations=rollout.group_size,
         max_completion_length=completion,
@@ -68,8 +68,8 @@ def make_trainer(
         processing_class=their_tokenizer(folder, end),
         callbacks=[clock],
     )
-    # Its texts are the prompts' numbers: a prompt's ids are put together piece by piece, and a text that is encoded as
-    # a whole may have others.
+    # The texts are the prompts' numbers: a prompt's ids are put together in pieces, and encoding the whole text may
+    # give other ids.
     trainer._tokenize_prompts = lambda texts: ([list(prompts[int(text)]) for text in texts], None, {})
     time_generation(trainer, clock)
     return quiet(trainer)

@@ -50,15 +50,18 @@ Dtype = Literal["float32", "bfloat16"]
 Prompt = Literal["raw", "chat"]
 Texts = list[str]
 
-OVERRIDE = "override the recipe; nothing behind = takes the key out of it, so that its default holds; may be repeated"
-ALLOW_KEY = "let the recipe's judge.key_env send this environment variable's key to this host, and to no other"
+OVERRIDE = "override a key of the recipe; an empty value removes the key, so that its default holds; may be repeated"
+ALLOW_KEY = "allow the recipe's judge.key_env to send this environment variable's key to this host, and to no other"
 Overrides = Annotated[Texts, REPEATED, "SECTION.KEY=VALUE", OVERRIDE]
-ModelDevice = Annotated[Device | None, "short for --set model.device=; default: the recipe's"]
+ModelDevice = Annotated[Device | None, "device of the model; short for --set model.device=; default: the recipe's"]
 SearchParameters = Annotated[
-    Texts, REPEATED, "NAME=VALUE", "a parameter of the search, such as nprobe=64; default: what the build measured"
+    Texts,
+    REPEATED,
+    "NAME=VALUE",
+    "search parameter, such as nprobe=64; may be repeated; default: as tuned by the build",
 ]
-Unverified = Annotated[bool, "read records that are not as they were written, by their checksums"]
-Verify = Annotated[bool, "--no-verify", "do not hold the index against its hashes"]
+Unverified = Annotated[bool, "read records even if they do not match their checksums"]
+Verify = Annotated[bool, "--no-verify", "skip the check of the index against its hashes"]
 
 
 def key_at(text: str) -> str:
@@ -91,7 +94,7 @@ def pick(command: Command, names: str) -> dict[str, Any]:
 class OfRecipe(Command):
     """Flags of a command that takes a recipe."""
 
-    recipe: Annotated[str, POSITIONAL, "TOML file; docs/recipe.md has its keys"]
+    recipe: Annotated[str, POSITIONAL, "recipe (TOML file); docs/recipe.md lists its keys"]
     set: Overrides = []
     device: ModelDevice = None
 

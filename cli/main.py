@@ -1,9 +1,9 @@
 """The command line. Every command announces its work, shows progress, ends with one table and can print JSON.
 
-Exit status: 0 done; 2 the user's mistake, in one sentence; 1 ours, with a trace, or in a sentence of `bench loss` and
-the like; 130 interrupted by Ctrl-C, 143 by SIGTERM, with what is kept and the command that goes on; 141 the output was
-closed. With `--json` stdout is one object: the findings, or {"error": sentence}; everything else goes to stderr. The
-commands are the classes in cli/commands.
+Exit status: 0 success; 2 a user error, in one sentence; 1 an internal error, with a trace, or in a sentence for `bench
+loss` and the like; 130 interrupted by Ctrl-C, 143 by SIGTERM, with a message about what is kept and the command that
+continues; 141 the output was closed. With `--json`, stdout is one object: the results, or {"error": sentence}; all
+other output goes to stderr. The commands are the classes in cli/commands.
 """
 
 import argparse
@@ -25,23 +25,23 @@ from thresher.common.files import remedy
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `thresher`. It prepares the process before torch is loaded."""
+    """Run the entry point of `thresher`. It prepares the process before torch is loaded."""
     prepare_process()
     try:
         status = run(arguments)
-    except KeyboardInterrupt as error:  # while modules are loaded
+    except KeyboardInterrupt as error:  # while modules are imported
         status = getattr(error, "status", 130)
     leave(status)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
-    from thresher.common import console  # brings numpy, before which `main` decides how its threads wait
+    """Run one command; return its exit status."""
+    from thresher.common import console  # imports numpy, so `main` must set its thread waiting first
     from thresher.engine.config.renamed import current_words
 
     words = current_words(sys.argv[1:] if arguments is None else list(arguments))
     as_json = "--json" in words and not {"-h", "--help"} & set(words)
-    # Read before they are parsed, for a mistake in the flags is answered as they want it.
+    # Read before parsing, because an error in the flags is also reported in the form that they request.
     with console.answering(quiet="--quiet" in words) as answer:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             status, wrong = _ended(words)
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             print(f"thresher: {console.visible(wrong)}", file=sys.stderr)
             found |= {"error": wrong}
         if as_json:
-            # Half of a surrogate pair, as in a name that is not UTF-8, has no UTF-8; its backslash escape is JSON's.
+            # A lone surrogate, as in a name that is not UTF-8, cannot be encoded; its backslash escape is valid JSON.
             line = json.dumps(found, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
             print(line, flush=True)
     except BrokenPipeError:
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ended(words: Sequence[str]) -> tuple[int, str | None]:
-    """Run a command; return its exit status and an error's sentence."""
+    """Run a command; return its exit status and the sentence of an error."""
     from thresher.common.signals import Interrupted, handle_signals
 
     try:
@@ -74,7 +74,7 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     except BrokenPipeError:
         return _unread(), None
     except OSError as error:
-        # A path that nobody looked at before. What the system says without naming one is ours to explain.
+        # An OSError of a path that was not checked before. Without a path, the error is an internal one.
         path = error.filename2 or error.filename
         if path is None:
             raise
@@ -84,9 +84,9 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Interrupted) else Interrupted()
         return stopped.status, interrupted(words, stopped.kept, stopped.flag, stopped.spent)
-    except SystemExit as left:  # --help and --version, and what checks our own work
+    except SystemExit as left:  # --help and --version, and commands that check our own work
         return (left.code or 0, None) if isinstance(left.code, int | None) else (1, str(left.code))
-    except Exception as error:  # ours
+    except Exception as error:  # an internal error
         if "--json" not in words:
             raise
         _print_trace()
@@ -95,7 +95,7 @@ def _ended(words: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Raise UserError for a word that is not UTF-8, which no recipe and no record can hold."""
+    """Raise UserError for a word that is not UTF-8, because recipes and records cannot store it."""
     for word in words:
         try:
             word.encode("utf-8")
@@ -110,8 +110,8 @@ def _print_trace() -> None:
 
 
 def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: str = "") -> str:
-    """Return the message for an interrupted command: what is kept, and what to type. kept, flag, spent: `Interrupted`'s
-    fields."""
+    """Return the message of an interrupted command: what is kept, and what to type. kept, flag, spent: fields of
+    `Interrupted`."""
     from thresher.common import signals
 
     again = list(words)
@@ -126,12 +126,12 @@ def interrupted(words: Sequence[str], kept: str | None, flag: str = "", spent: s
 
 
 def _unread() -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the final flush reports an error
     return 141
 
 
 def run_command(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; its errors are raised."""
+    """Run one command; errors are raised."""
     from thresher.common import console
 
     options = build_parser().parse_args(arguments)
@@ -140,7 +140,7 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_within(arguments: Sequence[str]) -> None:
-    """Run a command of a chain; its output is not the chain's answer."""
+    """Run a command inside another one, without adding its output to the answer."""
     from thresher.common import console
 
     with console.answering():
@@ -148,7 +148,7 @@ def _run_within(arguments: Sequence[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. Its result has the command's function as `handler`."""
+    """Return the parser of all commands. The parse result has the command's function as `handler`."""
     about = "Train small open models to answer from retrieved text, with GRPO."
     parser = Parser(prog="thresher", description=about, epilog=example("thresher demo --out runs/demo"))
     parser.set_defaults(run_command=_run_within, build_parser=build_parser)

@@ -1,4 +1,4 @@
-"""Commands and their parser: a class a command, a field a flag, and mistakes in one sentence.
+"""Commands and their parser: a class for each command, a field for each flag, and errors as one sentence.
 
     class Words(Command, help="count words", place=7, example="thresher words notes.txt"):
         file: Annotated[str, POSITIONAL, "text to count"]
@@ -6,9 +6,10 @@
 
         def __call__(self) -> None: ...
 
-Type, default and notes of a field are the whole flag. `X | None` may be left out, a Literal gives choices, a list takes
-several values, a bool is a switch. Of the strings among the notes the last is the help, "--x" the flag where it is not
-the field's name, and any other the metavar. A callable reads the text; POSITIONAL and the like are below.
+The type, default and notes of a field define the flag. `X | None` is optional, a Literal gives choices, a list takes
+several values, a bool is a switch. Among the strings in the notes, the last is the help, one that starts with "--" is
+the flag if it differs from the field's name, and any other is the metavar. A callable converts the text; POSITIONAL and
+the like are below.
 """
 
 import argparse
@@ -28,20 +29,20 @@ PACKAGES = ("thresher", "torch", "triton")
 
 # Notes of a field.
 POSITIONAL: dict[str, Any] = {"positional": True}
-REPEATED: dict[str, Any] = {"action": "append", "nargs": None}  # a list, each of whose values has the flag before it
+REPEATED: dict[str, Any] = {"action": "append", "nargs": None}  # a list, with the flag repeated before each value
 ANY_NUMBER: dict[str, Any] = {"nargs": "*"}  # a list that may be empty
 
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """Note of fields of which at most one is given; if `required`, exactly one."""
+    """Note for a group of fields of which at most one is given; if `required`, exactly one."""
 
     required: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """Commands behind a common word, as in `index build`. place, example: as those of a command."""
+    """Commands with a common first word, as in `index build`. place, example: as those of a command."""
 
     word: str
     help: str
@@ -51,18 +52,18 @@ class Group:
 
 
 class Command:
-    """Base of all commands. An instance has the values of its flags.
+    """Base class of all commands. An instance has the values of its flags.
 
-    help: the command's line in `--help`. place: its order there. example: a command as it is typed. A subclass without
-    `help` is no command; it shares fields and methods.
+    help: the command's line in `--help`. place: its order there. example: a command line. A subclass without `help` is
+    not a command; it shares fields and methods.
     """
 
     word = help = example = ""
     place = 0
     group: Group | None = None
-    # Set by `main.build_parser`, for no command imports what lies above it.
+    # Set by `main.build_parser`, because a command does not import higher layers.
     json: bool
-    run_command: Callable[[Sequence[str]], None]  # another command, whose answer is no part of this one's
+    run_command: Callable[[Sequence[str]], None]  # runs another command, without adding its answer to this one's
     build_parser: Callable[[], argparse.ArgumentParser]
 
     def __init_subclass__(cls, help: str = "", place: int = 0, example: str = "", group: Group | None = None) -> None:
@@ -71,7 +72,7 @@ class Command:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Any:
-        """Return the command with the values that were parsed."""
+        """Return the command with the parsed values."""
         command = cls()
         vars(command).update(vars(options))
         return command
@@ -89,7 +90,7 @@ def commands_in(module: Any) -> list[type[Command]]:
 def add_commands(
     parser: argparse.ArgumentParser, commands: Sequence[type[Command]], metavar: str, group: Group | None = None
 ) -> None:
-    """Add the commands of `group` to `parser`; where it is None, those of none, and the groups."""
+    """Add the commands of `group` to `parser`; for None, add the commands without a group, and the groups."""
     below = parser.add_subparsers(required=True, metavar=metavar)
     groups = {command.group for command in commands if command.group is not None} if group is None else set()
     inside = [command for command in commands if command.group == group]
@@ -164,7 +165,7 @@ def _parts(hint: Any) -> tuple[Any, list[Any]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are a UserError of one sentence. A flag must be spelt out."""
+    """An ArgumentParser that raises a one-sentence UserError for a mistake. Flags cannot be abbreviated."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": Help, "allow_abbrev": False, **options})
@@ -185,7 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.HelpFormatter):
-    """Help that says every default, and leaves an example's line unchanged."""
+    """A help formatter that shows every default and leaves the lines of an example unchanged."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -205,26 +206,30 @@ def _typed(default: Any) -> str:
 
 
 def example(command: str) -> str:
-    """Return the end of a command's help."""
+    """Return the example at the end of a command's help."""
     return f"example:\n  {command}"
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Add the flags that every command has; main.py acts on them."""
-    group = parser.add_argument_group("of every command")
-    group.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
-    group.add_argument("--quiet", action="store_true", help="no progress lines")
-    group.add_argument("--verbose", action="store_true", help="a trace, where a mistake ends in one sentence otherwise")
+    group = parser.add_argument_group("options of every command")
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object on stdout and everything else on stderr"
+    )
+    group.add_argument("--quiet", action="store_true", help="print no progress lines")
+    group.add_argument(
+        "--verbose", action="store_true", help="print a traceback for errors that otherwise end in one sentence"
+    )
     add_version(group)
 
 
 def add_version(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--version", action=_Version, nargs=0, help="print versions, and do nothing")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")
 
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from thresher.common import console  # brings numpy: see main.py
+        from thresher.common import console  # imports numpy: see main.py
 
         found = {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()}
         console.answer(found)
@@ -239,23 +244,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-# Mistakes. argparse writes usage lines and the names of types in front of its complaints, whose texts are read here;
-# one that is not known is passed on as it is.
+# Errors. argparse puts usage lines and type names before its messages. The known messages are rewritten here; any other
+# is passed on.
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return name -> parser of the commands below a parser; empty for a command's own."""
+    """Return name -> parser of a parser's subcommands; empty for a command's parser."""
     groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return next((dict(group.choices) for group in groups), {})
 
 
 def command_of(parser: argparse.ArgumentParser) -> str:
-    """Return `index build`; of the parser of all commands `thresher`."""
+    """Return the command's name, such as `index build`, or `thresher` for the parser of all commands."""
     return parser.prog.partition(" ")[2] or parser.prog
 
 
 def unknown_flag(parser: argparse.ArgumentParser, words: Iterable[str]) -> str | None:
-    """Describe the first flag that the parser does not know; argparse would first miss a required one."""
+    """Describe the first unknown flag; argparse would report a missing required one first."""
     for word in words:
         if word == "--" or (commands_of(parser) and not word.startswith("-")):
             return None
@@ -267,13 +272,13 @@ def unknown_flag(parser: argparse.ArgumentParser, words: Iterable[str]) -> str |
 
 
 def meant(word: str, known: Collection[str]) -> str:
-    """Suggest what a mistyped word may mean, or list all that it may be."""
+    """Suggest the intended spelling of a mistyped word, or list all possible words."""
     near = get_close_matches(word, known, n=1)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
 
 
 def sentence(parser: argparse.ArgumentParser, message: str) -> str:
-    """Rewrite argparse's message as a sentence that says what to do."""
+    """Rewrite argparse's message as a sentence with advice."""
     command = command_of(parser)
     if found := re.fullmatch(r"argument (.+?): invalid choice: (.+?) \(choose from .*\)", message, re.S):
         return _no_choice(parser, found[1], found[2].strip("'\""))
@@ -296,7 +301,7 @@ def sentence(parser: argparse.ArgumentParser, message: str) -> str:
 def _no_choice(parser: argparse.ArgumentParser, name: str, value: str) -> str:
     below = commands_of(parser)
     if below:
-        # `thresher convert`: the name of an action without its group's.
+        # `thresher convert`: the name of a subcommand without its group.
         inner = [f"{group} {value}" for group, inner in below.items() if value in commands_of(inner)]
         outer = "" if command_of(parser) == parser.prog else f"{command_of(parser)} "
         hint = f"did you mean {inner[0]}?" if inner else meant(value, below)

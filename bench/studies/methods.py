@@ -1,30 +1,31 @@
 """`thresher compare-methods FILE`: methods x conditions x seeds from one file, at equal computed tokens.
 
-    prepare   commands of the file, once, or once a seed where they name {seed}     data, an index, a base
-    NAME.command, beside each folder that such a command made                        the command
+    prepare   commands of the file, once, or once per seed if they contain {seed}    data, an index, a base
+    NAME.command, next to each folder that such a command made                       the command
     runs/     low-gigpo-seed0/ .. low-gigpo-control-seed0/ ..                        ordinary run folders
-    rows/     low-gigpo-seed0.json ..                                                what a finished run leaves
+    rows/     low-gigpo-seed0.json ..                                                results of finished runs
     rows.jsonl, table.md, curves.png, methods.json
 
-Every run has the recipe's settings, those of the file, of its condition and of its method, and ends by run.token_budget
-at the largest budget. A control is the same run with the file's `control` settings, such as shuffled rewards. Runs of a
-seed have the same base and the same questions in the same order, so that methods are compared in pairs, a pair a seed.
-A run whose numbers are not finite any more ends there, and its last evaluation counts from there on.
+Every run has the recipe's settings, then those of the file, of its condition and of its method, and ends by
+run.token_budget at the largest budget. A control is the same run with the file's `control` settings, such as shuffled
+rewards. Runs of a seed have the same base and the same questions in the same order, so that methods are compared in
+pairs, one pair per seed. A run whose numbers are no longer finite ends there, and its last evaluation counts from there
+on.
 
-Several processes may run the same command: each takes a run that none has taken, so that one a GPU, or one a core,
-share the work. A process that is killed loses the steps of its run since its last checkpoint.
+Several processes may run the same command: each takes a run that no other has taken, so that one process per GPU, or
+per core, shares the work. A process that is killed loses the steps of its run since its last checkpoint.
 
-The analysis, fixed before any run: the measure on the held-out questions at each budget, interpolated linearly over
+The analysis was fixed before any run: the measure on the held-out questions at each budget, interpolated linearly over
 tokens between the neighbouring evaluations. For a method minus the baseline, or minus its own control
 
-    seeds        the differences, one a seed; their mean; Student's 95% interval
+    seeds        the differences, one per seed; their mean; Student's 95% interval
     interval     two-way bootstrap: 2.5% and 97.5% of means over seeds and questions, both drawn with replacement
     MDE          minimum detectable effect of a paired t-test over these seeds at 5%, with a power of .8
     p, Holm      a sign flip test over seeds; the same by Holm's correction for all methods of that condition and budget
 
-A difference is claimed where Holm's p is at most .05, the interval lies to one side of 0, and the difference is at
-least the MDE. The last is strict: a true difference as large as the MDE is claimed in about half of the cases. At equal
-seconds nothing is claimed.
+A difference is claimed if Holm's p is at most .05, the interval is on one side of 0, and the difference is at least the
+MDE. The last is strict: a true difference as large as the MDE is claimed in about half of the cases. At equal seconds
+nothing is claimed.
 
 Axes: S seeds, Q questions.
 """
@@ -77,20 +78,21 @@ SHIPPED = Path(str(files("thresher.bench.studies"))) / "comparisons"
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Section):
-    """The file. In commands and settings {out} is the folder, {seed}, {condition} and {method} those of the run."""
+    """The file. In commands and settings, {out} is the folder; {seed}, {condition} and {method} are those of the
+    run."""
 
     recipe: str
     methods: dict[str, Any]  # name -> settings, as of --set
     baseline: str  # the method that the others are compared with
     seeds: tuple[int, ...]
     budgets: tuple[int, ...]  # tokens, as run.token_budget counts them
-    prepare: tuple[str, ...] = ()  # commands with --out, each of one folder
+    prepare: tuple[str, ...] = ()  # commands with --out, each writing one folder
     set: tuple[str, ...] = ()  # settings of all runs
     conditions: dict[str, Any] = field(default_factory=dict)  # name -> settings
-    control: tuple[str, ...] = ()  # settings that make a control of a run; none: no controls
-    control_seeds: tuple[int, ...] | None = None  # seeds that get one; none: all
+    control: tuple[str, ...] = ()  # settings that turn a run into a control; none: no controls
+    control_seeds: tuple[int, ...] | None = None  # seeds with a control; none: all
     measure: str = "em"  # em, f1 or reward, on data.dev
-    shown: tuple[str, ...] = ("searches",)  # other measures of the table
+    shown: tuple[str, ...] = ("searches",)  # additional measures in the table
 
     def check(self) -> None:
         for table in ("methods", "conditions"):
@@ -120,7 +122,7 @@ class Run:
     """A training run of the comparison."""
 
     seed: int
-    condition: str  # "" where the file has none
+    condition: str  # "" if the file has none
     method: str
     control: bool
 
@@ -132,7 +134,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A piece of work that one process does. out: what is locked meanwhile; after: jobs that come before it."""
+    """A piece of work for one process. out: the path to lock; after: jobs that must be done before."""
 
     name: str
     out: Path
@@ -147,8 +149,8 @@ def read_comparison(
     budgets: Sequence[int] | None = None,
     overrides: Sequence[str] = (),
 ) -> Comparison:
-    """Read the file, or the one of this name that came with Thresher. seeds, budgets: in place of its own; overrides:
-    settings behind its own. UserError where it is no TOML, or a key is unknown, absent or of another kind."""
+    """Read the file, or the one with this name that is part of Thresher. seeds, budgets: replace the file's. overrides:
+    appended to its settings. UserError if it is not TOML, or if a key is unknown, missing or of a wrong type."""
     path = Path(path)
     if not path.exists() and path.parent == Path() and (SHIPPED / path).is_file():
         path = SHIPPED / path
@@ -171,9 +173,11 @@ def run_comparison(
     rows_file: str | Path | None = None,
     train_more: bool = True,
 ) -> dict[str, Any]:
-    """Prepare and train what is not done yet, and write the comparison into `out`; returns what methods.json holds.
-    run_command: runs a command from its arguments. rows_file: rows of runs that are not repeated. train_more: False
-    compares what is finished."""
+    """Prepare and train what is not done yet, and write the comparison into `out`; return the content of methods.json.
+
+    run_command: run a command from its arguments. rows_file: rows of runs that are not repeated. train_more: False
+    compares only finished runs.
+    """
     check_out(out)
     known: dict[str, dict[str, Any]] = {}
     for number, row in () if rows_file is None else iter_jsonl(rows_file):
@@ -186,10 +190,10 @@ def run_comparison(
     own = {run.name: out / "rows" / f"{run.name}.json" for run in runs if run.name not in known}
     jobs = jobs_of(plan, out, [run for run in runs if run.name in own], run_command)
     if train_more:
-        for run in runs:  # what one of them refuses is told before the first is trained
+        for run in runs:  # refuse bad settings of any run before the first is trained
             recipe_of(plan, out, run)
             if run.name in own and own[run.name].exists():
-                goes_on = (out / "runs" / run.name).is_dir()  # else the whole run would be trained again
+                goes_on = (out / "runs" / run.name).is_dir()  # otherwise the whole run would be trained again
                 check_row(read_json_object(own[run.name]), str(own[run.name]), plan, whole=not goes_on)
         work_through(jobs)
     rows = []
@@ -205,7 +209,7 @@ def run_comparison(
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "rows.jsonl", rows)
     found = analysis(plan, rows) | {"seconds": time.perf_counter() - started}
-    from thresher.bench.plots import draw_methods  # matplotlib takes a second
+    from thresher.bench.plots import draw_methods  # importing matplotlib takes a second
 
     draw_methods(rows, plan.measure, max(plan.budgets), out / "curves.png")
     text = markdown(plan, found)
@@ -216,9 +220,9 @@ def run_comparison(
 
 
 def check_row(row: Mapping[str, Any], where: str, plan: Comparison, *, whole: bool = True) -> None:
-    """Raise UserError for a row that has not the form, the measure, the recipe, the commands or the settings of its
-    run; if `whole`, also for one that lacks a measure of `shown` or does not reach the largest budget. where: its
-    place, named first."""
+    """Raise UserError if a row differs from its run in format, measure, recipe, commands or settings. If `whole`, also
+    raise it for a row that lacks a measure of `shown` or does not reach the largest budget. where: its place, named
+    first."""
     if not (isinstance(row.get("curve"), list) and row["curve"]) or row.get("measure") != plan.measure:
         raise UserError(f"{where}: expected a row of compare-methods with the measure {plan.measure!r}")
     if {"recipe": row.get("recipe"), "prepare": row.get("prepare")} != origin_of(plan):
@@ -260,8 +264,8 @@ def _absent(row: Mapping[str, Any], plan: Comparison) -> str | None:
 
 
 def _check_questions(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError where runs of one condition and seed were evaluated on different questions. Rows of earlier
-    versions say their number alone."""
+    """Raise UserError if runs of one condition and seed were evaluated on different questions. Rows of earlier versions
+    only have the number of questions."""
     first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for row in rows:
         numbers = {len(unpacked(point["questions"])) for point in row["curve"]}
@@ -275,7 +279,7 @@ def _check_questions(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def origin_of(plan: Comparison) -> dict[str, str]:
-    """Return what a row says of the file besides its settings: the recipe's name, and a digest of `prepare`."""
+    """Return the row entries about the file besides its settings: the recipe's name, and a digest of `prepare`."""
     return {"recipe": plan.recipe, "prepare": sha256("\n".join(plan.prepare).encode()).hexdigest()[:16]}
 
 
@@ -295,8 +299,8 @@ def runs_of(plan: Comparison) -> list[Run]:
 
 
 def jobs_of(plan: Comparison, out: Path, runs: Sequence[Run], run_command: Callable[[list[str]], None]) -> list[Job]:
-    """Return the commands that these runs need and the runs, each behind what it needs."""
-    made: dict[str, Job] = {}  # by what the command says, so that one without {seed} is one job
+    """Return the commands that these runs need and the runs, each after the jobs that it needs."""
+    made: dict[str, Job] = {}  # by the filled command, so that one without {seed} is one job
     jobs: list[Job] = []
     for run in runs:
         before: list[Job] = []
@@ -318,7 +322,7 @@ def filled(text: str, out: Path, run: Run) -> str:
 
 
 def _command(typed: str, as_written: str, after: tuple[Job, ...], run_command: Callable[[list[str]], None]) -> Job:
-    """Return the job of a command. UserError where its folder was made by another one. as_written: with {out}."""
+    """Return the job of a command. UserError if its folder was made by another one. as_written: with {out}."""
     words = shlex.split(typed)
     if "--out" not in words[:-1]:
         raise UserError(f"prepare: expected a command with --out FOLDER, got {typed}")
@@ -366,7 +370,7 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
                     line.to(progress.step, f"reward {progress.record['reward']:.3f}")
 
             try:
-                train(case.recipe, folder, folder.exists(), watch)  # a finished run goes on to a larger budget
+                train(case.recipe, folder, folder.exists(), watch)  # a finished run continues to a larger budget
                 diverged = {}
             except Diverged as error:
                 diverged = {"diverged": str(error)}
@@ -392,7 +396,7 @@ def _training(plan: Comparison, out: Path, run: Run, after: tuple[Job, ...]) -> 
 
 
 def work_through(jobs: Sequence[Job]) -> None:
-    """Do all jobs in their order, those aside that another process does, and return once all are done."""
+    """Do all jobs in order, skipping those that another process is doing, and return once all are done."""
     with console.progress_line("compare-methods", len(jobs)) as line:
 
         def attempt(job: Job) -> bool:
@@ -405,7 +409,7 @@ def work_through(jobs: Sequence[Job]) -> None:
 
 
 def _taken(job: Job) -> bool:
-    """Do the job unless another process does it, or one that comes before it is not done; return whether it is done."""
+    """Do the job unless another process does it or an earlier job is not done; return whether it is done."""
     if not all(one.done() for one in job.after):
         return False
     job.out.parent.mkdir(parents=True, exist_ok=True)
@@ -419,10 +423,12 @@ def _taken(job: Job) -> bool:
 
 
 def row_of(plan: Comparison, run: Run, folder: RunFolder) -> dict[str, Any]:
-    """Return a finished run in one record. Tokens are sums over its steps, zero_advantage_groups the groups of a step
-    that teach nothing, on average. asked: a digest of the last evaluation's questions. curve: of each evaluation the
-    step, the tokens and seconds until then, the measures, and the measure of each question; seconds are those of
-    rollouts, rewards and updates."""
+    """Return a finished run in one record.
+
+    Tokens are sums over its steps, zero_advantage_groups the mean number of groups per step without a signal. asked: a
+    digest of the last evaluation's questions. curve: for each evaluation the step, the tokens and seconds until then,
+    the measures, and the measure of each question; seconds are those of rollouts, rewards and updates.
+    """
     curve: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     asked = ""
@@ -466,15 +472,15 @@ def _measure(record: Mapping[str, Any], name: str) -> float:
 
 
 def packed(values: Sequence[float]) -> str | list[float]:
-    """Return values of questions for a row: as hexadecimal digits of their bits behind a leading 1 where all are 0 or
-    1, else a list."""
+    """Return the questions' values for a row: a list, or hexadecimal digits of bits if all are 0 or 1. A leading 1
+    comes before the bits."""
     if all(value in (0.0, 1.0) for value in values):
         return f"{int('1' + ''.join(str(int(value)) for value in values), 2):x}"
     return [round(value, 4) for value in values]
 
 
 def unpacked(stored: str | Sequence[float]) -> list[float]:
-    """Return the values that `packed` was given."""
+    """Return the values that were given to `packed`."""
     return [float(bit) for bit in f"{int(stored, 16):b}"[1:]] if isinstance(stored, str) else list(stored)
 
 
@@ -484,8 +490,8 @@ def unpacked(stored: str | Sequence[float]) -> list[float]:
 def between(
     curve: Sequence[Mapping[str, Any]], axis: str, at: float, read: Callable[[Any], list[float]]
 ) -> list[float]:
-    """Return numbers of a curve at a place of an axis: between the evaluations before and behind it, linearly. Those of
-    the last evaluation behind it."""
+    """Return numbers of a curve at a position of an axis, interpolated linearly between the adjacent evaluations. After
+    the last evaluation, its numbers are returned."""
     for before, behind in pairwise(curve):
         if before[axis] <= at <= behind[axis] and behind[axis] > before[axis]:
             share = (at - before[axis]) / (behind[axis] - before[axis])
@@ -498,8 +504,8 @@ def _mean_between(curve: Sequence[Mapping[str, Any]], axis: str, at: float, name
 
 
 def analysis(plan: Comparison, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the tables: by condition and budget in tokens, and by condition at equal seconds, those of the run that
-    took the fewest."""
+    """Return the tables: by condition and token budget, and by condition at equal seconds. The seconds are those of the
+    run that took the fewest."""
     tables = []
     for condition in plan.conditions or {"": ()}:
         own = [row for row in rows if row["condition"] == condition]
@@ -555,7 +561,7 @@ def _difference(
     axis: str,
     at: float,
 ) -> dict[str, Any] | None:
-    """Return the second less the first over the seeds that both have; None without any."""
+    """Return the second minus the first over the seeds that both have; None without any."""
     both = [seed for seed in seeds if (*first, seed) in runs]
     if not both:
         return None
@@ -579,7 +585,7 @@ def _difference(
 
 
 def claimed(found: Mapping[str, Any]) -> bool:
-    """Return whether a difference is claimed, by the rule at the head of this file."""
+    """Return whether a difference is claimed, by the rule at the top of this file."""
     low, high = found["interval"]
     apart, seen = low > 0 or high < 0, found["mde"]
     return bool(found["holm"] <= LEVEL and apart and seen is not None and abs(found["difference"]) >= seen)
@@ -597,7 +603,7 @@ def verdict(method: str, other: str, found: Mapping[str, Any], measure: str) -> 
 
 
 def markdown(plan: Comparison, found: Mapping[str, Any]) -> str:
-    """Return all tables; those at equal tokens have a verdict a method."""
+    """Return all tables; those at equal tokens have one verdict per method."""
     parts = [f"{found['runs']} of {found['of']} runs, of {', '.join(found['commits'])}.", ""]
     if found["diverged"]:
         parts += [f"Diverged, and counted by their last evaluation: {', '.join(found['diverged'])}.", ""]
@@ -617,8 +623,8 @@ def markdown(plan: Comparison, found: Mapping[str, Any]) -> str:
 def _lines(plan: Comparison, table: Mapping[str, Any]) -> list[str]:
     shown = "".join(f" {name} |" for name in plan.shown)
     lines = [
-        f"| method | seeds | {plan.measure} of each seed | mean |{shown} less {plan.baseline} | seeds and questions "
-        "| MDE | p, Holm | less its control | MDE | p, Holm |",
+        f"| method | seeds | {plan.measure} of each seed | mean |{shown} minus {plan.baseline} | seeds and questions "
+        "| MDE | p, Holm | minus its control | MDE | p, Holm |",
         "|---" * (11 + len(plan.shown)) + "|",
     ]
     for line in table["lines"]:

@@ -6,12 +6,11 @@
     runs/       whole-rollout-seed0/ .. stale3-recomputed-seed2/ ..      ordinary run folders
     table.md, partial.json
 
-Six settings of each seed. Rollouts are whole, or partial (rollout.partial) with a staleness of 1 and of 3 at most; the
-last with so many slots that no sample waits, which makes most tokens as stale as may be. Each has old log-probs as
-recorded, and recomputed with token weights. Runs of a seed have the same questions in
-the same steps, and samples of the same seeds; they differ in the weights that draw a token and in its loss. Where
-nothing is stale the two objectives are equal up to rounding, so that their difference shows what rounding alone makes
-of a seed.
+Each seed has six settings. Rollouts are whole, or partial (rollout.partial) with a maximum staleness of 1 and of 3; the
+last has so many slots that no sample waits, which makes most tokens as stale as allowed. Each has old log-probs as
+recorded, and recomputed with token weights. Runs of a seed have the same questions in the same steps, and samples with
+the same seeds; they differ in the weights that sample a token and in its loss. Where nothing is stale, the two
+objectives are equal up to rounding, so their difference shows the effect of rounding alone on a seed.
 """
 
 import time
@@ -31,7 +30,7 @@ from thresher.rewards.statistics import compare_seeds, least_p, seed_interval
 
 SYSTEM = "search_r1"
 LENGTH = ("run.steps=24", "run.eval_every=8")
-# stale3 has a slot for each sample that may have begun, the others one for each sample of a step.
+# stale3 has a slot for each sample that may have started, the others one for each sample of a step.
 ROLLOUTS: dict[str, tuple[str, ...]] = {
     "whole": (),
     "stale1": ("rollout.partial=true", "rollout.max_staleness=1"),
@@ -41,7 +40,7 @@ OBJECTIVES = {
     "rollout": ("grpo.old_logprobs=rollout",),
     "recomputed": ("grpo.old_logprobs=recomputed", "grpo.tis_level=token", "grpo.tis_rule=truncate"),
 }
-LAST = 8  # steps whose mean reward is shown
+LAST = 8  # number of last steps for the mean reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +58,8 @@ def run_study(
     overrides: Sequence[str],
     run_command: Callable[[list[str]], None],
 ) -> None:
-    """Write the whole study into the folder `out`. base: seed of the base that all runs start from; overrides: of the
-    recipe; `run_command` runs a command of the world from its arguments."""
+    """Write the whole study into the folder `out`. base: seed of the base that all runs start from. overrides: of the
+    recipe. run_command: run a command of the world from its arguments."""
     check_out(out)
     out.mkdir(parents=True, exist_ok=True)
     make_world(out / "world", base, [SYSTEM], run_command)
@@ -79,7 +78,7 @@ def run_study(
 
 
 def cases_of(out: Path, seeds: Sequence[int], base: int, overrides: Sequence[str]) -> list[PartialRun]:
-    """Return every run, in the order in which they are trained: all settings of a seed, then the next seed's."""
+    """Return every run, in training order: all settings of a seed, then the next seed's."""
     return [
         PartialRun(
             name=f"{rollout} {objective} seed {case.seed}",
@@ -99,9 +98,9 @@ def cases_of(out: Path, seeds: Sequence[int], base: int, overrides: Sequence[str
 def summary_of(case: PartialRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a run in one record. EM is greedy, on the held-out questions; the rest is of the training samples.
 
-    "reward": mean of the last `LAST` steps; "response_tokens": mean over steps; "slots_busy": over those in which a
-    token was drawn; "staleness": shares of the trained tokens that have 0, 1, .. updates; "recomputed_share": tokens
-    prefilled again, by sampled ones.
+    "reward": mean of the last `LAST` steps; "response_tokens": mean over steps; "slots_busy": over the steps in which a
+    token was drawn; "staleness": shares of the trained tokens with 0, 1, .. updates; "recomputed_share": tokens
+    prefilled again / sampled tokens.
     """
     steps = [record for record in records if "eval" not in record]
     evals = [record["eval"] for record in records if "eval" in record]
@@ -133,10 +132,10 @@ def summary_of(case: PartialRun, records: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table: a line for each setting, with the seeds' own EM, and what EM is less that of whole rollouts with
+    """Return a table with a line for each setting. It has the EM of each seed, and EM minus that of whole rollouts with
     the same objective and seed."""
     lines = [
-        "| rollouts | old log-probs | EM of each seed | mean | less whole, p | reward | tokens a sample "
+        "| rollouts | old log-probs | EM of each seed | mean | minus whole, p | reward | tokens a sample "
         "| staleness 0, 1, .. | slots busy | prefilled again | forwards |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -160,15 +159,15 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     if seeds > 1:
         lines += [
             "",
-            "Less whole: EM less that of the same seed and objective with whole rollouts, the mean with Student's 95% "
-            f"interval, and p of a two-sided sign flip test, over seeds. With {seeds} seeds no p is below "
+            "Minus whole: EM minus that of the same seed and objective with whole rollouts, the mean with Student's "
+            f"95% interval, and p of a two-sided sign flip test, over seeds. With {seeds} seeds no p is below "
             f"{least_p(seeds):.3g}.",
         ]
     return "\n".join(lines) + "\n"
 
 
 def less_whole(whole: Sequence[float], partial: Sequence[float]) -> str:
-    """Return in words by how much the second exceeds the first, seed by seed."""
+    """Return in words the difference of the second minus the first, seed by seed."""
     found = compare_seeds(whole, partial)
     if found.high is None:
         return f"{found.difference:+.3f}"

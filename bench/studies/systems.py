@@ -1,16 +1,16 @@
-"""`thresher study systems`: does every system learn? From one base a seed, ARENA from its own, beside a control.
+"""`thresher study systems`: does every system learn? Runs from one base per seed, with a control (ARENA from its own).
 
     thresher study systems --system search_r1 --system gigpo --base 0 --seeds 0 1 --controls 0 1
 
-    world/   the world once; once a seed base0, base1 .. and numbered0 ..   engine/world/stages.py
+    world/   the world once; per seed base0, base1 .. and numbered0 .. engine/world/stages.py
     runs/    arena-seed0/ .. arena-control-seed0/ ..                   ordinary run folders
     curves.png, table.md, systems.json
 
-The base knows the form of all protocols and hardly what to look for (engine/world/files.py). ARENA's
-goes on from there: it names passages by their numbers, which the shared one cannot. The control of a system is the same
-run with its rewards shuffled within each group: they carry no signal. One recipe (recipes/world) serves all systems, so
-that two curves differ by the protocol and its reward, and ARENA's base; a preset fills what that recipe leaves open.
-With --base all seeds start from one base, so that they differ in the questions' order and in sampling.
+The base knows the format of all protocols but hardly what to search for (engine/world/files.py). ARENA's base continues
+from it: it names passages by their numbers, which the shared one cannot. The control of a system is the same run with
+its rewards shuffled within each group, which removes the signal. One recipe (recipes/world) is used for all systems, so
+that two curves differ only by the protocol and its reward, and ARENA's base; a preset fills in what that recipe does
+not set. With --base all seeds start from one base, so that they differ in the questions' order and in sampling.
 """
 
 import time
@@ -41,7 +41,7 @@ from thresher.rewards.statistics import Difference, compare_seeds, least_p
 SYSTEMS = (*SEARCHING, *GIVEN)
 KNOWN = (*SYSTEMS, *SAME_FORM)
 HEAD = ("at", "commit", "machine", "torch")  # of a run's start
-# The measure of a system's own claim, beside reward and EM: a key of the evaluation's record, and its name.
+# The measure of a system's own claim, in addition to reward and EM: key of the evaluation's record, and its name.
 CLAIMS = {
     "search_r1": ("searches", "searches"),
     "eval_rar": ("recall_evaluation", "gold in evaluate"),
@@ -52,10 +52,10 @@ CLAIMS = {
 }
 CLAIMS |= {system: CLAIMS[form] for system, form in SAME_FORM.items()}
 CLAIMS["zero_search"] = ("f1", "F1")  # its searches are calls of a tool
-# What a system needs besides the one recipe, whose groups have 8 samples; {world}: the folder of the world.
+# Settings that a system needs in addition to the recipe (groups of 8); {world}: the folder of the world.
 NEEDS = {
     "tree_grpo": ["rollout.tree_nodes=3"],
-    "mem1": ["system.options.count_turns=false"],  # the base has not seen its lines
+    "mem1": ["system.options.count_turns=false"],  # the base was not trained on the count lines
     "zero_search": ["tools.search.function={world}/data/search.py:search", "tools.search.noise=[0.0, 0.5]"],
 }
 
@@ -78,9 +78,9 @@ def run_study(
     allow_keys: Collection[str] = (),
     base: int | None = None,
 ) -> None:
-    """Write the whole study into the folder `out`. `controls`: seeds that get a control; `overrides`: of the recipe;
-    `run_command` runs a command from its arguments, for the shared world; `allow_keys` as `train` has them. base: seed
-    of the base that all runs start from; None: each seed has its own."""
+    """Write the whole study into the folder `out`. controls: seeds that get a control. overrides: of the recipe.
+    run_command: run a command from its arguments, for the shared world. allow_keys: as in `train`. base: seed of the
+    base that all runs start from; None: each seed has its own."""
     check_out(out)
     if unknown := [name for name in systems if name not in KNOWN]:
         raise UserError(f"--system {unknown[0]}: the invented world has no form of it; choose of {', '.join(KNOWN)}")
@@ -95,7 +95,7 @@ def run_study(
     console.console.print(f"study systems: {len(cases)} runs from the bases in {world}, into {out}")
     started = time.perf_counter()
     train_all(cases, "study systems", lambda one: f"reward {one['reward']:.3f}  EM {one['em']:.3f}", allow_keys)
-    from thresher.bench.plots import draw_systems  # matplotlib takes a second
+    from thresher.bench.plots import draw_systems  # importing matplotlib takes a second
 
     records = {case.name: read_metrics(case.folder) for case in cases}
     rows = [summary_of(case, records[case.name]) for case in cases]
@@ -155,7 +155,7 @@ def make_cases(
 
 
 def summary_of(case: SystemRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a run in one record: its first and last evaluation on the held-out questions, greedy."""
+    """Return a run in one record, with its first and last greedy evaluation on the held-out questions."""
     evals = [record["eval"] for record in records if "eval" in record]
     key, _ = CLAIMS[case.system]
     run = RunFolder(case.folder)
@@ -177,10 +177,10 @@ def measure(evaluation: Mapping[str, Any], name: str) -> float | None:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table: a line for each system and its control, means over seeds, with the seeds' own EM, and by how much
-    it exceeds the control's."""
+    """Return a table: a line for each system and its control, with means over seeds. It has the EM of each seed, and
+    the EM minus the control's."""
     lines = [
-        "| system | seeds | reward | EM | EM of each seed | less shuffled, p | its own claim | steps | sampled tokens "
+        "| system | seeds | reward | EM | EM of each seed | minus shuffled, p | its own claim | steps | sampled tokens "
         "| seconds a run |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -203,14 +203,15 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     if most > 1:
         lines += [
             "",
-            "Less shuffled: EM less that of the same seed with shuffled rewards, the mean with Student's 95% interval, "
-            f"and p of a two-sided sign flip test, over seeds. With {most} seeds no p is below {least_p(most):.3g}.",
+            "Minus shuffled: EM minus that of the same seed with shuffled rewards, the mean with Student's 95% "
+            f"interval, and p of a two-sided sign flip test, over seeds. With {most} seeds no p is below "
+            f"{least_p(most):.3g}.",
         ]
     return "\n".join(lines) + "\n"
 
 
 def less_control(rows: Sequence[Mapping[str, Any]], system: str) -> Difference | None:
-    """Return a system's last EM less its control's, over the seeds that have both; None where none has."""
+    """Return a system's last EM minus its control's, over the seeds that have both; None if there are none."""
     after = {(row["control"], row["seed"]): row["em_after"] for row in rows if row["system"] == system}
     seeds = [seed for control, seed in after if control and (False, seed) in after]
     return compare_seeds(*([after[control, seed] for seed in seeds] for control in (True, False))) if seeds else None

@@ -57,7 +57,7 @@ _TEXT = OneOf(required=True)
 
 class Generate(
     Command,
-    help="sample texts after a prompt",
+    help="sample completions of a prompt",
     place=32,
     example='thresher generate --model models/warm --prompt "Who is the mayor?" --chat',
 ):
@@ -65,19 +65,25 @@ class Generate(
     signs."""
 
     model: Annotated[str, "model folder"]
-    prompt: Annotated[str | None, _TEXT, "TEXT", "plain text: no control token can come of it"] = None
-    prompt_file: Annotated[str | None, _TEXT, "F", "the same from a file, every byte of it"] = None
-    chat: Annotated[bool, "a user's message, through the model's chat template"] = False
-    max_new_tokens: Annotated[Count, "N", "default 256"] = 256
-    stop: Annotated[Texts, not_empty, {"action": "extend"}, "S", "strings that end a sample"] = []
-    temperature: Annotated[Temperature, "0 is greedy; default 1"] = 1.0
-    top_k: Annotated[Natural, "K", "the K likeliest tokens; default 0: all"] = 0
-    top_p: Annotated[TopP, "P", "the likeliest up to a mass of P; default 1: all"] = 1.0
-    min_p: Annotated[MinP, "P", "those of P times the likeliest's, at least"] = 0.0
-    n: Annotated[Samples, "samples; default 1, shown while it is drawn"] = 1
-    seed: Annotated[Seed, "of the sampling"] = 0
-    dtype: Annotated[Dtype, "of the computation"] = "float32"
-    device: Annotated[Device, "where it is computed"] = "cpu"
+    prompt: Annotated[
+        str | None, _TEXT, "TEXT", "prompt, encoded as plain text: control tokens in it are not recognised"
+    ] = None
+    prompt_file: Annotated[str | None, _TEXT, "F", "file to read the prompt from, byte for byte"] = None
+    chat: Annotated[bool, "send the prompt as a user message through the model's chat template"] = False
+    max_new_tokens: Annotated[Count, "N", "maximum number of new tokens; default 256"] = 256
+    stop: Annotated[Texts, not_empty, {"action": "extend"}, "S", "stop strings, each of which ends a sample"] = []
+    temperature: Annotated[Temperature, "sampling temperature, 0: greedy; default 1"] = 1.0
+    top_k: Annotated[Natural, "K", "sample from the K most probable tokens; default 0: all"] = 0
+    top_p: Annotated[
+        TopP, "P", "sample from the most probable tokens up to a total probability of P; default 1: all"
+    ] = 1.0
+    min_p: Annotated[
+        MinP, "P", "sample from the tokens with at least P times the probability of the most probable one"
+    ] = 0.0
+    n: Annotated[Samples, "number of samples; default 1, a single sample is streamed"] = 1
+    seed: Annotated[Seed, "seed of the sampling"] = 0
+    dtype: Annotated[Dtype, "dtype of the computation"] = "float32"
+    device: Annotated[Device, "device of the computation"] = "cpu"
 
     def __call__(self) -> None:
         where, text = self._prompt()
@@ -182,27 +188,29 @@ KEYS = {
 
 class Rollout(
     Command,
-    help="sample trajectories of questions, with tokens and log-probs",
+    help="sample trajectories for questions, with tokens and log-probs",
     place=36,
     example="thresher rollout --model models/warm --system arena --questions dev.jsonl --n 8 --out rollouts.jsonl",
 ):
     _where = OneOf()
 
     model: Annotated[str | None, "model folder"] = None
-    system: Annotated[str | None, "a system's name, or the path of a system's file"] = None
-    questions: Annotated[str, "JSONL; gold answers need not be there"]
-    limit: Annotated[Count | None, "only the first so many questions"] = None
+    system: Annotated[str | None, "name of a system, or path of a system file"] = None
+    questions: Annotated[str, "JSONL file of questions; gold answers are optional"]
+    limit: Annotated[Count | None, "maximum number of questions, from the start of the file"] = None
     index: Annotated[str | None, _where, "index folder"] = None
-    url: Annotated[str | None, _where, "of a retriever's server"] = None
-    recipe: Annotated[str | None, "FILE", "TOML file; not needed where flags say enough"] = None
+    url: Annotated[str | None, _where, "URL of a retrieval server"] = None
+    recipe: Annotated[str | None, "FILE", "recipe (TOML file); not needed if the flags suffice"] = None
     set: Overrides = []
     device: ModelDevice = None
-    n: Annotated[Samples, "samples a question; default 1"] = 1
-    temperature: Annotated[Temperature | None, "0 is greedy; default: the recipe's, or 1"] = None
-    seed: Annotated[Seed | None, "of sampling; default: run.seed of the recipe, or 0"] = None
-    max_num_seqs: Annotated[Count | None, "N", "samples at once; short for --set rollout.max_num_seqs="] = None
-    out: Annotated[str, "F.jsonl", "a line a trajectory, for thresher score or a program"]
-    resume: Annotated[bool, "go on with the file that is there"] = False
+    n: Annotated[Samples, "number of samples per question; default 1"] = 1
+    temperature: Annotated[Temperature | None, "sampling temperature, 0: greedy; default: the recipe's, or 1"] = None
+    seed: Annotated[Seed | None, "seed of the sampling; default: run.seed of the recipe, or 0"] = None
+    max_num_seqs: Annotated[
+        Count | None, "N", "maximum number of concurrent samples; short for --set rollout.max_num_seqs="
+    ] = None
+    out: Annotated[str, "F.jsonl", "JSONL file to write, one trajectory per line, for thresher score or other programs"]
+    resume: Annotated[bool, "continue the existing output file"] = False
 
     def __call__(self) -> None:
         no_model = "rollout: no model; give --model FOLDER, or --recipe FILE"
@@ -217,41 +225,53 @@ class Rollout(
 
 class Eval(
     Command,
-    help="answer questions with a system or a baseline, and measure",
+    help="evaluate a system or a baseline on questions",
     place=40,
     example="thresher eval --best-of runs/first --questions test.jsonl --out runs/eval",
 ):
     _which, _where = OneOf(), OneOf()
 
-    recipe: Annotated[str | None, POSITIONAL, "TOML file; not needed where flags say enough"] = None
+    recipe: Annotated[str | None, POSITIONAL, "recipe (TOML file); not needed if the flags suffice"] = None
     set: Overrides = []
     device: ModelDevice = None
     model: Annotated[str | None, _which, "model folder"] = None
-    best_of: Annotated[str | None, _which, "RUN", "a run folder: its recipe, and its checkpoint of best dev EM"] = None
-    system: Annotated[str | None, "a system's name, or the path of a system's file"] = None
-    baseline: Annotated[str | None, "NAME", "a baseline in the system's place, under the same settings"] = None
-    questions: Annotated[str | None, "JSONL; default: data.dev of the recipe"] = None
-    limit: Annotated[Count | None, "only the first so many"] = None
-    index: Annotated[str | None, _where, "index folder"] = None
-    url: Annotated[str | None, _where, "of a retriever's server"] = None
-    k: Annotated[Count | None, "passages of a search, or of a question that brings none"] = None
-    distractors: Annotated[Natural, "N", "irrelevant passages added to those in the prompt"] = 0
-    prompt: Annotated[Prompt | None, "chat: through the model's chat template; default: the recipe's, or raw"] = None
-    temperature: Annotated[Temperature, "0 (the default) is greedy"] = 0.0
-    seed: Annotated[Natural | None, "of sampling and of noise; default: run.seed of the recipe, or 0"] = None
-    entailment: Annotated[str | None, "FOLDER", "an NLI classifier; default: overlap of words, the stated stand-in"] = (
+    best_of: Annotated[
+        str | None, _which, "RUN", "run folder; use its recipe, and its checkpoint with the best dev EM"
+    ] = None
+    system: Annotated[str | None, "name of a system, or path of a system file"] = None
+    baseline: Annotated[str | None, "NAME", "baseline to evaluate in place of the system, under the same settings"] = (
         None
     )
-    judge_url: Annotated[str | None, "URL", "an OpenAI-compatible server whose chat model judges the answers"] = None
-    judge_model: Annotated[str | None, "NAME", "that model's name"] = None
+    questions: Annotated[str | None, "JSONL file of questions; default: data.dev of the recipe"] = None
+    limit: Annotated[Count | None, "maximum number of questions, from the start of the file"] = None
+    index: Annotated[str | None, _where, "index folder"] = None
+    url: Annotated[str | None, _where, "URL of a retrieval server"] = None
+    k: Annotated[Count | None, "number of passages per search, or per question that comes without passages"] = None
+    distractors: Annotated[Natural, "N", "number of irrelevant passages added to those in the prompt"] = 0
+    prompt: Annotated[
+        Prompt | None, "prompt format; chat: the model's chat template; default: the recipe's, or raw"
+    ] = None
+    temperature: Annotated[Temperature, "sampling temperature, 0 (the default): greedy"] = 0.0
+    seed: Annotated[
+        Natural | None, "seed of the sampling, the distractors and tool noise; default: run.seed of the recipe, or 0"
+    ] = None
+    entailment: Annotated[
+        str | None, "FOLDER", "folder of an NLI classifier; default: word overlap, reported as a stand-in"
+    ] = None
+    judge_url: Annotated[
+        str | None, "URL", "URL of an OpenAI-compatible server with a chat model that judges the answers"
+    ] = None
+    judge_model: Annotated[str | None, "NAME", "name of the model at --judge-url"] = None
     allow_key: flags.AllowKey = []
     answer_url: Annotated[
-        str | None, "URL", "an OpenAI-compatible server whose chat or completion endpoint answers"
+        str | None, "URL", "URL of an OpenAI-compatible server whose chat or completion endpoint generates the answers"
     ] = None
-    answer_model: Annotated[str | None, "NAME", "that model's name"] = None
-    answer_key_env: Annotated[str | None, "VARIABLE", "environment variable that holds that server's key"] = None
-    tokenizer: Annotated[str | None, "FOLDER", "counts its texts, with --answer-url; default: bytes"] = None
-    out: Annotated[str, "folder for trajectories.jsonl, metrics.json and table.md; goes on if unfinished"]
+    answer_model: Annotated[str | None, "NAME", "name of the model at --answer-url"] = None
+    answer_key_env: Annotated[str | None, "VARIABLE", "environment variable with the API key for --answer-url"] = None
+    tokenizer: Annotated[
+        str | None, "FOLDER", "folder of the tokenizer that counts the text lengths, with --answer-url; default: bytes"
+    ] = None
+    out: Annotated[str, "folder for trajectories.jsonl, metrics.json and table.md; an unfinished evaluation is resumed"]
 
     def __call__(self) -> None:
         answered_by = self._answered_by()
@@ -366,10 +386,14 @@ class Compare(
     place=50,
     example="thresher compare runs/a runs/b --out runs/compared",
 ):
-    first: Annotated[str, POSITIONAL, "folder of `thresher eval`"]
-    second: Annotated[str, POSITIONAL, "folder of `thresher eval`; differences are this one minus the first"]
-    first_seeds: Annotated[Texts, "DIR", "the first's other seeds; statistics are then over seeds"] = []
-    second_seeds: Annotated[Texts, "DIR", "the second's other seeds, in the order of the first's"] = []
+    first: Annotated[str, POSITIONAL, "output folder of `thresher eval`"]
+    second: Annotated[str, POSITIONAL, "output folder of `thresher eval`; differences are second minus first"]
+    first_seeds: Annotated[
+        Texts, "DIR", "output folders for other seeds of the first; statistics are then computed over seeds"
+    ] = []
+    second_seeds: Annotated[
+        Texts, "DIR", "output folders for other seeds of the second, in the order of the first's"
+    ] = []
     out: Annotated[str | None, "folder for compare.md and compare.json"] = None
     unverified: Unverified = False
 
@@ -412,11 +436,11 @@ class Score(
     place=70,
     example="thresher score --system eval_rar --transcripts in.jsonl --out out.jsonl",
 ):
-    system: Annotated[str, "its name, or path/to/your_own.py"]
-    set: Annotated[Texts, REPEATED, "OPTION=VALUE", "a switch of the system; may be repeated"] = []
-    transcripts: Annotated[str, "FILE", "JSONL of segmented transcripts"]
-    tokenizer: Annotated[str | None, "DIR", "count lengths in its tokens; default: in words"] = None
-    out: Annotated[str, "FILE", "JSONL to write, a line a transcript"]
+    system: Annotated[str, "name of a system, or path/to/your_own.py"]
+    set: Annotated[Texts, REPEATED, "OPTION=VALUE", "option of the system; may be repeated"] = []
+    transcripts: Annotated[str, "FILE", "JSONL file of segmented transcripts"]
+    tokenizer: Annotated[str | None, "DIR", "folder of the tokenizer that counts lengths; default: in words"] = None
+    out: Annotated[str, "FILE", "JSONL file to write, one line per transcript"]
     unverified: Unverified = False
 
     def __call__(self) -> None:
@@ -428,7 +452,7 @@ class Score(
 
 
 Share = Annotated[float, checked(float, "a share above 0, up to 1", lambda value: 0 < value <= 1)]
-_CHAT = "of a server that speaks OpenAI's chat completions"
+_CHAT = "URL of a server with OpenAI's chat completions API"
 
 
 class Extract(
@@ -441,48 +465,67 @@ class Extract(
 
     model: Annotated[str | None, _which, "folder of the extractor, or of the refiner's encoder"] = None
     best_of: Annotated[
-        str | None, _which, "RUN", "a run folder: its checkpoint of best dev EM, asked as it trained"
+        str | None,
+        _which,
+        "RUN",
+        "run folder; use its checkpoint with the best dev EM, under the settings of its training",
     ] = None
-    system: Annotated[str | None, _protocol, "NAME", "whose protocol it follows; default: the run's, or eviomni"] = None
+    system: Annotated[
+        str | None, _protocol, "NAME", "system whose protocol the extractor follows; default: the run's, or eviomni"
+    ] = None
     baseline: Annotated[
-        str | None, _protocol, "NAME", "extract_only, or cot with system.options.passages, in its place"
+        str | None,
+        _protocol,
+        "NAME",
+        "baseline in place of the system: extract_only, or cot with system.options.passages",
     ] = None
     refiner: Annotated[
         Name | None,
         _protocol,
-        "in the place of a trained EviOmni: filco writes sentences that help; parts are kept by a policy's "
-        "self-information (selective-context), an encoder's vectors (recomp), a classifier of tokens (llmlingua-2)",
+        "compressor in place of a trained EviOmni: filco generates the sentences that help; the others keep "
+        "parts of the passages, by a policy's self-information (selective-context), an encoder's embeddings "
+        "(recomp) or a token classifier (llmlingua-2)",
     ] = None
-    questions: Annotated[str, "JSONL; neither passages nor gold answers must be there"]
-    out: Annotated[str, "F.jsonl", "a line per question; goes on if it is there"]
-    keep: Annotated[Share | None, "SHARE", "of the units, with selective-context and llmlingua-2; default .5"] = None
-    unit: Annotated[Unit | None, "of selective-context; default sentence"] = None
-    sentences: Annotated[Count | None, "N", "that recomp keeps; default 1"] = None
-    index: Annotated[str | None, _place, "folder to search for passages, where questions bring none"] = None
-    url: Annotated[str | None, _place, "of a retrieval server instead"] = None
-    k: Annotated[Count | None, "passages of a search; default: the run's, or 5"] = None
-    distractors: Annotated[Natural, "N", "irrelevant passages added to each question's"] = 0
-    seed: Annotated[Natural, "of the noise; default 0"] = 0
-    evidence_tokens: Annotated[Count | None, "N", "evidence is cut to so many tokens; default: never"] = None
-    template: Annotated[str | None, "FILE", "the extractor's prompt, with {question} and {passages}"] = None
-    prompt: Annotated[Prompt | None, "chat: in the local models' templates; default: the run's, or raw"] = None
-    loop: Annotated[Literal["traditional", "agentic"], "who asks: every question once, or an agent that searches"] = (
-        "traditional"
-    )
+    questions: Annotated[str, "JSONL file of questions; passages and gold answers are optional"]
+    out: Annotated[str, "F.jsonl", "JSONL file to write, one line per question; an existing file is continued"]
+    keep: Annotated[
+        Share | None, "SHARE", "share of the units to keep, with selective-context and llmlingua-2; default .5"
+    ] = None
+    unit: Annotated[Unit | None, "unit that selective-context keeps or drops; default sentence"] = None
+    sentences: Annotated[Count | None, "N", "number of sentences that recomp keeps; default 1"] = None
+    index: Annotated[str | None, _place, "index folder to search for passages, if the questions come without"] = None
+    url: Annotated[str | None, _place, "URL of a retrieval server, in place of --index"] = None
+    k: Annotated[Count | None, "number of passages per search; default: the run's, or 5"] = None
+    distractors: Annotated[Natural, "N", "number of irrelevant passages added to those of each question"] = 0
+    seed: Annotated[Natural, "seed of the distractors; default 0"] = 0
+    evidence_tokens: Annotated[Count | None, "N", "truncate the evidence to N tokens; default: never"] = None
+    template: Annotated[str | None, "FILE", "file with the extractor's prompt, with {question} and {passages}"] = None
+    prompt: Annotated[
+        Prompt | None, "prompt format of the local models; chat: their chat templates; default: the run's, or raw"
+    ] = None
+    loop: Annotated[
+        Literal["traditional", "agentic"],
+        "traditional: one extraction per question; agentic: an agent searches, and reads the evidence",
+    ] = "traditional"
     answer_model: Annotated[str | None, "DIR", "folder of the model that answers from the evidence"] = None
     answer_url: Annotated[str | None, "URL", _CHAT] = None
-    answer_name: Annotated[str | None, "MODEL", "the model's name there"] = None
-    answer_template: Annotated[str | None, "FILE", "its prompt, with {question}"] = None
+    answer_name: Annotated[str | None, "MODEL", "name of the model at --answer-url"] = None
+    answer_template: Annotated[str | None, "FILE", "file with the answering model's prompt, with {question}"] = None
     agent_model: Annotated[str | None, "DIR", "folder of the model that searches, with --loop agentic"] = None
     agent_url: Annotated[str | None, "URL", _CHAT] = None
-    agent_name: Annotated[str | None, "MODEL", "the model's name there"] = None
-    agent_template: Annotated[str | None, "FILE", "its prompt, with {question}"] = None
-    actions: Annotated[Count, "searches of the agent, at most; default 4"] = 4
-    limit: Annotated[Count | None, "only the first so many questions"] = None
-    batch: Annotated[Count, "questions done between two writes; default 64"] = 64
-    key_env: Annotated[str | None, "VARIABLE", "environment variable that holds the chat server's key"] = None
-    patience: Annotated[Seconds, "SECONDS", "that a server may stay away"] = 300.0
-    set: Annotated[Texts, REPEATED, "SECTION.KEY=VALUE", "model, rollout, retrieval or system, as in recipes"] = []
+    agent_name: Annotated[str | None, "MODEL", "name of the model at --agent-url"] = None
+    agent_template: Annotated[str | None, "FILE", "file with the agent's prompt, with {question}"] = None
+    actions: Annotated[Count, "maximum number of searches by the agent; default 4"] = 4
+    limit: Annotated[Count | None, "maximum number of questions, from the start of the file"] = None
+    batch: Annotated[Count, "number of questions between two writes; default 64"] = 64
+    key_env: Annotated[str | None, "VARIABLE", "environment variable with the API key of the chat server"] = None
+    patience: Annotated[Seconds, "SECONDS", "how long to keep retrying a server that does not respond"] = 300.0
+    set: Annotated[
+        Texts,
+        REPEATED,
+        "SECTION.KEY=VALUE",
+        "override a key of model, rollout, retrieval or system, as in recipes; may be repeated",
+    ] = []
     device: ModelDevice = None
 
     def __call__(self) -> None:

@@ -24,32 +24,43 @@ DATA = Group("data", "make and check data", 100, "thresher data check train.json
 class Convert(
     Command,
     group=DATA,
-    help="convert published question sets into one file of questions",
+    help="convert published question sets to one file of questions",
     place=10,
     example="thresher data convert --in hotpot_train.json --limit 1000 --out train.jsonl --corpus corpus.jsonl",
 ):
     _source = OneOf(required=True)
 
-    format: Annotated[str, "of the files; auto (the default) looks at each, and says"] = "auto"
-    files: Annotated[Texts | None, _source, "--in", "FILE", "one question set, in one file or several"] = None
+    format: Annotated[str, "format of the files; auto (the default) detects it for each file and reports it"] = "auto"
+    files: Annotated[Texts | None, _source, "--in", "FILE", "file or files of one question set"] = None
     mix: Annotated[
-        Texts | None, _source, "NAME=FILE:COUNT", "several sets, and how many questions of each (default: all)"
+        Texts | None,
+        _source,
+        "NAME=FILE:COUNT",
+        "several question sets, with the number of questions of each (default: all)",
     ] = None
-    limit: Annotated[Count | None, "N", "with --in: how many questions"] = None
-    seed: Annotated[Integer | None, "draw them at random and shuffle; without: the first ones, in order"] = None
-    aliases: Annotated[str | None, "FILE", "2Wiki's id_aliases.json: further gold answers"] = None
+    limit: Annotated[Count | None, "N", "maximum number of questions, with --in"] = None
+    seed: Annotated[
+        Integer | None, "seed of random sampling and shuffling; without it, the first questions are taken in order"
+    ] = None
+    aliases: Annotated[str | None, "FILE", "2Wiki's id_aliases.json, with further gold answers"] = None
     canary: Annotated[
-        str | None, "TEXT", "BrowseComp-Plus's, the line at the end of its card: its questions are read by it"
+        str | None,
+        "TEXT",
+        "canary of BrowseComp-Plus, the line at the end of its data set card, which decodes its questions",
     ] = None
-    documents: Annotated[Texts | None, "--documents", "FILE", "BrowseComp-Plus's corpus, which goes to --corpus"] = None
-    corpus: Annotated[str | None, "FILE", "write their passages too, each once, for thresher index build"] = None
+    documents: Annotated[
+        Texts | None, "--documents", "FILE", "corpus files of BrowseComp-Plus, to be written to --corpus"
+    ] = None
+    corpus: Annotated[
+        str | None, "FILE", "also write the passages of the questions to this file, each once, for thresher index build"
+    ] = None
     passages: Annotated[
         Natural | None,
         "N",
-        "keep the first N of a question's passages; 0 for questions that passages are looked up for; default: all",
+        "keep the first N passages of each question; 0: none, for questions whose passages are retrieved; default: all",
     ] = None
-    skipped: Annotated[str | None, "FILE", "write which records were left out, and why"] = None
-    out: Annotated[str, "FILE", "JSONL to write, gzipped if named .gz"]
+    skipped: Annotated[str | None, "FILE", "list the skipped records, with the reasons, in this file"] = None
+    out: Annotated[str, "FILE", "JSONL file to write, gzipped if named .gz"]
 
     def __call__(self) -> None:
         from thresher.retrieval.datasets.convert import MixSource, convert, parse_mix
@@ -90,9 +101,15 @@ def _print_conversion(out: str, figures: dict[str, Any]) -> None:
 
 
 class Check(
-    Command, group=DATA, help="check and count files of questions", place=20, example="thresher data check train.jsonl"
+    Command,
+    group=DATA,
+    help="check files of questions and print statistics",
+    place=20,
+    example="thresher data check train.jsonl",
 ):
-    files: Annotated[Texts, POSITIONAL, "FILE", "questions as training reads them; several have none in common"]
+    files: Annotated[
+        Texts, POSITIONAL, "FILE", "files of questions, in the format of training; no two of them may share a question"
+    ]
 
     def __call__(self) -> None:
         from thresher.retrieval.datasets.summary import summarize
@@ -123,11 +140,11 @@ class Show(
 ):
     _which = OneOf()
 
-    file: Annotated[str, POSITIONAL, "questions in any format of data convert"]
-    format: Annotated[str, "as in data convert"] = "auto"
-    n: Annotated[Count, _which, "N", "the first so many; default 3"] = 3
-    id: Annotated[Texts | None, _which, REPEATED, "ID", "the question with this id; may be given again"] = None
-    full: Annotated[bool, "passages and metadata to their end"] = False
+    file: Annotated[str, POSITIONAL, "file of questions, in any format of data convert"]
+    format: Annotated[str, "format of the file, as in data convert"] = "auto"
+    n: Annotated[Count, _which, "N", "number of questions, from the start of the file; default 3"] = 3
+    id: Annotated[Texts | None, _which, REPEATED, "ID", "id of a question to print; may be repeated"] = None
+    full: Annotated[bool, "print passages and metadata in full"] = False
 
     def __call__(self) -> None:
         from thresher.retrieval.datasets.convert import AUTO, MixSource, Tally, read_source
@@ -167,31 +184,46 @@ Nats = Annotated[float, checked(float, "a finite number of at least 0", lambda v
 class Sft(
     Command,
     group=DATA,
-    help="make records for supervised fine-tuning from questions or a teacher's answers",
+    help="make records for supervised fine-tuning from questions or a teacher's transcripts",
     place=40,
     example="thresher data sft --kind reasoning --questions train.jsonl --out warmup.jsonl",
 ):
     _source = OneOf(required=True)
 
-    kind: Annotated[str, {"choices": (*KINDS, FILCO, RECOMP, EPISODE, *TAUGHT)}, "what a record teaches: docs/sft.md"]
-    questions: Annotated[str | None, _source, "our own JSONL, with passages but for closed-book"] = None
-    transcripts: Annotated[str | None, _source, "FILE", "a teacher's, as eval or score has them; right ones stay"] = (
-        None
-    )
-    answer: Annotated[str, {"choices": STYLES}, "between answer tags (the default), or bare"] = "tagged"
-    template: Annotated[str | None, "prompt template in place of the kind's own"] = None
-    measure: Annotated[str | None, {"choices": MEASURES}, "of filco records: measure of how much a sentence helps"] = (
-        None
-    )
-    margin: Annotated[Nats | None, "NATS", "by which recomp's negatives fall short; default 1"] = None
-    model: Annotated[
-        str | None, "folder of what writes reasoning records' analyses, or answers for recomp and --measure cxmi"
+    kind: Annotated[
+        str, {"choices": (*KINDS, FILCO, RECOMP, EPISODE, *TAUGHT)}, "kind of records to make; see docs/sft.md"
+    ]
+    questions: Annotated[
+        str | None, _source, "JSONL file of questions in Thresher's format, with passages except for closed-book"
     ] = None
-    device: Annotated[Device, "of that model"] = "cpu"
-    max_tokens: Annotated[Count, "of an analysis"] = 512
-    recipe: Annotated[str | None, "FILE", "of episode records: names the system, tokenizer and index"] = None
+    transcripts: Annotated[
+        str | None,
+        _source,
+        "FILE",
+        "transcripts of a teacher, in the format of eval or score; only correct ones are used",
+    ] = None
+    answer: Annotated[
+        str, {"choices": STYLES}, "format of the answer: between answer tags (the default), or without tags"
+    ] = "tagged"
+    template: Annotated[str | None, "prompt template, in place of the kind's own"] = None
+    measure: Annotated[str | None, {"choices": MEASURES}, "measure of how much a sentence helps, for filco records"] = (
+        None
+    )
+    margin: Annotated[
+        Nats | None,
+        "NATS",
+        "minimum gap in answer log-likelihood between recomp's negatives and the best sentence; default 1",
+    ] = None
+    model: Annotated[
+        str | None,
+        "folder of the model that writes the analyses of reasoning records, or of the generator for recomp "
+        "and --measure cxmi",
+    ] = None
+    device: Annotated[Device, "device of --model"] = "cpu"
+    max_tokens: Annotated[Count, "maximum number of tokens per analysis"] = 512
+    recipe: Annotated[str | None, "FILE", "recipe of episode records, with the system, tokenizer and index"] = None
     set: Overrides = []
-    out: Annotated[str, "JSONL to write"]
+    out: Annotated[str, "JSONL file to write"]
 
     def __call__(self) -> None:
         from thresher.common.jsonl import write_jsonl
@@ -301,24 +333,24 @@ Share = Annotated[float, checked(float, "a number from 0 to 1", lambda value: 0 
 class Invent(
     Command,
     group=DATA,
-    help="invent a world: corpus, questions, transcripts; or articles with questions",
+    help="generate an invented world: corpus, questions and transcripts, or articles with questions",
     place=50,
     example="thresher data invent --out runs/world",
 ):
     out: Annotated[str, "folder to write"]
-    seed: Annotated[Integer, "of the invented facts"] = 0
-    passage_format: Annotated[str, "as retrieval.passage_format of the recipe"] = " {text}"
+    seed: Annotated[Integer, "seed of the invented facts"] = 0
+    passage_format: Annotated[str, "format of a passage, as in retrieval.passage_format of the recipe"] = " {text}"
     forms: Annotated[
         Natural,
-        "so many warm-up transcripts for each system, with dev questions and questions that bring their passages, "
+        "number of warm-up transcripts per system, written with dev questions and questions with passages, "
         "for `study systems` and `reproduce`",
     ] = 0
-    aware: Annotated[Share | None, "share of warm-up transcripts that follow their question"] = None
+    aware: Annotated[Share | None, "share of the warm-up transcripts that follow their question"] = None
     articles: Annotated[
-        bool, "only train, dev and test questions that bring their passages: articles in natural sentences"
+        bool, "write only train, dev and test questions, with articles in natural sentences as their passages"
     ] = False
     agents: Annotated[
-        bool, "a world for search agents: documents of several sentences, hearsay, questions without an answer"
+        bool, "generate a world for search agents: documents of several sentences, hearsay, unanswerable questions"
     ] = False
     coverage: Annotated[Share | None, "with --agents: share of the facts that the corpus states (default: all)"] = None
 
@@ -360,13 +392,13 @@ class Invent(
 class Judge(
     Command,
     group=DATA,
-    help="train a judge of entailment for the invented world",
+    help="train an entailment judge for the invented world",
     place=60,
     example="thresher data judge --out runs/world/judge",
 ):
     out: Annotated[str, "model folder to write, for judge.entailment"]
-    seed: Annotated[Integer, "of the world, as data invent has it"] = 0
-    steps: Annotated[Natural, "of its training; 0: enough"] = 0
+    seed: Annotated[Integer, "seed of the world, as in data invent"] = 0
+    steps: Annotated[Natural, "number of training steps; 0: the built-in number"] = 0
 
     def __call__(self) -> None:
         from thresher.engine.world.judge import STEPS, make_judge

@@ -34,17 +34,23 @@ class Plan(
     place=10,
     example="thresher index plan --passages 21015324 --dim 768 --memory 16GB",
 ):
-    passages: Annotated[Count, "N", "how many there will be"]
-    dim: Annotated[Count | None, "D", "of a vector; default: the encoder's, else 768"] = None
+    passages: Annotated[Count, "N", "number of passages"]
+    dim: Annotated[Count | None, "D", "dimension of the vectors; default: the encoder's, else 768"] = None
     kind: Annotated[
-        Texts | None, REPEATED, "as index build has it, or bm25; default: all (of vectors); may be repeated"
+        Texts | None,
+        REPEATED,
+        "index kind, as in index build, or bm25; default: all kinds with vectors; may be repeated",
     ] = None
-    memory: Annotated[str | None, "SIZE", "such as 16GB; default: this machine's"] = None
-    encoder: Annotated[str | None, "DIR", "a model's folder, or lexical: to time encoding; bm25: as --kind bm25"] = None
-    device: Annotated[Device | None, "of --encoder; default: cpu"] = None
-    sample: Annotated[Count | None, "N", "vectors to calibrate with; default: 65536"] = None
-    disk: Annotated[str, "FOLDER", "where the index will lie; default: here"] = "."
-    out: Annotated[str | None, "FILE", "JSON to write as well"] = None
+    memory: Annotated[str | None, "SIZE", "memory limit, such as 16GB; default: this machine's"] = None
+    encoder: Annotated[
+        str | None, "DIR", "model folder, or lexical, to time the encoding; bm25: same as --kind bm25"
+    ] = None
+    device: Annotated[Device | None, "device of --encoder; default: cpu"] = None
+    sample: Annotated[Count | None, "N", "number of vectors for the calibration; default: 65536"] = None
+    disk: Annotated[
+        str, "FOLDER", "future folder of the index, for the speed of its disk; default: the current folder"
+    ] = "."
+    out: Annotated[str | None, "FILE", "also write the plan to this JSON file"] = None
 
     def __call__(self) -> None:
         from thresher.common.files import atomic_write_text, show_bytes
@@ -149,23 +155,28 @@ class Build(
     place=20,
     example="thresher index build --corpus corpus.jsonl --embed title+text --out indexes/mine",
 ):
-    corpus: Annotated[str, "FILE", "passages: JSONL or TSV, gzipped if named .gz"]
-    encoder: Annotated[str, "lexical (hashed words), bm25, or a model's folder"] = "lexical"
-    embed: Annotated[Literal["text", "title+text", "title[SEP]text"], "part of a passage that is encoded"] = "text"
-    kind: Annotated[str | None, "flat (the default), flat16, ivf, ivfpq, hnsw, or such as IVF4096,Flat"] = None
-    memory: Annotated[str | None, "SIZE", "such as 16GB: pick the kind that fits, and say why"] = None
-    recall: Annotated[Float, "recall of an approximate kind; default: 0.95"] = 0.95
-    keep: Annotated[str, "vectors for exact scores: float32, float16 or none"] = "float32"
-    dim: Annotated[Count | None, "of the lexical encoder; default: 2048"] = None
+    corpus: Annotated[str, "FILE", "passages, as JSONL or TSV, gzipped if named .gz"]
+    encoder: Annotated[str, "encoder: lexical (hashed words), bm25, or a model folder"] = "lexical"
+    embed: Annotated[Literal["text", "title+text", "title[SEP]text"], "parts of a passage to encode"] = "text"
+    kind: Annotated[
+        str | None,
+        "index kind: flat (the default), flat16, ivf, ivfpq, hnsw, or a FAISS factory string such as IVF4096,Flat",
+    ] = None
+    memory: Annotated[str | None, "SIZE", "memory limit, such as 16GB: choose the kind that fits, and report why"] = (
+        None
+    )
+    recall: Annotated[Float, "target recall of an approximate kind; default: 0.95"] = 0.95
+    keep: Annotated[str, "dtype of the vectors kept for exact scores: float32, float16 or none"] = "float32"
+    dim: Annotated[Count | None, "dimension of the lexical encoder; default: 2048"] = None
     # Settings of a trained encoder that may be given in the place of what its folder says.
-    pooling: Annotated[str | None, "of a model, mean or cls"] = None
-    query_prefix: Annotated[str | None, "of a model, text before every query"] = None
-    passage_prefix: Annotated[str | None, "of a model, text before every passage"] = None
-    max_length: Annotated[Count | None, "of a model, tokens of a text"] = None
-    device: Annotated[str | None, "of a model, cpu or cuda"] = None
-    chunk_words: Annotated[Count, "cut passages into this many words"] = 0
-    skip_empty: Annotated[bool, "leave out records without text"] = False
-    out: Annotated[str, "DIR", "index folder to write; goes on if unfinished"]
+    pooling: Annotated[str | None, "pooling of a model encoder: mean or cls"] = None
+    query_prefix: Annotated[str | None, "prefix of every query, for a model encoder"] = None
+    passage_prefix: Annotated[str | None, "prefix of every passage, for a model encoder"] = None
+    max_length: Annotated[Count | None, "maximum number of tokens per text, for a model encoder"] = None
+    device: Annotated[str | None, "device of a model encoder: cpu or cuda"] = None
+    chunk_words: Annotated[Count, "split passages into chunks of this many words"] = 0
+    skip_empty: Annotated[bool, "skip records without text"] = False
+    out: Annotated[str, "DIR", "index folder to write; an unfinished build is resumed"]
 
     def __call__(self) -> None:
         from thresher.retrieval.building.build import RECORD_FILE, work_folder
@@ -199,12 +210,12 @@ class Build(
 class Hybrid(
     Command,
     group=INDEX,
-    help="join indexes of one corpus by reciprocal rank",
+    help="combine indexes of one corpus by reciprocal rank",
     place=30,
     example="thresher index hybrid indexes/wiki indexes/words --out indexes/both",
 ):
-    members: Annotated[Texts, POSITIONAL, "INDEX", "folders of two or more indexes of one corpus"]
-    depth: Annotated[Count, "passages asked of each; default: 100"] = 100
+    members: Annotated[Texts, POSITIONAL, "INDEX", "folders of two or more indexes of the same corpus"]
+    depth: Annotated[Count, "number of passages requested from each index; default: 100"] = 100
     out: Annotated[str, "DIR", "index folder to write"]
 
     def __call__(self) -> None:
@@ -216,26 +227,26 @@ class Hybrid(
         console.figures(f"hybrid index in {self.out}", {"index": self.out, **joined})
 
 
-IndexFolder = Annotated[str, "DIR", "folder that `thresher index build` wrote"]
-Passages = Annotated[Count, "passages of a question"]
-OnGpus = Annotated[bool, "lists on all GPUs, in float16"]
+IndexFolder = Annotated[str, "DIR", "index folder written by `thresher index build`"]
+Passages = Annotated[Count, "number of passages per question"]
+OnGpus = Annotated[bool, "place the lists of the index on all GPUs, in float16"]
 
 
 class Search(
     Command,
     group=INDEX,
-    help="find the k nearest passages of one question, or of each in a file",
+    help="retrieve the k nearest passages for one question, or for each question in a file",
     place=40,
     example='thresher index search --index indexes/mine "Who is the mayor?"',
 ):
-    question: Annotated[str | None, POSITIONAL, "one question; its passages are printed"] = None
+    question: Annotated[str | None, POSITIONAL, "one question, whose passages are printed"] = None
     index: IndexFolder
     k: Passages = 5
     set: SearchParameters = []
     gpu: OnGpus = False
     verify: Verify = True
-    queries: Annotated[str | None, "FILE", "JSONL of questions in its place; goes with --out"] = None
-    out: Annotated[str | None, "FILE", "JSONL to write, a line a question of --queries"] = None
+    queries: Annotated[str | None, "FILE", "JSONL file of questions, in place of one question; requires --out"] = None
+    out: Annotated[str | None, "FILE", "JSONL file to write, one line per question of --queries"] = None
 
     def __call__(self) -> None:
         from thresher.retrieval.building.commands import search_file
@@ -289,7 +300,7 @@ class Check(
     set: SearchParameters = []
     gpu: OnGpus = False
     verify: Verify = True
-    queries: Annotated[str, "FILE", "JSONL of questions with gold_titles"]
+    queries: Annotated[str, "FILE", "JSONL file of questions with gold_titles"]
 
     def __call__(self) -> None:
         from thresher.retrieval.building.commands import check
@@ -305,34 +316,40 @@ Limit = Annotated[float, checked(float, "a number above 0, up to a million", lam
 
 class ServeRetriever(
     Command,
-    help="answer searches over HTTP, as Search-R1 and ReCall ask",
+    help="serve an index over HTTP, with the APIs of Search-R1 and ReCall",
     place=90,
     example="thresher serve-retriever --index indexes/wiki --port 8000",
 ):
     """retrieval/serving/app.py explains the limits."""
 
-    index: Annotated[str, "folder that `thresher index build` wrote"]
+    index: Annotated[str, "index folder written by `thresher index build`"]
     set: SearchParameters = []
-    gpu: Annotated[bool, "the index's lists on all GPUs, in float16"] = False
+    gpu: Annotated[bool, "place the lists of the index on all GPUs, in float16"] = False
     verify: Verify = True
-    host: Annotated[str, "default: this machine alone, for there is no password"] = "127.0.0.1"
+    host: Annotated[str, "address to listen on; default: this machine only, because there is no password"] = "127.0.0.1"
     allow_host: Annotated[
         Texts,
         REPEATED,
         "NAME",
-        "a name under which requests may ask, beside localhost, this machine's name, --host and IP addresses; "
-        "may be given again",
+        "additional host name that requests may use, besides localhost, this machine's name, --host and IP "
+        "addresses; may be repeated",
     ] = []
-    port: Annotated[Port, "0: any that is free; default: 8000"] = 8000
-    k: Annotated[Most, "passages for a request that does not say; default: 3"] = 3
-    max_k: Annotated[Most, "K", "passages that a request may ask for; default: 100"] = 100
-    max_queries: Annotated[Most, "N", "in one request; default: 8192"] = 8192
-    max_body: Annotated[Most, "BYTES", "of one request; default: 8388608"] = 8 * 2**20
-    max_batch: Annotated[Most, "N", "queries searched at once, from several connections; default: 256"] = 256
-    max_wait_ms: Annotated[Limit, "MS", "for others to join a search; default: 3.0"] = 3.0
-    max_waiting: Annotated[Most, "N", "queries; more are refused for now; default: 16384"] = 16_384
-    max_connections: Annotated[Most, "N", "served at once; more are refused for now; default: 512"] = 512
-    timeout: Annotated[Limit, "SECONDS", "for a body to arrive, and for a search; default: 60.0"] = 60.0
+    port: Annotated[Port, "port to listen on; 0: any free port; default: 8000"] = 8000
+    k: Annotated[Most, "number of passages if a request does not set it; default: 3"] = 3
+    max_k: Annotated[Most, "K", "maximum number of passages per query; default: 100"] = 100
+    max_queries: Annotated[Most, "N", "maximum number of queries per request; default: 8192"] = 8192
+    max_body: Annotated[Most, "BYTES", "maximum size of a request body; default: 8388608"] = 8 * 2**20
+    max_batch: Annotated[
+        Most, "N", "maximum number of queries searched at once, from several connections; default: 256"
+    ] = 256
+    max_wait_ms: Annotated[Limit, "MS", "maximum time that a search waits for further queries; default: 3.0"] = 3.0
+    max_waiting: Annotated[
+        Most, "N", "maximum number of waiting queries; further ones are refused temporarily; default: 16384"
+    ] = 16_384
+    max_connections: Annotated[
+        Most, "N", "maximum number of connections served at once; further ones are refused temporarily; default: 512"
+    ] = 512
+    timeout: Annotated[Limit, "SECONDS", "timeout of receiving a request body, and of a search; default: 60.0"] = 60.0
 
     def __call__(self) -> None:
         from thresher.retrieval.serving.app import Bounds, Settings

@@ -11,10 +11,10 @@ from thresher.common import console
 from thresher.common.errors import UserError
 
 
-class Watch(Command, help="show a run while it goes on", place=105, example="thresher watch runs/first --tty"):
+class Watch(Command, help="watch a run in progress", place=105, example="thresher watch runs/first --tty"):
     run: Annotated[str, POSITIONAL, "run folder"]
-    tty: Annotated[bool, "in the terminal, until the run ends, in place of a page"] = False
-    port: Annotated[Port, "of the page on this machine; 0: any; default: 8700"] = 8700
+    tty: Annotated[bool, "show the run in the terminal until it ends, in place of a page"] = False
+    port: Annotated[Port, "port of the page on this machine; 0: any free port; default: 8700"] = 8700
     unverified: Unverified = False
 
     def __call__(self) -> None:
@@ -33,17 +33,17 @@ class Watch(Command, help="show a run while it goes on", place=105, example="thr
 
 class Report(
     Command,
-    help="write curves and trajectories of a run, or of several runs, as a page",
+    help="write a page with the curves and trajectories of one or several runs",
     place=110,
     example="thresher report runs/first",
 ):
     runs: Annotated[Texts, POSITIONAL, "RUN", "run folder; several are compared with the first"]
     tokens: Annotated[
-        str | None, "STEP", "the tokens of a stored step, coloured by their values; all: of every one"
+        str | None, "STEP", "stored step to show token by token, coloured by the tokens' values; all: every stored step"
     ] = None
     out: Annotated[
         str | None,
-        "folder to write into; default: the run folder. Of several runs, and with --tokens STEP, the .html file",
+        "folder to write to; default: the run folder; with several runs or --tokens STEP: the .html file to write",
     ] = None
     unverified: Unverified = False
 
@@ -97,19 +97,22 @@ complete -o bashdefault -o default -F _thresher thresher
 
 class Tokens(
     Command,
-    help="write rollouts of TRL, verl, prime-rl or Thresher as a page, token by token",
+    help="write a page of rollouts from TRL, verl, prime-rl or Thresher, token by token",
     place=112,
     example="thresher tokens completions_00010.parquet --tokenizer models/Qwen2.5-0.5B-Instruct",
 ):
-    file: Annotated[str, POSITIONAL, "rollouts, as JSONL or parquet"]
-    out: Annotated[str | None, "the .html file; default: beside FILE"] = None
+    file: Annotated[str, POSITIONAL, "file of rollouts, as JSONL or parquet"]
+    out: Annotated[str | None, ".html file to write; default: next to FILE"] = None
     tokenizer: Annotated[
-        str | None, "FOLDER", "of the model that wrote the rollouts; default: the run's, or text is cut into words"
+        str | None,
+        "FOLDER",
+        "tokenizer folder of the model that wrote the rollouts; default: the run's, else text is split into words",
     ] = None
     format: Annotated[
-        Literal["thresher", "trl", "verl", "prime-rl"] | None, "what wrote FILE; default: told by its columns"
+        Literal["thresher", "trl", "verl", "prime-rl"] | None,
+        "program that wrote FILE; default: detected from its columns",
     ] = None
-    most: Annotated[Count, "trajectories to show, the first of FILE"] = 512
+    most: Annotated[Count, "maximum number of trajectories to show, from the start of FILE"] = 512
     unverified: Unverified = False
 
     def __call__(self) -> None:
@@ -127,12 +130,10 @@ class Tokens(
         console.answer({"page": page})
 
 
-class Completion(
-    Command, help="print a completion script for the shell", place=150, example="thresher completion bash"
-):
+class Completion(Command, help="print a shell completion script", place=150, example="thresher completion bash"):
     """The script is made from the parser, so that it knows what the program knows; files are the shell's."""
 
-    shell: Annotated[Literal["bash"], POSITIONAL, "shell of the script"]
+    shell: Annotated[Literal["bash"], POSITIONAL, "shell to write the script for"]
 
     def __call__(self) -> None:
         text = script(self.build_parser())

@@ -15,15 +15,17 @@ from thresher.common.errors import UserError
 if TYPE_CHECKING:
     from thresher.bench.studies.runs import ModelRecipe
 
-STUDY = Group("study", "put a claim of the method to the test", 130, "thresher study kl", "CLAIM")
+STUDY = Group("study", "test a claim of the method", 130, "thresher study kl", "CLAIM")
 _SUBJECT = OneOf()
 
 
 class OfModel(Command):
     """Flags of a study that takes a pretrained model by a recipe."""
 
-    recipe: Annotated[str | None, _SUBJECT, "FILE", "TOML file; its model and questions, in place of the demo's"] = None
-    model: Annotated[str | None, "FOLDER", "with --recipe: short for --set model.path="] = None
+    recipe: Annotated[
+        str | None, _SUBJECT, "FILE", "recipe (TOML file) whose model and questions are used in place of the demo's"
+    ] = None
+    model: Annotated[str | None, "FOLDER", "model folder, with --recipe; short for --set model.path="] = None
     set: Overrides = []
 
     def chosen(self, device: str | None = None) -> "ModelRecipe | None":
@@ -46,16 +48,20 @@ class Kl(
     place=10,
     example="thresher study kl --start runs/demo --steps 10 --seeds 0",
 ):
-    out: Annotated[str, "folder; what is finished in it is not done again"] = "runs/study-kl"
+    out: Annotated[str, "output folder; finished parts are not repeated"] = "runs/study-kl"
     start: Annotated[
-        str | None, _SUBJECT, "FOLDER", "a folder of `thresher demo`, whose world and warm-up are used"
+        str | None, _SUBJECT, "FOLDER", "folder of `thresher demo`, whose world and warm-up are reused"
     ] = None
     run: Annotated[
-        str | None, _SUBJECT, "folder of `thresher train`: the estimators on its stored tokens, without training"
+        str | None,
+        _SUBJECT,
+        "folder of `thresher train`; evaluate the estimators on its stored tokens, without training",
     ] = None
-    steps: Annotated[Count | None, "of each training run; default: 30, with --recipe 20"] = None
-    seeds: Annotated[list[Seed] | None, "SEED", "of the training runs; default: 0 1, with --recipe 0"] = None
-    device: Annotated[Device | None, "with --recipe: short for --set model.device=; default: the recipe's"] = None
+    steps: Annotated[Count | None, "number of steps per training run; default: 30, with --recipe 20"] = None
+    seeds: Annotated[list[Seed] | None, "SEED", "seeds of the training runs; default: 0 1, with --recipe 0"] = None
+    device: Annotated[
+        Device | None, "device of the model, with --recipe; short for --set model.device=; default: the recipe's"
+    ] = None
 
     def __call__(self) -> None:
         from thresher.bench.studies.kl import run_study
@@ -85,13 +91,13 @@ class Kl(
 class Credit(
     Command,
     group=STUDY,
-    help="compare rules of credit with the policy gradient, enumerated",
+    help="compare credit assignment rules with the policy gradient, by enumeration",
     place=15,
     example="thresher study credit --draws 200",
 ):
     out: Annotated[str, "folder for credit.json and credit.png"] = "runs/study-credit"
-    draws: Annotated[Count, "random policies"] = 50
-    seed: Annotated[Seed, "of the policies"] = 0
+    draws: Annotated[Count, "number of random policies"] = 50
+    seed: Annotated[Seed, "seed of the random policies"] = 0
 
     def __call__(self) -> None:
         from thresher.bench.studies.credit import run_study
@@ -104,18 +110,18 @@ class Credit(
 class Mask(
     OfModel,
     group=STUDY,
-    help="compare ways to leave retrieved tokens out of the loss: cost and gradient",
+    help="compare ways to exclude retrieved tokens from the loss: cost and gradient",
     place=20,
     example="thresher study mask --run runs/demo/grpo --out runs/masked",
 ):
     out: Annotated[str, "folder for mask.json and mask.png"] = "runs/study-mask"
     run: Annotated[
-        str | None, _SUBJECT, "folder of `thresher train` or `demo`: its last weights and stored trajectories"
+        str | None, _SUBJECT, "folder of `thresher train` or `demo`; use its last weights and stored trajectories"
     ] = None
-    seed: Annotated[Seed, _SUBJECT, "of a scripted batch and random weights, without --run and --recipe"] = 0
-    limit: Annotated[Count | None, "trajectories in the batch, at most; default: 64, with --recipe 16"] = None
-    repeats: Annotated[Count | None, "timed steps of each treatment; default: 7, with --recipe 3"] = None
-    device: Annotated[Device, "where it is computed"] = "cpu"
+    seed: Annotated[Seed, _SUBJECT, "seed of a scripted batch and random weights, without --run and --recipe"] = 0
+    limit: Annotated[Count | None, "maximum number of trajectories in the batch; default: 64, with --recipe 16"] = None
+    repeats: Annotated[Count | None, "number of timed steps per treatment; default: 7, with --recipe 3"] = None
+    device: Annotated[Device, "device of the computation"] = "cpu"
 
     def __call__(self) -> None:
         from thresher.bench.studies.mask import run_study
@@ -131,15 +137,17 @@ class Mask(
 class Systems(
     Command,
     group=STUDY,
-    help="train every system, beside shuffled rewards",
+    help="train every system, with controls on shuffled rewards",
     place=30,
     example="thresher study systems --system search_r1 --seeds 0",
 ):
-    out: Annotated[str, "folder; what is finished is not done again"] = "runs/study-systems"
-    system: Annotated[Texts | None, REPEATED, "NAME", "may be repeated; default: all six"] = None
-    seeds: Annotated[list[Seed], "SEED", "of the training runs"] = [0, 1, 2]
-    controls: Annotated[list[Seed], ANY_NUMBER, "SEED", "with shuffled rewards"] = [0]
-    base: Annotated[Seed | None, "of the base that all runs start from; default: each seed has its own"] = None
+    out: Annotated[str, "output folder; finished parts are not repeated"] = "runs/study-systems"
+    system: Annotated[Texts | None, REPEATED, "NAME", "system to train; may be repeated; default: all six"] = None
+    seeds: Annotated[list[Seed], "SEED", "seeds of the training runs"] = [0, 1, 2]
+    controls: Annotated[list[Seed], ANY_NUMBER, "SEED", "seeds of the control runs, with shuffled rewards"] = [0]
+    base: Annotated[Seed | None, "seed of one base model that all runs start from; default: each seed has its own"] = (
+        None
+    )
     set: Overrides = []
     allow_key: flags.AllowKey = []
 
@@ -160,9 +168,9 @@ class Partial(
     place=40,
     example="thresher study partial --seeds 0",
 ):
-    out: Annotated[str, "folder; what is finished is not done again"] = "runs/study-partial"
-    seeds: Annotated[list[Seed], "SEED", "of the training runs"] = [0, 1, 2]
-    base: Annotated[Seed, "of the base that all runs start from"] = 0
+    out: Annotated[str, "output folder; finished parts are not repeated"] = "runs/study-partial"
+    seeds: Annotated[list[Seed], "SEED", "seeds of the training runs"] = [0, 1, 2]
+    base: Annotated[Seed, "seed of the base model that all runs start from"] = 0
     set: Overrides = []
 
     def __call__(self) -> None:
@@ -177,7 +185,7 @@ class Partial(
 
 class CompareMethods(
     Command,
-    help="train methods over seeds at equal computed tokens, and compare them",
+    help="train methods over several seeds at equal numbers of computed tokens, and compare them",
     place=136,
     example="thresher compare-methods world.toml --out runs/methods",
 ):
@@ -185,15 +193,15 @@ class CompareMethods(
         str,
         POSITIONAL,
         "FILE",
-        "TOML file, or one that came with Thresher: methods, conditions, seeds, budgets (docs/comparisons.md)",
+        "TOML file, or name of one shipped with Thresher: methods, conditions, seeds, budgets (docs/comparisons.md)",
     ]
-    out: Annotated[str, "folder; what is finished is not done again, and several processes may share it"] = (
+    out: Annotated[str, "output folder; finished runs are not repeated, and several processes may share it"] = (
         "runs/compare-methods"
     )
     rows: Annotated[str | None, "FILE", "rows.jsonl of an earlier comparison, whose runs are not repeated"] = None
-    finished: Annotated[bool, "train nothing; compare the runs that are finished"] = False
-    seeds: Annotated[list[Seed] | None, "SEED", "in place of the file's"] = None
-    budgets: Annotated[list[Count] | None, "TOKENS", "in place of the file's"] = None
+    finished: Annotated[bool, "train nothing; compare only the finished runs"] = False
+    seeds: Annotated[list[Seed] | None, "SEED", "seeds of the runs, in place of the file's"] = None
+    budgets: Annotated[list[Count] | None, "TOKENS", "token budgets, in place of the file's"] = None
     set: Overrides = []
 
     def __call__(self) -> None:
@@ -213,16 +221,19 @@ class Demo(
 ):
     """The chain is engine/world/stages.py's; here its commands go through the parser like ones that were typed."""
 
-    out: Annotated[str, "folder for all that it makes; goes on if unfinished"] = "runs/demo"
-    seed: Annotated[Integer, "of the world, the weights and the training"] = 0
+    out: Annotated[str, "output folder; an unfinished demo is resumed"] = "runs/demo"
+    seed: Annotated[Integer, "seed of the world, the weights and the training"] = 0
     model: Annotated[
-        str | None, "FOLDER", "a pretrained model of some 135 M parameters that learns to answer from passages"
+        str | None,
+        "FOLDER",
+        "folder of a pretrained model of about 135 M parameters, which learns to answer from passages",
     ] = None
     questions: Annotated[
-        str | None, "FILE", "with --model: questions with passages, in any format of data convert; default: invented"
+        str | None, "FILE", "questions with passages, in any format of data convert, with --model; default: invented"
     ] = None
     family: Annotated[
-        Literal["qwen2", "qwen3_5"] | None, "of the model with random weights that learns to search; default: qwen2"
+        Literal["qwen2", "qwen3_5"] | None,
+        "family of the randomly initialised model that learns to search; default: qwen2",
     ] = None
     set: Overrides = []
 
@@ -286,37 +297,42 @@ class Reproduce(
     place=145,
     example="thresher reproduce eval_rar T2 --scale world --seeds 3 --out runs/eval_rar-T2",
 ):
-    paper: Annotated[str | None, POSITIONAL, "its name; --list has all"] = None
-    tables: Annotated[Texts, POSITIONAL, ANY_NUMBER, "TABLE", "such as T1; default: all of the paper's"]
-    list: Annotated[bool, "only show the rows, what each needs at the paper's scale, and what is left out"] = False
-    chip: Annotated[str, "NAME", "the GPU that --list plans trainings for; default: H100"] = "H100"
-    scale: Annotated[Literal["paper", "world"], "paper: its models and data, which must be there"] = "world"
+    paper: Annotated[str | None, POSITIONAL, "name of the paper; --list shows all"] = None
+    tables: Annotated[Texts, POSITIONAL, ANY_NUMBER, "TABLE", "table, such as T1; default: all tables of the paper"]
+    list: Annotated[bool, "only list the rows, their requirements at the paper's scale, and what is left out"] = False
+    chip: Annotated[str, "NAME", "GPU that --list plans trainings for; default: H100"] = "H100"
+    scale: Annotated[
+        Literal["paper", "world"],
+        "paper: the paper's models and data, which must be present; world: the invented world",
+    ] = "world"
     seeds: Annotated[Count, "N", "train every method with seeds 0 to N - 1"] = 1
-    limit: Annotated[Count | None, "N", "only the first N questions of every evaluation and extraction"] = None
+    limit: Annotated[Count | None, "N", "use only the first N questions of every evaluation and extraction"] = None
     set: Annotated[
         Texts,
         REPEATED,
         "SECTION.KEY=VALUE",
-        "override what the commands read of a recipe (docs/reproduce.md); may be repeated",
+        "override a recipe key in the commands that read it (docs/reproduce.md); may be repeated",
     ] = []
     answer_url: Annotated[
         Named,
         REPEATED,
         "MODEL=URL",
-        "an OpenAI-compatible server of a model that is no folder, as the run names it; may be repeated",
+        "OpenAI-compatible server of a model without a local folder; MODEL as named by the run; may be repeated",
     ] = []
-    answer_model: Annotated[Named, REPEATED, "MODEL=NAME", "what that server calls it; default: the same"] = []
+    answer_model: Annotated[
+        Named, REPEATED, "MODEL=NAME", "name of the model at that server; may be repeated; default: the same"
+    ] = []
     prompts: Annotated[
-        str | None, "DIR", "with --scale paper: SYSTEM.txt or BASELINE.txt in place of our own prompts"
+        str | None, "DIR", "folder of prompts, with --scale paper: SYSTEM.txt or BASELINE.txt replaces Thresher's own"
     ] = None
     allow_key: Annotated[
         Texts,
         REPEATED,
         flags.key_at,
         "VARIABLE@HOST[:PORT]",
-        "send this environment variable's key to this host, a judge's or a model's server",
+        "send this environment variable's key to this host, the server of a judge or of a model",
     ] = []
-    out: Annotated[str | None, "folder; what is finished there is not done again; default: runs/PAPER-TABLE"] = None
+    out: Annotated[str | None, "output folder; finished parts are not repeated; default: runs/PAPER-TABLE"] = None
 
     def __call__(self) -> None:
         from thresher.engine.reproduce.manifest import paper_names, read_manifest, servers_of

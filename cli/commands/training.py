@@ -27,22 +27,24 @@ _BEGUN = OneOf(required=True)
 
 class Init(
     Command,
-    help="make a model folder with random weights",
+    help="create a model folder with random weights",
     place=10,
     example="thresher init --config config.json --tokenizer models/Qwen2.5-0.5B --out runs/init",
 ):
-    config: Annotated[str | None, _BEGUN, "config.json of a supported family"] = None
+    config: Annotated[str | None, _BEGUN, "config.json of a supported model family"] = None
     model: Annotated[
-        str | None, _BEGUN, "model folder to put --add-layers on, in place of a config and a tokenizer"
+        str | None, _BEGUN, "model folder to add layers to with --add-layers, in place of a config and a tokenizer"
     ] = None
-    add_layers: Annotated[Count | None, "N", "layers on top that begin as the identity"] = None
-    tokenizer: Annotated[str | None, "folder with a tokenizer.json, or the file"] = None
-    train_tokenizer: Annotated[Texts, "FILE", "train one on the strings of JSONL files"] = []
-    vocab_size: Annotated[Count, "of a tokenizer that is trained"] = 1024
+    add_layers: Annotated[Count | None, "N", "number of layers to add on top, initialised as the identity"] = None
+    tokenizer: Annotated[str | None, "folder with a tokenizer.json, or the file itself"] = None
+    train_tokenizer: Annotated[Texts, "FILE", "JSONL files whose strings a new tokenizer is trained on"] = []
+    vocab_size: Annotated[Count, "vocabulary size of a tokenizer that is trained"] = 1024
     set: Annotated[Texts, REPEATED, "KEY=VALUE", "override a key of the config; may be repeated"] = []
-    seed: Annotated[Seed, "of the random weights"] = 0
-    embedding_std: Annotated[Positive | None, "STD", "default: initializer_range"] = None
-    zero_outputs: Annotated[bool, "every layer begins as the identity"] = False
+    seed: Annotated[Seed, "seed of the random weights"] = 0
+    embedding_std: Annotated[
+        Positive | None, "STD", "standard deviation of the embeddings; default: initializer_range"
+    ] = None
+    zero_outputs: Annotated[bool, "initialise every layer as the identity"] = False
     out: Annotated[str, "model folder to write"]
 
     def __call__(self) -> None:
@@ -72,12 +74,12 @@ class Init(
 
 class ImportGguf(
     Command,
-    help="turn a GGUF file into a model folder",
+    help="convert a GGUF file to a model folder",
     place=15,
     example="thresher import-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out models/SmolLM2-135M-Instruct",
 ):
     file: Annotated[str, POSITIONAL, "GGUF file of a Llama, Qwen2 or Qwen3 model"]
-    dtype: Annotated[Dtype, "of the weights that are written"] = "float32"
+    dtype: Annotated[Dtype, "dtype of the written weights"] = "float32"
     out: Annotated[str, "FOLDER", "model folder to write"]
 
     def __call__(self) -> None:
@@ -88,7 +90,7 @@ class ImportGguf(
         console.figures(f"model in {self.out}", figures)
 
 
-_FROM = "with --resume: go back to this step's checkpoint, and delete what came after it; 0: the beginning"
+_FROM = "with --resume: return to the checkpoint of this step, and delete everything after it; 0: the beginning"
 
 
 class Sft(
@@ -98,7 +100,7 @@ class Sft(
     example="thresher sft recipe.toml --out models/warm",
 ):
     out: Annotated[str, "model folder to write"]
-    resume: Annotated[bool, "go on from the unfinished run's last checkpoint"] = False
+    resume: Annotated[bool, "resume from the last checkpoint of the unfinished run"] = False
     from_step: Annotated[Natural | None, "--resume-from", "STEP", _FROM] = None
 
     def __call__(self) -> None:
@@ -152,12 +154,12 @@ class Train(
     OfRecipe, help="train with GRPO", place=30, example="thresher train recipe.toml --out runs/first --set run.steps=50"
 ):
     out: Annotated[str, "run folder to write"]
-    resume: Annotated[bool, "go on from the run folder's last checkpoint"] = False
+    resume: Annotated[bool, "resume from the last checkpoint of the run folder"] = False
     from_step: Annotated[Natural | None, "--resume-from", "STEP", _FROM] = None
     allow_key: flags.AllowKey = []
-    replay: Annotated[str | None, "RUN", "repeat a run of the recipe, whenever its servers and tools had answered"] = (
-        None
-    )
+    replay: Annotated[
+        str | None, "RUN", "run of the same recipe to repeat, whatever the response times of its servers and tools were"
+    ] = None
 
     def __call__(self) -> None:
         from thresher.engine.parallel.ranks import joined
@@ -183,14 +185,14 @@ class TrainEncoder(
     place=31,
     example="thresher train-encoder --records contrasts.jsonl --model models/contriever --out models/recomp",
 ):
-    records: Annotated[str, "JSONL that `thresher data sft --kind recomp` wrote"]
-    model: Annotated[str, "folder of the encoder to begin with, of the BERT family"]
+    records: Annotated[str, "JSONL file written by `thresher data sft --kind recomp`"]
+    model: Annotated[str, "folder of the encoder to start from, of the BERT family"]
     out: Annotated[str, "folder to write, for `thresher extract --refiner recomp`"]
-    steps: Annotated[Natural, "of the optimiser; 0: three epochs"] = 0
-    lr: Annotated[Positive, "highest learning rate"] = 2e-5
-    batch: Annotated[Count, "questions a step"] = 64
-    seed: Annotated[Seed, "of the held-out records and of the order"] = 0
-    device: Annotated[flags.Device, "where it is trained"] = "cpu"
+    steps: Annotated[Natural, "number of optimiser steps; 0: three epochs"] = 0
+    lr: Annotated[Positive, "peak learning rate"] = 2e-5
+    batch: Annotated[Count, "number of questions per step"] = 64
+    seed: Annotated[Seed, "seed of the held-out split and of the order of the records"] = 0
+    device: Annotated[flags.Device, "device of the training"] = "cpu"
 
     def __call__(self) -> None:
         from thresher.engine.compressors.recomp_train import train_recomp
@@ -206,16 +208,18 @@ class Plan(
     example="thresher plan --recipe recipes/eval_rar/qwen2.5-3b.toml --model models/Qwen2.5-3B-Instruct --chip H100",
 ):
     model: Annotated[str | None, "DIR|CONFIG", "model folder or config.json; default: the recipe's"] = None
-    recipe: Annotated[str, "TOML file"]
+    recipe: Annotated[str, "recipe (TOML file)"]
     set: Overrides = []
     device: ModelDevice = None
-    gpu_memory: Annotated[str | None, "SIZE", "such as 80GB; default: the chip's, or this machine's"] = None
-    gpus: Annotated[Count, "that share the weights; default: 1"] = 1
-    chip: Annotated[str | None, "such as H100: its memory, and its rates for the seconds of a step"] = None
-    measure: Annotated[bool, "this machine's rates, measured in a second"] = False
-    lengths: Annotated[str | None, "FILE", "stored trajectories, for samples' lengths; default: a tail is assumed"] = (
-        None
-    )
+    gpu_memory: Annotated[
+        str | None, "SIZE", "memory of a GPU, such as 80GB; default: the chip's, or this machine's"
+    ] = None
+    gpus: Annotated[Count, "number of GPUs that share the weights; default: 1"] = 1
+    chip: Annotated[str | None, "GPU, such as H100: its memory, and its rates for the time of a step"] = None
+    measure: Annotated[bool, "use the rates of this machine, measured in a second"] = False
+    lengths: Annotated[
+        str | None, "FILE", "file of stored trajectories, for the lengths of samples; default: an assumed long tail"
+    ] = None
 
     def __call__(self) -> None:
         from thresher.common.machine import cpu_dtype
@@ -363,12 +367,16 @@ class Recipe(
     place=28,
     example="thresher recipe --explain rollout.group_size",
 ):
-    show: Annotated[str | None, _WHAT, "RECIPE", "print the recipe with --set, its system's preset and defaults"] = None
-    explain: Annotated[str | None, _WHAT, "KEY", "a key such as rollout.group_size or group_size, or a section"] = None
-    list: Annotated[bool, _WHAT, "the recipes that came with Thresher"] = False
-    new: Annotated[str | None, _WHAT, "RECIPE", "copy one of them to --out, comments included, to be changed"] = None
+    show: Annotated[
+        str | None, _WHAT, "RECIPE", "print the recipe with --set, the preset of its system and all defaults"
+    ] = None
+    explain: Annotated[
+        str | None, _WHAT, "KEY", "explain a key, such as rollout.group_size or group_size, or a section"
+    ] = None
+    list: Annotated[bool, _WHAT, "list the recipes shipped with Thresher"] = False
+    new: Annotated[str | None, _WHAT, "RECIPE", "copy a shipped recipe to --out for editing, comments included"] = None
     reference: Annotated[bool, _WHAT, "print docs/recipe.md: every key, as Markdown"] = False
-    out: Annotated[str | None, "FILE", "with --new: the file to write"] = None
+    out: Annotated[str | None, "FILE", "file to write, with --new"] = None
     set: Overrides = []
     device: ModelDevice = None
 

@@ -42,12 +42,12 @@ Attention = Literal["auto", "torch", "triton", "flash", "xformers"]  # kernels/a
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(Section):
-    """[model] the policy to start from."""
+    """[model] the policy that training starts from."""
 
-    path: str  # the model's folder: config.json, safetensors, tokenizer.json
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; trained weights are float32
-    device: Literal["cpu", "cuda"] = "cpu"  # the device that computes
-    prompt: Literal["raw", "chat"] = "raw"  # chat: prompts are put into the model's own chat template
+    path: str  # folder of the model: config.json, safetensors, tokenizer.json
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the computation; trained weights are kept in float32
+    device: Literal["cpu", "cuda"] = "cpu"  # device of the computation
+    prompt: Literal["raw", "chat"] = "raw"  # chat: prompts are wrapped in the model's chat template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +55,21 @@ class DataSection(Section):
     """[data] questions."""
 
     train: str  # JSONL, one question a line
-    dev: str | None = None  # JSONL, for evaluation
-    limit: Count | None = None  # only the first so many training questions
+    dev: str | None = None  # JSONL, questions of evaluations
+    limit: Count | None = None  # number of training questions, the first of the file; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSection(Section):
-    """[retrieval] where searches go: an index in this process, or a server; neither, if questions bring passages."""
+    """[retrieval] the index or the server that answers searches; neither, if the questions contain their passages."""
 
-    index: str | None = None  # folder that `thresher index` wrote
-    url: str | None = None  # of a server: `thresher serve-retriever`, or one with Search-R1's /retrieve
-    timeout: Positive = 60.0  # seconds that one answer of the server may take
-    patience: NotNegative = 120.0  # seconds that the server may stay away before the run ends, to be resumed
-    k: SmallCount = 3  # passages a search returns
-    passage_format: str = 'Doc {number}(Title: "{title}") {text}'  # of a passage, one line each
-    shuffle: bool = False  # show a search's passages in an order drawn from the sample's seed, not by score
+    index: str | None = None  # folder written by `thresher index`
+    url: str | None = None  # URL of a server: `thresher serve-retriever`, or one with Search-R1's /retrieve
+    timeout: Positive = 60.0  # seconds to wait for one answer of the server
+    patience: NotNegative = 120.0  # seconds to retry an unreachable server; then the run ends and can be resumed
+    k: SmallCount = 3  # passages per search
+    passage_format: str = 'Doc {number}(Title: "{title}") {text}'  # one line per passage
+    shuffle: bool = False  # show the passages of a search in random order (by the sample's seed), not by score
 
     def check(self) -> None:
         if self.index is not None and self.url is not None:
@@ -84,37 +84,40 @@ class RetrievalSection(Section):
 class SystemSection(Section):
     """[system] the paper's protocol: prompt, tags, episode, reward."""
 
-    name: str  # of a system in engine/systems/, or the path of a file of one's own
-    template: str | None = None  # file that replaces the built-in prompt template
-    options: dict[str, Any] = field(default_factory=dict)  # the system's own switches, checked by it
+    name: str  # name of a system in engine/systems/, or path of your own file
+    template: str | None = None  # file with a prompt template in place of the built-in one
+    options: dict[str, Any] = field(default_factory=dict)  # switches of the system, checked by the system
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection(Section):
     """[rollout] how trajectories are sampled. Lengths are in tokens."""
 
-    group_size: SmallCount = 8  # samples a question, G
-    trees: Annotated[int, Within(0, 65536)] = 0  # trees that these samples are the leaves of; 0: all are independent
-    tree_nodes: SmallCount = 2  # of trees: nodes that each expands in a round; G = trees x (1 + tree_nodes x rounds)
-    questions_per_step: SmallCount = 16  # of a rollout, each with group_size samples
-    max_turns: SmallCount = 5  # turns of the policy in a trajectory, whatever they hold
-    max_turn_tokens: Count = 256  # of one turn of the policy
-    max_policy_tokens: Count | None = None  # of all turns of a trajectory; None: max_context
-    max_context: Count = 4096  # of each context of a trajectory, prompt and passages included
-    max_passage_tokens: Count = 512  # of a search's passages, or of those in a prompt
-    temperature: Annotated[float, Within(LOWEST, HIGHEST)] = 1.0  # of sampling: logits are divided by it
+    group_size: SmallCount = 8  # samples per question, G
+    trees: Annotated[int, Within(0, 65536)] = 0  # trees whose leaves are these samples; 0: independent samples
+    tree_nodes: SmallCount = 2  # nodes that each tree expands per round; G = trees x (1 + tree_nodes x rounds)
+    questions_per_step: SmallCount = 16  # questions per rollout, each with group_size samples
+    max_turns: SmallCount = 5  # largest number of policy turns per trajectory, valid or not
+    max_turn_tokens: Count = 256  # limit of one policy turn
+    max_policy_tokens: Count | None = None  # limit of all policy turns of a trajectory together; None: max_context
+    max_context: Count = 4096  # limit of each context of a trajectory, with prompt and passages
+    max_passage_tokens: Count = 512  # limit of the passages of a search, or of those in the prompt
+    temperature: Annotated[float, Within(LOWEST, HIGHEST)] = 1.0  # temperature of sampling, which divides the logits
     max_num_seqs: SmallCount = 128  # sequences decoded at once
-    kv_tokens: Count | None = None  # tokens whose keys and values are held at once; None: all that those may need
-    kv_block_size: Count = 64  # positions in a block of the KV cache (what others call a page)
-    num_draft_tokens: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"  # drafts a sample and forward; 0: none
-    attention: Attention = "auto"  # backend of attention
-    share_prefix: bool = True  # compute attention to a shared prefix once, not for each sample; same results
-    partial: bool = False  # a step ends with its own groups; unfinished ones go on under the next weights
-    groups_in_flight: SmallCount | None = None  # of partial; None: questions_per_step x (1 + max_staleness)
-    max_staleness: Natural = 1  # of partial: updates between a group's first token and the update that it enters
-    stale_cache: bool = False  # of partial: keep the keys and values that older weights computed
-    # stored run whose results of tools are taken while no tool is called: the folder of a run or evaluation, or a file
-    # of `thresher rollout`
+    kv_tokens: Count | None = None  # capacity of the KV cache in tokens; None: enough for max_num_seqs sequences
+    kv_block_size: Count = 64  # positions per block of the KV cache (elsewhere: page size)
+    # draft tokens per sample and forward; 0: none
+    num_draft_tokens: Literal["auto"] | Annotated[int, Within(0, 8)] = "auto"
+    attention: Attention = "auto"  # attention backend
+    share_prefix: bool = True  # compute attention to a shared prefix once instead of once per sample; same results
+    partial: bool = False  # end a step before all groups have ended; the others continue with the next weights
+    # groups sampled at once with partial; None: questions_per_step x (1 + max_staleness)
+    groups_in_flight: SmallCount | None = None
+    # with partial: largest number of updates between a group's first token and its own update
+    max_staleness: Natural = 1
+    stale_cache: bool = False  # with partial: keep keys and values computed with older weights
+    # stored results of tool calls, used in place of calls: the folder of a run or evaluation, or a file of `thresher
+    # rollout`
     tools_replay: str | None = None
 
     FORMER: ClassVar[Mapping[tuple[str, str], str]] = {
@@ -170,23 +173,23 @@ class RolloutSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSection(Section):
-    """[tools.NAME] a tool that episodes call by its NAME: a Python function, a server, or a chat model that writes what
-    a search engine would find (docs/systems.md)."""
+    """[tools.NAME] a tool that episodes call by its NAME: a Python function, a server, or a chat model that simulates a
+    search engine (docs/systems.md)."""
 
-    function: str | None = None  # path of a Python file, ":", a function; it gets the arguments by keyword
-    url: str | None = None  # of a server that is sent {"name", "arguments"} and answers {"result"} or {"error"}
-    chat_url: str | None = None  # of a chat model's server (/v1/chat/completions), asked for documents for a query
-    model: str | None = None  # of chat_url: the chat model's name there
-    template: str | None = None  # of chat_url: file with the prompt, with {query}, {quality}, {question}, {answer}
-    # probability that a call is to return noise, at the first step and at the last; a function or server of one's own
-    # then gets the arguments noisy, question and golds as well
+    function: str | None = None  # FILE.py:FUNCTION, called with the arguments as keywords
+    url: str | None = None  # URL of a server that receives {"name", "arguments"} and returns {"result"} or {"error"}
+    chat_url: str | None = None  # URL of a chat model (/v1/chat/completions) that writes documents for a query
+    model: str | None = None  # with chat_url: name of the chat model
+    template: str | None = None  # with chat_url: file with the prompt, with {query}, {quality}, {question}, {answer}
+    # probability that a call returns noise, at the first step and at the last; your own function or server then also
+    # receives the arguments noisy, question and golds
     noise: tuple[Share, Share] | None = None
     noise_base: Annotated[float, Within(1, 1e9)] = (
-        4.0  # of noise: the larger, the later it rises; 1: with each step alike
+        4.0  # base of the noise schedule: the larger, the later it rises; 1: linear
     )
-    timeout: Positive = 10.0  # seconds of a call; then its result is an error, and what comes later is dropped
-    max_tokens: Count | None = None  # of a result, the rest is cut off; None: rollout.max_passage_tokens
-    concurrency: SmallCount = 8  # calls at once; when as many others hang beyond their timeout, no more are begun
+    timeout: Positive = 10.0  # seconds per call; after that its result is an error, and a later answer is dropped
+    max_tokens: Count | None = None  # limit of a result, which is truncated; None: rollout.max_passage_tokens
+    concurrency: SmallCount = 8  # calls at once; no call starts while as many others are past their timeout
 
     def check(self) -> None:
         given = [key for key in ("function", "url", "chat_url") if getattr(self, key) is not None]
@@ -206,54 +209,56 @@ class GrpoSection(Section):
     """[grpo] from rewards to the loss; symbols as in kernels/loss.py."""
 
     # grpo, dr_grpo, dapo, cispo, gspo, sapo, gmpo, dppo, dppo_kl, reinforce, rloo, reinforce++ (docs/objectives.md), or
-    # FILE.py:FUNCTION, a surrogate of one's own
+    # FILE.py:FUNCTION, your own surrogate
     objective: str = "grpo"
-    baseline: Literal["group", "leave_one_out", "batch", "none"] = "group"  # what advantages are rewards against
-    scale: Literal["group", "batch", "none"] = "group"  # whose deviation advantages are divided by
-    # whose reward a token's advantage is of: its trajectory's; turn: its turn's and all later ones' (return-to-go);
-    # anchor: both its trajectory's and its turn's among turns from one state; token: and the spans that a reward names;
-    # tree: the leaves below its turn, for rollout.trees (docs/objectives.md)
+    baseline: Literal["group", "leave_one_out", "batch", "none"] = "group"  # what is subtracted from a reward
+    scale: Literal["group", "batch", "none"] = "group"  # standard deviation that divides advantages
+    # rewards behind a token's advantage: trajectory: its trajectory's; turn: its turn's and all later ones'
+    # (return-to-go); anchor: its trajectory's, and its turn's among turns that start in the same state; token: its
+    # trajectory's and those of spans; tree: those of the leaves below its turn, with rollout.trees (docs/objectives.md)
     advantage: Literal["trajectory", "turn", "anchor", "token", "tree"] = "trajectory"
-    gamma: Share = 1.0  # of turn and anchor: a later turn's reward counts gamma times, for each turn between
-    omega: NotNegative32 = 1.0  # of anchor: weight of the turn's part
-    across: NotNegative32 = 1.0  # of tree: weight of the comparison with the other trees, beside that within the tree
-    anchor: Literal["context", "observation"] = "context"  # a turn's state: all before it, or what came since the last
+    gamma: Share = 1.0  # discount per turn, with turn and anchor
+    omega: NotNegative32 = 1.0  # with anchor: weight of the turn's advantage
+    across: NotNegative32 = 1.0  # with tree: weight of the comparison across trees; that within a tree has 1
+    anchor: Literal["context", "observation"] = "context"  # state of a turn: the whole context, or the last observation
     clip_low: Share = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: NotNegative32 = 0.2  # see clip_low
     tau_positive: Positive = 1.0  # sapo's temperature of tokens with advantage > 0
     tau_negative: Positive = 1.05  # sapo's temperature of the others
-    divergence: NotNegative32 = 0.15  # dppo's delta: beyond it a token that leads away has no gradient
-    # llds: a penalty where the likelihood of a turn falls that was not worse than its group's mean; llds_positive: that
-    # was better
+    divergence: NotNegative32 = 0.15  # dppo's delta: beyond it a token that increases the divergence has no gradient
+    # llds: a penalty on falling likelihood of turns with advantage >= 0; llds_positive: of turns with advantage > 0
     guard: Literal["none", "llds", "llds_positive"] = "none"
-    guard_weight: NotNegative32 = 0.2  # of the guard, LLDS's lambda
-    overlong_tokens: Natural = 0  # DAPO's buffer: a reward falls by up to 1 over the last so many tokens of a length
+    guard_weight: NotNegative32 = 0.2  # weight of the guard, lambda in LLDS
+    overlong_tokens: Natural = 0  # DAPO's buffer: over the last so many tokens the reward falls by up to 1
     dual_clip: Annotated[float, Within(1, 3.4e38, open_low=True)] | None = None  # bounds the ratio if advantage < 0
-    kl_value: Estimator = "k3"  # estimator of the KL that is added to the loss and logged
-    kl_gradient: Estimator | None = None  # estimator whose gradient is taken; None: that of kl_value
-    beta: NotNegative32 = 1e-3  # weight of the KL; 0 needs no reference model
-    entropy_coef: NotNegative32 = 0.0  # weight of the entropy, which is subtracted from the loss
-    aggregation: Literal["trajectory", "token", "constant"] = "trajectory"  # what the loss is a mean over
+    kl_value: Estimator = "k3"  # KL estimator in the loss and in the metrics
+    kl_gradient: Estimator | None = None  # KL estimator that gives the gradient; None: kl_value
+    beta: NotNegative32 = 1e-3  # weight of the KL; with 0 there is no reference model
+    entropy_coef: NotNegative32 = 0.0  # weight of the entropy bonus
+    aggregation: Literal["trajectory", "token", "constant"] = "trajectory"  # what the loss is averaged over
     aggregation_constant: Annotated[float, Within(1e-3, 1e9)] | None = (
-        None  # "constant" divides a trajectory's sum by so many tokens
+        None  # of "constant": divisor of a trajectory's sum, in tokens
     )
     std_floor: Positive = 1e-6  # advantages are divided by max(std, std_floor) + std_eps
-    std_eps: NotNegative = 0.0  # see std_floor; TRL's, and so ARENA's code's, is 1e-4
-    sample_std: bool = False  # divide by n - 1 instead of n
-    drop_zero_advantage: bool = False  # leave trajectories of advantage 0 out of the update; they count in N
-    # whether groups without a signal count in what the loss is a mean over; if not, they are not trained on either
+    std_eps: NotNegative = 0.0  # see std_floor; 1e-4 in TRL and in ARENA's code
+    sample_std: bool = False  # divide the variance by n - 1 instead of n
+    drop_zero_advantage: bool = False  # leave trajectories with advantage 0 out of the update; they still count in N
+    # whether groups whose advantages are all 0 count in the mean of the loss; false leaves them out of the update too
     count_zero_advantage_groups: bool = True
-    refill: bool = False  # DAPO's dynamic sampling: other questions for groups without a signal (docs/objectives.md)
-    refill_rounds: Count = 10  # of sampling in a step at most, the first included, with refill
-    reference: Literal["auto", "device", "cpu"] = "auto"  # where its weights lie; cpu: copied layer by layer
-    updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch, whole groups split among them
-    epochs_per_batch: Count = 1  # passes over a rollout batch, all in one order (PPO's epochs)
-    old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # recorded when sampled, or computed by the update
-    tis_level: Literal["none", "token", "sequence"] = "none"  # weights recomputed/rollout, of a token or a context
-    tis_rule: Literal["truncate", "mask"] = "truncate"  # beyond the cap: the cap, or 0 (and 0 below the floor)
-    tis_cap: Annotated[float, Within(1)] = 2.0  # the largest weight
-    tis_floor: Share | None = None  # of "mask", the smallest; None: 1 / tis_cap
-    shuffle_rewards: bool = False  # the control: rewards shuffled within each group
+    refill: bool = False  # DAPO's dynamic sampling: replace groups without a signal (docs/objectives.md)
+    refill_rounds: Count = 10  # with refill: largest number of sampling rounds per step
+    reference: Literal["auto", "device", "cpu"] = "auto"  # memory of the reference model; cpu: copied layer by layer
+    updates_per_batch: Count = 1  # optimiser steps per pass over a rollout batch; groups stay whole
+    epochs_per_batch: Count = 1  # passes over a rollout batch (PPO's epochs), in the same order
+    # recorded in the rollout, or recomputed before the update
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"
+    # importance weight recomputed/rollout, per token or per context
+    tis_level: Literal["none", "token", "sequence"] = "none"
+    # weights above the cap become the cap, or 0 (so do those below the floor)
+    tis_rule: Literal["truncate", "mask"] = "truncate"
+    tis_cap: Annotated[float, Within(1)] = 2.0  # largest weight
+    tis_floor: Share | None = None  # smallest weight of "mask"; None: 1 / tis_cap
+    shuffle_rewards: bool = False  # shuffle rewards within each group, as a control
 
     def check(self) -> None:
         for key, allowed in FITTING.get(self.advantage, {}).items():
@@ -301,46 +306,52 @@ class GrpoSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSection(Section):
-    """[optim] AdamW on float32 weights. `lr`, `warmup_ratio`, `schedule`, `schedule_steps` are GRPO's, the rest SFT's
-    too."""
+    """[optim] AdamW on float32 weights. `lr`, `warmup_ratio`, `schedule` and `schedule_steps` apply to GRPO alone, the
+    other keys to SFT too."""
 
     lr: NotNegative = 1e-6  # learning rate
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # decay of AdamW's first and second moment
-    eps: Annotated[float, Within(1e-30)] = 1e-8  # of AdamW, added to the root of the second moment
-    weight_decay: NotNegative = 0.0  # of AdamW, decoupled
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # decay rates of the first and second moment
+    eps: Annotated[float, Within(1e-30)] = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.0  # decoupled weight decay
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr, after the warm-up; 0 after the last step
-    schedule_steps: Count | None = None  # steps of warm-up and schedule together; None: run.steps
-    max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0  # of gradients; inf: no clipping
-    micro_batch_tokens: Count = 16384  # trajectories are packed into one forward up to so many tokens
-    attention: Attention = "auto"  # backend of attention, forward and backward
-    share_prefix: bool = True  # compute a prefix that trajectories share once, where that saves time
-    loss_workspace_bytes: Count | None = None  # of the loss; None: 256 MiB on a CPU, 560 on CUDA (docs/loss.md)
-    checkpoint_activations: Literal["auto", "on", "off"] = "auto"  # on: recomputed in backward; auto: by plan
+    # of lr after the warm-up; it ends at 0 after the last step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule_steps: Count | None = None  # length of warm-up and schedule together; None: run.steps
+    # gradient norm to clip at; inf: no clipping
+    max_grad_norm: Annotated[float, Within(0, math.inf, open_low=True)] = 1.0
+    micro_batch_tokens: Count = 16384  # tokens per forward; trajectories are packed up to this number
+    attention: Attention = "auto"  # attention backend, forward and backward
+    share_prefix: bool = True  # compute a prefix shared by trajectories once, where that saves time
+    # memory of the loss; None: 256 MiB on a CPU, 560 MiB on CUDA (docs/loss.md)
+    loss_workspace_bytes: Count | None = None
+    # on: recompute in the backward; auto: as thresher plan decides
+    checkpoint_activations: Literal["auto", "on", "off"] = "auto"
     optimizer_state_dtype: Literal["float32", "8bit"] = (
-        "float32"  # of AdamW; 8bit: in blocks, 2 bytes a weight in place of 8
+        "float32"  # dtype of the moments; 8bit: blockwise, 2 bytes per weight in place of 8
     )
-    offload: Literal["none", "moments", "masters"] = "none"  # to CPU memory: moments, or float32 masters with them
+    # what lies in CPU memory: moments, or moments and float32 masters
+    offload: Literal["none", "moments", "masters"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection(Section):
-    """[run] the number of steps, and how often a run evaluates, saves and stores."""
+    """[run] number of steps, and intervals of evaluations, checkpoints and stored trajectories."""
 
-    steps: Natural = 100  # of GRPO, a rollout each
-    token_budget: Count | None = None  # tokens prefilled, sampled and computed in updates at which it ends before
-    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of all random draws
-    eval_every: Count | None = None  # steps between evaluations; None: only before and after
-    eval_questions: Count | None = None  # the first so many of data.dev; None: all
+    steps: Natural = 100  # GRPO steps, one rollout each
+    token_budget: Count | None = None  # end earlier, after so many computed tokens: prefilled, sampled and in updates
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # seed of all random draws
+    eval_every: Count | None = None  # steps between evaluations; None: only before the first and after the last
+    eval_questions: Count | None = None  # questions per evaluation, the first of data.dev; None: all
     save_every: Count = 50  # steps between checkpoints
-    keep_checkpoints: Count = 2  # number of newest ones, besides the best
-    best_metric: str | None = None  # measure of evaluations that the best checkpoint has; None: em, or reward without
-    threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"  # of torch on a CPU; see engine/threads.py
-    keep_trajectories: Natural = 1  # trajectories of every so-many-th step are written; 0: of none
-    token_stats_mib: Natural = 256  # MiB for the log-probs beside stored trajectories, the oldest deleted; 0: none
-    verify: bool = True  # hold checkpoints and indexes against their hashes as they are read
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that get the metrics as well
-    async_: bool = False  # with torchrun: half of the ranks sample the next batch while the others train on this one
+    keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best
+    best_metric: str | None = None  # measure that chooses the best checkpoint; None: em, or reward if there is none
+    # threads of torch on a CPU; see engine/threads.py
+    threads: Literal["auto"] | Annotated[int, Within(1, 4096)] = "auto"
+    keep_trajectories: Natural = 1  # store the trajectories of every n-th step; 0: of none
+    token_stats_mib: Natural = 256  # MiB for token statistics of stored trajectories; the oldest are deleted; 0: none
+    verify: bool = True  # check the hashes of checkpoints and indexes when reading them
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that receive the metrics too
+    async_: bool = False  # with torchrun: half of the ranks sample the next batch while the others train
 
     def check(self) -> None:
         if len(set(self.trackers)) < len(self.trackers):
@@ -349,30 +360,30 @@ class RunSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SftSection(Section):
-    """[sft] supervised fine-tuning, on segmented transcripts or on questions with their answers.
+    """[sft] supervised fine-tuning on segmented transcripts, or on questions with their answers.
 
-    With a gate, copying accuracy on the held-out transcripts is measured every `gate_every` steps: training ends at
-    the first that reaches `stop_at_copy_accuracy`, and starts over from another seed if `steps` pass without one.
+    With `stop_at_copy_accuracy`, copying accuracy on the held-out transcripts is measured every `gate_every` steps.
+    Training ends when it is reached, and starts again with another seed if it is not reached in `steps` steps.
     """
 
     transcripts: str | None = None  # JSONL of segmented transcripts
-    data: str | None = None  # or JSONL of questions, whose first gold answer is trained
-    format: Literal["qa", "closed-book", "direct", "reasoning"] = "qa"  # of data: docs/sft.md
-    answer: Literal["tagged", "plain"] = "tagged"  # of data: `<answer>gold</answer>`, or the bare gold
-    template: str | None = None  # of data: file that replaces the format's own prompt template
-    steps: Count = 1000  # optimiser steps at most
-    batch_size: SmallCount = 32  # transcripts a step
+    data: str | None = None  # JSONL of questions, whose first gold answer is the target
+    format: Literal["qa", "closed-book", "direct", "reasoning"] = "qa"  # with data: form of a transcript (docs/sft.md)
+    answer: Literal["tagged", "plain"] = "tagged"  # with data: `<answer>gold</answer>`, or the bare answer
+    template: str | None = None  # with data: file with a prompt template in place of the built-in one
+    steps: Count = 1000  # largest number of optimiser steps
+    batch_size: SmallCount = 32  # transcripts per step
     lr: NotNegative = 1e-5  # learning rate
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warm-up
     warmup_ratio: BelowOne = 0.0  # share of the steps over which the learning rate rises
-    held_out: BelowOne = 0.05  # share of the transcripts that is measured and never trained on
+    held_out: BelowOne = 0.05  # share of the transcripts used for measurement, not for training
     stop_at_copy_accuracy: Share | None = (
-        None  # share of names copied right at which training ends; None: it takes all steps
+        None  # share of correctly copied names that ends training; None: train all steps
     )
     gate_every: Count = 50  # steps between measurements of copying accuracy
     min_steps: Natural = 0  # no measurement before this step
-    max_restarts: Natural = 2  # new attempts, each from another seed, where the accuracy is not reached
-    save_every: Count = 200  # steps between checkpoints, from which a killed run goes on by --resume
+    max_restarts: Natural = 2  # new attempts with other seeds if the accuracy is not reached
+    save_every: Count = 200  # steps between checkpoints, from which --resume continues
 
     def check(self) -> None:
         if (self.transcripts is None) == (self.data is None):
@@ -390,24 +401,24 @@ class SftSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSection(Section):
-    """[judge] the judges of rewards and measures: a classifier for entailment, a chat model for verdicts."""
+    """[judge] judges of rewards and measures: a classifier of entailment, a chat model for verdicts."""
 
-    entailment: str | None = None  # folder of an NLI classifier; None: overlap of words, the stated stand-in
-    labels: tuple[str, ...] | None = None  # of the classifier's outputs, in order, where its config.json has none
-    max_tokens: Count | None = None  # of premise and hypothesis together; None: as many as the classifier can take
-    batch_tokens: Count | None = None  # padded tokens of one forward; None: what suits the device
-    device: Literal["cpu", "cuda"] = "cpu"  # of the classifier
-    cache_size: Natural = 65_536  # judged pairs kept in memory
-    # of a server that speaks OpenAI's /v1/chat/completions, for verdicts: of all answers in `eval`, and in `train`
-    # where the system is rewarded by them
+    entailment: str | None = None  # folder of an NLI classifier; None: word overlap in its place
+    labels: tuple[str, ...] | None = None  # labels of the classifier's outputs, in order, if its config.json has none
+    max_tokens: Count | None = None  # limit of premise and hypothesis together; None: the classifier's own limit
+    batch_tokens: Count | None = None  # padded tokens per forward; None: chosen for the device
+    device: Literal["cpu", "cuda"] = "cpu"  # device of the classifier
+    cache_size: Natural = 65_536  # pairs whose results are kept in memory
+    # URL of a server with OpenAI's /v1/chat/completions, for verdicts: on all answers in `eval`, and in `train` if the
+    # system's reward uses them
     url: str | None = None
-    model: str | None = None  # the chat model's name there
-    prompt: str = "lenient"  # of verdicts: lenient, strict, or a file with {golds} and {response}
-    key_env: str | None = None  # environment variable that holds the key; the key itself never stands in a recipe
-    timeout: Positive = 120.0  # seconds that one reply may take
-    retry_seconds: NotNegative = 300.0  # seconds that the server may stay away
-    concurrency: SmallCount = 4  # requests under way at once
-    replies: str | None = None  # JSONL file that keeps all replies, so that none is paid for twice
+    model: str | None = None  # name of the chat model
+    prompt: str = "lenient"  # prompt of verdicts: lenient, strict, or a file with {golds} and {response}
+    key_env: str | None = None  # environment variable with the key; a recipe never contains the key itself
+    timeout: Positive = 120.0  # seconds to wait for one reply
+    retry_seconds: NotNegative = 300.0  # seconds to retry an unreachable server
+    concurrency: SmallCount = 4  # requests at once
+    replies: str | None = None  # JSONL file of all replies, so that no request is paid for twice
 
     def check(self) -> None:
         if self.labels is not None and self.entailment is None:
@@ -428,13 +439,13 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection(Section):
-    """[lora] low-rank adapters in place of all weights, for `sft` and `train`; without the section all are trained."""
+    """[lora] low-rank adapters for `sft` and `train`; without this section all weights are trained."""
 
-    rank: SmallCount = 16  # of an adapter's two factors
-    alpha: Positive = 32.0  # what the adapters add is scaled by alpha / rank
-    # projections of a layer that get an adapter, as far as it has them; linear_*: of layers with the gated delta rule
+    rank: SmallCount = 16  # rank of the adapters
+    alpha: Positive = 32.0  # the adapters are scaled by alpha / rank
+    # projections with an adapter, where a layer has them; linear_*: of layers with the gated delta rule
     targets: tuple[Target, ...] = TARGETS
-    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # of the adapters' first values
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0  # seed of the initial values
 
     def check(self) -> None:
         if not self.targets or len(set(self.targets)) < len(self.targets):

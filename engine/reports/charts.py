@@ -1,9 +1,9 @@
 """A run's curves: `charts_of` turns metrics records into charts, `draw` draws charts as a PNG.
 
-A value that is missing or null (a number that was not finite) is a gap in its curve, and among layers where others are
-known a layer of 0. A curve without any value is left out, and so is a chart without a curve. A curve of many steps is
-drawn twice, thin as it is and thick as a moving mean; evaluations are dots and never smoothed. matplotlib's figures
-need no screen and no global state of pyplot.
+A missing or null value (a number that was not finite) is a gap in a curve. In stacked charts it is a layer of 0 where
+other layers have a value. Curves without values and charts without curves are left out. A long curve is drawn twice: a
+thin line for the raw values and a thick one for their moving mean. Evaluations are dots and are never smoothed.
+matplotlib's figures need no display and no global pyplot state.
 """
 
 import io
@@ -26,7 +26,7 @@ from thresher.engine.evaluation.metrics import NAMES, RECALLS
 from thresher.engine.reports.pages import ENDINGS, Record
 
 Floats = npt.NDArray[np.float64]
-Value = str | Callable[[Record], float]  # of a record: a key, or a function that computes it
+Value = str | Callable[[Record], float]  # a metrics record's key, or a function of the record
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6db5", "#d9661f", "#2f9270", "#8759b0", "#c23b3b"
 GREY, SKY = "#8b929c", "#8fbbe6"
@@ -41,45 +41,46 @@ PHASES = {  # key of a step's seconds -> its color, its name in a sentence
     "reward": (PURPLE, "rewards"),
 }
 CAPTIONS = {
-    "reward": "Mean reward of a trajectory. The advantage of a sample is its reward against its group's mean.",
-    "em": "Share of right answers. Greedy answers jump when the likeliest choice flips at one point of an episode;"
-    " sampled answers show the probabilities moving underneath.",
-    "kl": "Means over sampled tokens of d = log p - log p_ref: k1 = d, unbiased, and of either sign; k2 = d²/2;"
+    "reward": "Mean reward of a trajectory. The advantage of a sample is its reward minus the mean of its group.",
+    "em": "Share of correct answers. Greedy answers can jump, because one flip of the most likely token changes an"
+    " episode; sampled answers change gradually with the probabilities.",
+    "kl": "Means over sampled tokens, with d = log p - log p_ref: k1 = d, unbiased and of either sign; k2 = d²/2;"
     " k3 = e^(-d) - 1 + d. ",
     "kl_largest": "Over a step's sampled tokens: the value that the loss adds (before β), and |dKL/d log p|, the"
-    " coefficient of the token's gradient. k3's coefficient is e^(-d) - 1 and explodes where the policy samples what it"
-    " has nearly given up; k2's is d.",
-    "length": "Tokens that the policy wrote in a trajectory, all its turns together; retrieved text not counted.",
-    "searches": "Searches that held a query and were answered with passages.",
-    "entropy": "Of the policy's next-token distribution, over the tokens that it sampled.",
-    "right_logprob": "Mean over the tokens of a trajectory that gave a right answer, when they were sampled; mean over"
-    " such trajectories. If it falls, training takes right answers apart (lazy likelihood displacement).",
-    "parts": "Means over trajectories, as the system's reward has them, before any weight.",
-    "compression": "Length of the passages over that of the evidence, by question; those without evidence left out.",
-    "recall": "Share of trajectories in which a gold answer stands in the text. Sampled, training questions.",
-    "zero_advantage": "Share of groups whose samples all got the same reward: all advantages are 0, and the group"
-    " teaches nothing. High at both ends: nothing right yet, or everything.",
-    "grad_norm": "Before clipping, over all weights.",
-    "logprob_gap": "|log p when sampled - log p when trained| of the same token under the same weights: it should be"
-    " rounding and no more. If it grows, sampler and trainer disagree. (With several updates a batch, the mean also"
-    " holds what the earlier ones changed.)",
-    "unanswered": "Share that ended otherwise than by answering, by what ended them.",
-    "tokens_per_s": "Rollout: tokens sampled per second of rollout, searches included. Update: tokens of packed"
-    " trajectories (prompts and passages too) per second of update.",
-    "slots": "Over the decode steps of a rollout: the share of rollout.max_num_seqs that drew a token. Low where a step"
-    " waits for its longest samples, or has fewer samples than slots.",
-    "staleness": "Updates between the weights that drew a token and the update that trains it; a step's updates count"
-    " as one (docs/asynchrony.md).",
-    "staleness_tokens": "How many tokens of a step were drawn by the weights before its update (0), by those of the"
-    " step before (1), and so on.",
-    "extra_tokens": "Beside a step's trained tokens, as a share of them: prefilled again for samples that an earlier"
-    " rollout began, and sampled for groups that grpo.refill set aside.",
-    "time": "Rollout is decode + prefill + search + host (everything in Python around them); then the rewards and the"
-    " update (reference, forward, backward, optimiser).",
+    " coefficient of the token's gradient. k3's coefficient is e^(-d) - 1, which explodes for a token that has become"
+    " very unlikely; k2's is d.",
+    "length": "Sampled tokens of a trajectory, summed over its turns; retrieved text is not counted.",
+    "searches": "Searches that had a query and returned passages.",
+    "entropy": "Entropy of the policy's next-token distribution, at the sampled tokens.",
+    "right_logprob": "Mean log-prob, when sampled, of the tokens of a trajectory with a correct answer; mean over these"
+    " trajectories. If it falls, training makes correct answers less likely (lazy likelihood displacement).",
+    "parts": "Means over trajectories of the terms of the system's reward, before weighting.",
+    "compression": "Length of the passages divided by that of the evidence, per question; those without evidence"
+    " are left out.",
+    "recall": "Share of trajectories whose text contains a gold answer. Sampled, training questions.",
+    "zero_advantage": "Share of groups whose samples all have the same reward. Their advantages are 0, so they give no"
+    " gradient. The share is high when no answer is correct yet, and when all are.",
+    "grad_norm": "Norm of the gradient of all weights, before clipping.",
+    "logprob_gap": "|log p when sampled - log p when trained| of the same token under the same weights. It should be"
+    " rounding error only. If it grows, rollout and update disagree. (With several updates per batch, the mean includes"
+    " the changes by earlier updates.)",
+    "unanswered": "Share of trajectories that ended without an answer, by the reason for the end.",
+    "tokens_per_s": "Rollout: sampled tokens per second of rollout, searches included. Update: tokens of the packed"
+    " trajectories, prompts and passages included, per second of update.",
+    "slots": "Share of rollout.max_num_seqs slots that sampled a token, mean over the decode steps of a rollout. It is"
+    " low if a step waits for its longest samples, or has fewer samples than slots.",
+    "staleness": "Updates between the weights that sampled a token and the update that trains it; the updates of one"
+    " step count as one (docs/asynchrony.md).",
+    "staleness_tokens": "Number of tokens of a step sampled by the weights just before its update (0), by those one"
+    " step earlier (1), and so on.",
+    "extra_tokens": "Additional tokens, as a share of a step's trained tokens: prefilled again for samples that began"
+    " in an earlier rollout, and sampled for groups that grpo.refill set aside.",
+    "time": "The rollout is decode + prefill + search + host (Python around them). Rewards and the update (reference,"
+    " forward, backward, optimiser) follow.",
 }
-# Charts whose curves measure one thing in several ways: the curve that several runs are compared by, and its caption.
+# Charts whose curves measure one quantity in several ways: the curve used to compare several runs, and its caption.
 COMPARED_BY = {
-    "kl": ("k3", "Mean over sampled tokens of e^(-d) - 1 + d, d = log p - log p_ref, whatever each recipe's loss has."),
+    "kl": ("k3", "Mean over sampled tokens of e^(-d) - 1 + d, with d = log p - log p_ref, for any loss of the recipe."),
     "kl_largest": ("value", "Over a step's sampled tokens, by the estimator of each recipe (grpo.kl_value), before β."),
     "logprob_gap": ("largest", "|log p when sampled - log p when trained| of the same token under the same weights."),
 }
@@ -107,16 +108,16 @@ STYLE: dict[Any, Any] = {
     "legend.borderpad": 0.0,
     "lines.solid_capstyle": "round",
 }
-SIZE, OVERVIEW_SIZE, DPI = (5.4, 3.2), (9.8, 3.3), 150  # inches, inches, pixels an inch
-COLORS, MANY = 64, 4  # colors of a picture of at most so many curves; of more curves it has 256
-ENTRY, LETTER = 29.0, 4.9  # of a legend, in points: an entry's line and gaps, and a letter, about
-SMOOTH_FROM = 20  # a curve of fewer steps is drawn as it is
+SIZE, OVERVIEW_SIZE, DPI = (5.4, 3.2), (9.8, 3.3), 150  # inches, inches, pixels per inch
+COLORS, MANY = 64, 4  # colors of a picture whose charts have at most MANY curves each; others have 256
+ENTRY, LETTER = 29.0, 4.9  # of a legend, in points: line and gaps of an entry, and approximately one letter
+SMOOTH_FROM = 20  # a curve of fewer steps is not smoothed
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and smooths none.
-    spread [n]: the deviation over the runs of which `values` are the means, drawn as a band; None for one run."""
+    """One curve: steps [n] ascending, values [n] with nan for a gap. `dots` marks every point and disables smoothing.
+    spread [n]: the standard deviation over runs, drawn as a band, if `values` are means over runs; None for one run."""
 
     label: str
     color: str
@@ -128,7 +129,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over steps that share an axis. `name` is the file's, `stacked` draws filled layers, `rule` a dashed
+    """Curves over steps that share an axis. name: of the file. stacked: draw filled layers. rule: a dashed horizontal
     line."""
 
     name: str
@@ -142,7 +143,7 @@ class Chart:
 
 
 def charts_of(records: Sequence[Record], **recipe: Any) -> list[Chart]:
-    """Return the charts that these metrics records fill, in the order of reading. recipe: as `all_charts` takes it."""
+    """Return the non-empty charts of these metrics records, in display order. recipe: the options of `all_charts`."""
     return [chart for chart in map(filled, all_charts(records, records, **recipe)) if chart.series]
 
 
@@ -155,11 +156,11 @@ def all_charts(
     max_grad_norm: float,
     groups: int,
 ) -> list[Chart]:
-    """Return all charts of metrics records, with the curves that are empty.
+    """Return all charts of metrics records, including empty curves.
 
-    of_all: the records of all runs that share the charts, by which parts of rewards are spread over charts.
-    kl_value, beta, max_grad_norm: the recipe's, for captions and for the line at which gradients are clipped.
-    groups: questions of a step, of which `zero_advantage_groups` counts some.
+    of_all: the records of all runs that share the charts; they decide how the parts of rewards are grouped into charts.
+    kl_value, beta, max_grad_norm: from the recipe, for captions and for the line of the clipping threshold. groups:
+    number of groups per step, the denominator of `zero_advantage_groups`.
     """
     steps = [record for record in records if "eval" not in record]
     evals = [{"step": record["step"], **(record["eval"] or {})} for record in records if "eval" in record]
@@ -181,13 +182,13 @@ def all_charts(
         count = float(reasons.get(reason, 0)) if isinstance(reasons, Mapping) else float("nan")
         return _ratio(count, _number(record, "questions"))
 
-    def again(record: Record) -> float:  # of partial rollouts alone; else it is 0
+    def again(record: Record) -> float:  # for partial rollouts only; otherwise it is always 0
         known = _number(record, "tokens_recomputed") if "staleness_tokens" in record else float("nan")
         return _ratio(known, _number(record, "loss_tokens"))
 
     endings = {label: partial(ended, reason) for reason, label in ENDINGS.items()}
     in_loss = beta > 0 and kl_value != "none"
-    kl = f"The recipe adds {beta:g} × {kl_value} to the loss." if in_loss else "The recipe's loss has none."
+    kl = f"The recipe adds {beta:g} × {kl_value} to the loss." if in_loss else "The recipe's loss has no KL term."
 
     def chart(name: str, title: str, series: tuple[Series, ...], **options: Any) -> Chart:
         return Chart(name, title, CAPTIONS[name] + (kl if name == "kl" else ""), series, **options)
@@ -274,10 +275,10 @@ def _reward_charts(
     lines: Callable[[Mapping[str, Value]], tuple[Series, ...]],
     both: Callable[[Value], tuple[Series, ...]],
 ) -> Iterator[Chart]:
-    """Yield the charts of the terms of a system's reward, where there are several.
+    """Yield the charts of a system's reward terms, if there are several.
 
-    Terms that are named after another (answer, answer_full, answer_evidence) share a chart with it; one that leaves
-    [0, 1] (a bonus, a count) has one to itself; the rest share one.
+    Terms with a common prefix (answer, answer_full, answer_evidence) share a chart. A term that leaves [0, 1] (a bonus,
+    a count) has its own chart. All others share one.
     """
     parts = [(record.get("eval") or record).get("parts") or {} for record in records]
     names = list(dict.fromkeys(name for own in parts for name in own))
@@ -304,7 +305,7 @@ def _reward_charts(
 
 
 def _staleness_series(steps: Sequence[Record]) -> tuple[Series, ...]:
-    """Return the tokens with each staleness that occurs, from 0 on."""
+    """Return one curve per staleness, from 0 to the largest that occurs: the number of tokens with it."""
 
     def count(staleness: int, record: Record) -> float:
         counts = record.get("staleness_tokens")
@@ -326,7 +327,7 @@ def _series(records: Sequence[Record], value: Value, label: str, color: str, dot
 
 
 def filled(chart: Chart) -> Chart:
-    """Return the chart without its empty curves. On a log axis 0 or less is empty, and a layer that is 0 throughout."""
+    """Return the chart without empty curves: values <= 0 on a log axis and all-zero layers count as empty."""
     drawn = []
     for series in chart.series:
         values = np.where(series.values <= 0, np.nan, series.values) if chart.log else series.values
@@ -336,7 +337,7 @@ def filled(chart: Chart) -> Chart:
 
 
 def _number(record: Record, key: str | int) -> float:
-    """Return a record's number, nan where it has none; a number stands for itself."""
+    """Return the record's value of a key, or nan if it has no number. A number in place of the key is returned."""
     value = record.get(key) if isinstance(key, str) else key
     return float(value) if isinstance(value, int | float) else float("nan")
 
@@ -395,7 +396,7 @@ def _draw_legend(axes: Axes) -> None:
 
 
 def _set_range(axes: Axes, chart: Chart) -> None:
-    """Begin the axis at 0, unless something is negative; end it at 100% for exact match, so that runs compare."""
+    """Start the axis at 0 unless a value is negative. End it at 100% for exact match, so that runs are comparable."""
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if chart.name == "em":
         axes.set_ylim(0, 1.04)
@@ -411,7 +412,7 @@ def _draw_line(axes: Axes, series: Series) -> None:
     if series.spread is not None:
         middle, half = smooth(series.values, window), smooth(series.spread, window)
         high = middle + half
-        logarithmic = axes.get_yscale() == "log"  # there as far below by a factor, and above 0
+        logarithmic = axes.get_yscale() == "log"  # in which case the band is symmetric as a factor and stays above 0
         low = middle**2 / high if logarithmic else middle - half
         axes.fill_between(series.steps, low, high, color=series.color, alpha=0.15, lw=0)
     if window == 1:
@@ -439,7 +440,7 @@ def _label_ends(axes: Axes, series: Series) -> None:
     known = np.flatnonzero(np.isfinite(series.values))
     if not series.dots or len(known) < 2:
         return
-    # Beside the rising curve, but above the axis.
+    # Place the first label next to the rising curve, but above the axis.
     first = (14, -8) if series.values[known[0]] > 0.1 else (4, 8)
     for at, offset in ((known[0], first), (known[-1], (7, -3))):
         axes.annotate(
@@ -455,12 +456,12 @@ def _label_ends(axes: Axes, series: Series) -> None:
 
 
 def smoothing(count: int) -> int:
-    """Return the width, an odd number of steps, of the moving mean drawn through a curve of so many; 1 is none."""
+    """Return the width of the moving mean, an odd number of steps, for a curve of `count` steps; 1: no smoothing."""
     return 1 if count < SMOOTH_FROM else count // 50 * 2 + 3
 
 
 def smooth(values: Floats, window: int) -> Floats:
-    """Return the centred moving mean over `window` values, fewer at the ends. A gap is skipped; nan where all are."""
+    """Return the centred moving mean over `window` values, fewer at the ends. Gaps are skipped; nan if all are gaps."""
     known = np.isfinite(values)
     kernel = np.ones(window)
     counts = np.convolve(known, kernel, "same")

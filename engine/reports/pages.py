@@ -1,6 +1,6 @@
 """Building blocks of all pages about a run: its records, its stored steps, excerpts of trajectories, templates.
 
-Excerpts are plain data, which the page and the terminal color.
+Excerpts are plain data; the page and the terminal apply the colors.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from thresher.engine.systems import load_system
 from thresher.rewards.reward import Source
 
 Record = Mapping[str, Any]
-ENDINGS = {  # Trajectory.reason -> its words; "answered" has none
+ENDINGS = {  # Trajectory.reason -> its description; "answered" has none
     "turns": "turn limit",
     "turn_tokens": "turn too long",
     "tokens": "token limit",
@@ -33,8 +33,8 @@ ENDINGS = {  # Trajectory.reason -> its words; "answered" has none
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """The records of a run folder. summary: {} before its end. start: the last line of starts.jsonl, {} for a run of an
-    earlier version, which has no such file."""
+    """The records of a run folder. summary: {} before the run ends. start: the last line of starts.jsonl, {} for a run
+    of an earlier version, which has no such file."""
 
     folder: RunFolder
     recipe: Recipe
@@ -44,8 +44,8 @@ class RunRecords:
 
     @classmethod
     def read(cls, path: str | Path, unverified: bool = False) -> "RunRecords":
-        """Read a run. Raise UserError for a folder that is no run, and for a file in it that is malformed or, unless
-        `unverified`, not as it was written."""
+        """Read a run. Raise UserError if the folder is not a run, or if a file in it is malformed or, unless
+        `unverified`, fails verification."""
         folder, recipe = open_run(path, unverified)
         records, starts = folder.metrics(), folder.starts()
         if any("restart" in record for record in records):
@@ -62,45 +62,45 @@ class RunRecords:
 
     @property
     def evals(self) -> list[tuple[int, Record]]:
-        """(step, measures) of each evaluation."""
+        """Return (step, measures) of each evaluation."""
         return [(record["step"], record["eval"] or {}) for record in self.records if "eval" in record]
 
     @property
     def last_step(self) -> int:
-        """The last step that is recorded, 0 before the first."""
+        """Return the last recorded step, 0 before the first."""
         return self.steps[-1]["step"] if self.steps else 0
 
     @property
     def expected_steps(self) -> int:
-        """The steps that the run will have, by its recipe and its budget of tokens."""
+        """Return the number of steps that the run will have, from its recipe and its token budget."""
         return expected_steps(self.recipe.run, self.last_step, tokens_spent(self.steps))
 
     def rate(self, tokens: str, seconds: str, last: int = 0) -> float | None:
-        """Return the tokens per second over the last steps (0: over all of them), None without any time."""
+        """Return the tokens per second over the last steps (0: over all steps), None if no time was recorded."""
         steps = self.steps[-last:]
         spent = sum(record.get(seconds) or 0.0 for record in steps)
         return sum(record.get(tokens) or 0 for record in steps) / spent if spent else None
 
 
 def open_run(path: str | Path, unverified: bool = False) -> tuple[RunFolder, Recipe]:
-    """Return a run folder to read, and its recipe. Raise UserError for a folder that is no run."""
+    """Return a run folder opened for reading, and its recipe. Raise UserError if the folder is not a run."""
     run = RunFolder.existing(path, unverified=unverified)
     return run, load_recipe(run.recipe_file)
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """Return the JSONL files of steps in a folder, by step and in their order."""
+    """Return the JSONL files of steps in a folder, sorted by step."""
     found = ((step_of(path.stem), path) for path in folder.glob("step_*.jsonl"))
     return dict(sorted((step, path) for step, path in found if step is not None))
 
 
 def model_folders(run: RunFolder, recipe: Recipe) -> list[Path]:
-    """Return the folders that may hold the run's model: its checkpoints, the newest first, and where it began."""
+    """Return the folders that may hold the run's model: its checkpoints, newest first, then the initial model."""
     return [*reversed(step_folders(run.checkpoints)), Path(recipe.model.path)]
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
-    """Return all steps where they are few, "10 to 800, every 10" where they are even; "" for none."""
+    """Return the list of steps in words: all if they are few, "10 to 800, every 10" if evenly spaced; "" for none."""
     gaps = {after - before for before, after in itertools.pairwise(steps)}
     if len(steps) <= 8 or len(gaps) > 1:
         return ", ".join([*map(str, steps[:20]), *(["…"] if len(steps) > 21 else []), *map(str, steps[20:][-1:])])
@@ -108,7 +108,7 @@ def steps_in_words(steps: Sequence[int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words: seconds, minutes and seconds, or hours and minutes."""
+    """Return a duration in words: seconds, minutes and seconds, or hours and minutes."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -116,7 +116,7 @@ def duration(seconds: float) -> str:
 
 
 def page_template(name: str) -> jinja2.Template:
-    """Return a template of this folder: what is put into it is escaped, what is missing is an error."""
+    """Return a template of this folder that escapes inserted values and raises an error for missing ones."""
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -129,7 +129,7 @@ def page_template(name: str) -> jinja2.Template:
 
 
 def page_part(name: str) -> str:
-    """Return a file of this folder, as text."""
+    """Return the text of a file in this folder."""
     return files("thresher.engine.reports").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -138,7 +138,7 @@ def page_part(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text of one color: a tag, or text inside the span that a tag opened ("" outside of all)."""
+    """Text of one color: a tag, or text in the span that a tag opened. span: the tag's name, "" outside of any span."""
 
     text: str
     is_tag: bool
@@ -147,7 +147,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A segment to show. Every span of the policy begins a line of its own."""
+    """A segment to show. In policy segments, every span starts on its own line."""
 
     source: Source
     lines: list[list[Chunk]]
@@ -155,7 +155,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """A trajectory to show, without its prompt. `answer` is None without one; so is a reward that was not finite."""
+    """A trajectory to show, without its prompt. answer: None if there is none. reward: None if it was not finite."""
 
     label: str
     right: bool
@@ -168,7 +168,7 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A question and one or two trajectories on it, the last of them the later; all greedy, or all sampled."""
+    """A question with one or two trajectories, the later one last; all greedy, or all sampled."""
 
     question: str
     golds: list[str]
@@ -182,10 +182,10 @@ class Example:
 
 
 def examples_of(run: RunFolder, recipe: Recipe, count: int, limit: int) -> list[Example]:
-    """Return up to `count` examples from the last evaluation, in segments of at most `limit` characters, each beside
-    the first evaluation's trajectory on the same question.
+    """Return up to `count` examples of the last evaluation, each next to the first evaluation's on the same question.
 
-    Without evaluations they are of the last stored step. Raise UserError for a malformed line.
+    limit: maximum characters of a segment. Without evaluations, the examples come from the last stored step. Raise
+    UserError for a malformed line.
     """
     evaluations = step_files(run.evaluations)
     files = list((evaluations or step_files(run.trajectories)).items())
@@ -219,9 +219,9 @@ def tags_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def choose(records: Sequence[Record], right_before: set[Any], count: int) -> list[Record]:
-    """Choose records to show: right with several searches, right with one, wrong; then others, until there are `count`.
+    """Choose records to show: right with several searches, right with one, wrong; then others, up to `count`.
 
-    Of each sort the first that was not right before, or else the first; no question twice.
+    In each category, take the first record that was not right before, or else the first. No question appears twice.
     """
 
     def searches(record: Record) -> int:
@@ -260,10 +260,10 @@ def _excerpt(record: Record, label: str, tags: Sequence[str], limit: int) -> Exc
 
 
 def parts_of(segments: Sequence[Record], tags: Sequence[str], limit: int) -> list[Part]:
-    """Cut the segments after the prompt into chunks to colour; one of more than `limit` characters is shortened. In the
-    place of a later prompt, with which a new context begins, stands its number.
+    """Cut the segments after the prompt into chunks to color, and shorten those of more than `limit` characters.
 
-    A span is what follows an opening tag until any closing one, as a reader sees it; rewards parse for themselves.
+    A later prompt, which starts a new context, is replaced by the number of that context. A span is the text after an
+    opening tag up to any closing tag, as a reader sees it; rewards have their own parser.
     """
     pattern = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
     span = ""

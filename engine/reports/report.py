@@ -1,14 +1,14 @@
 """Pages of runs: one run with its curves and trajectories, several runs compared, or curves of groups of runs.
 
     report.html           one run: results, curves, trajectories before and after, the recipe
-    plots/NAME.png        one picture a chart, and overview.png for a README
+    plots/NAME.png        one picture per chart, and overview.png for a README
     OUT.html              several runs: each curve that two of them have, last measures, paired tests against the
                           first run over the same questions, recipe differences
 
-A page contains its pictures, and needs no network and no script. It is made from run folders alone, at any time, also
-while the run goes on or after it was killed: the page leaves out what is not there yet, and says so. Sampled and
-retrieved text is escaped. An optional notes.md is added to the page: paragraphs separated by blank lines, in which two
-spaces end a line.
+A page contains its pictures and needs no network and no script. It is made from run folders only, at any time, also
+while a run goes on or after it was killed: the page leaves out what is missing and says so. Sampled and retrieved text
+is escaped. An optional notes.md is added to the page: paragraphs separated by blank lines, in which two spaces end a
+line.
 """
 
 import base64
@@ -71,13 +71,13 @@ from thresher.retrieval.indexes.manifest import read_manifest
 from thresher.rewards.reward import Source
 from thresher.rewards.statistics import wilson
 
-MEASURES = (  # of an evaluation
+MEASURES = (  # measures of an evaluation
     *("em", "f1", "contains", "answered", *RECALLS, "compression", "relevance_precision", "relevance_recall"),
     *("reward", "searches", "response_tokens"),
 )
 SPAN_COLORS = {"think": "magenta", "search": "blue", "evaluate": "cyan", "refine": "cyan", "answer": "green"}
-PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # of one segment; the files hold the rest
-IDLE = 0.5  # share of busy slots below which the page names rollout.partial
+PAGE_CHARS, TERMINAL_CHARS = 2400, 700  # per segment; the files hold the full text
+IDLE = 0.5  # share of busy slots below which the page suggests rollout.partial
 OVERVIEW = ("reward", "em")
 LETTERS = "ABCDEFG"
 
@@ -88,8 +88,8 @@ LETTERS = "ABCDEFG"
 def write_report(run: str | Path, out: str | Path | None = None, unverified: bool = False) -> Path:
     """Write the report of a run folder into the folder `out` (default: the run folder); return report.html's path.
 
-    Raise UserError if `run` is no run folder, if a file in it is malformed or, unless `unverified`, not as it was
-    written, or if `out` cannot be written.
+    Raise UserError if `run` is not a run folder, if a file in it is malformed or, unless `unverified`, fails
+    verification, or if `out` cannot be written.
     """
     read = RunRecords.read(run, unverified)
     out = Path(out) if out is not None else read.folder.path
@@ -105,7 +105,7 @@ def write_report(run: str | Path, out: str | Path | None = None, unverified: boo
 
 
 def report_page(run: RunRecords, *notes: Path) -> tuple[str, dict[str, bytes]]:
-    """Return the page of a run and its pictures by name. notes: folders that may have a notes.md, before the run's."""
+    """Return the page of a run and its pictures by name. notes: folders searched for notes.md, before the run's."""
     folder, recipe, evals = run.folder, run.recipe, run.evals
     charts = charts_of(run.records, **_of_charts(run.recipe))
     overview = [chart for chart in charts if chart.name in OVERVIEW]
@@ -137,7 +137,7 @@ def report_page(run: RunRecords, *notes: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def _of_charts(recipe: Recipe) -> dict[str, Any]:
-    """Return what charts need to know of a recipe."""
+    """Return the recipe values that charts need."""
     return {
         "kl_value": recipe.grpo.kl_value,
         "beta": recipe.grpo.beta,
@@ -176,7 +176,7 @@ def _terminal_line(source: Source, line: Sequence[Chunk]) -> Text:
 
 
 def _notes(*folders: Path) -> list[str]:
-    """Return the paragraphs of the first notes.md there is."""
+    """Return the paragraphs of the first notes.md that exists."""
     for folder in folders:
         if (folder / "notes.md").is_file():
             text = (folder / "notes.md").read_text(encoding="utf-8", errors="replace")
@@ -203,8 +203,7 @@ def _tiles(summary: Record, evals: Sequence[tuple[int, Record]]) -> list[tuple[s
 
 
 def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, str]]:
-    """Return (name, before, after, change) of each measure that the last evaluation has; before and change may be
-    ""."""
+    """Return (name, before, after, change) of each measure of the last evaluation; before and change may be ""."""
     if not evals:
         return []
     first, last = ({**measures, **_terms(measures)} for measures in (evals[0][1], evals[-1][1]))
@@ -219,7 +218,7 @@ def _measures(evals: Sequence[tuple[int, Record]]) -> list[tuple[str, str, str, 
 
 
 def _terms(measures: Record) -> Record:
-    """Return the terms of the system's own reward, under names to show; none where a single one is all of it."""
+    """Return the terms of the system's reward by display name; empty if there is a single term."""
     terms = measures.get("parts") or {}
     return {f"Reward's part: {name}": value for name, value in terms.items()} if len(terms) > 1 else {}
 
@@ -312,7 +311,7 @@ def _objective(grpo: GrpoSection) -> str:
 
 
 def _model(run: RunFolder, recipe: Recipe) -> str:
-    """Return the model in words, from the newest checkpoint or else from where the run started; "" if both are gone."""
+    """Return a description of the model, from the newest checkpoint or else the initial model; "" if both are gone."""
     for folder in model_folders(run, recipe):
         try:
             config = read_config(folder)
@@ -355,7 +354,7 @@ def _retrieval(retrieval: RetrievalSection) -> str:
         manifest = read_manifest(Path(retrieval.index))
     except UserError:
         return f"{retrieval.index}; {shown}"
-    # An index of words, and one that fuses others, has no vectors of its own.
+    # An index of words and one that fuses other indexes have no vectors.
     made_of = f"{manifest.encoder} encoder, {manifest.dim:,} dimensions" if manifest.dim else manifest.kind
     return f"{manifest.passages:,} passages, {made_of}; {shown}"
 
@@ -372,11 +371,11 @@ class ComparedRun(RunRecords):
 
 
 def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: bool = False) -> list[dict[str, Any]]:
-    """Write the page of these runs to the file `out`; return the results of the paired tests, of the first run against
-    each other whose questions it shares.
+    """Write a page that compares these runs to the file `out`, and return the results of the paired tests.
 
-    Raise UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written, for
-    runs that share neither a curve nor a question, and if `out` is no .html file that can be written.
+    The tests compare the first run with each other run that shares its questions. Raise UserError if a folder is not a
+    run, if its records fail verification (unless `unverified`), if the runs share neither a curve nor a question, or if
+    `out` is not a .html file that can be written.
     """
     out = Path(out)
     if out.suffix != ".html":
@@ -415,8 +414,8 @@ def write_comparison(paths: Sequence[str | Path], out: str | Path, unverified: b
 def write_curves(
     title: str, groups: Mapping[str, Sequence[str | Path]], out: Path, chosen: Sequence[str] | None = None
 ) -> list[Chart]:
-    """Write a page of overlaid curves, one for each group of run folders (label -> folders: seeds, whose mean and
-    deviation are drawn); return its charts. chosen: the names of the charts, None for all."""
+    """Write a page of overlaid curves, one per group of run folders, and return its charts. groups: label -> run
+    folders of several seeds, drawn as mean and standard deviation. chosen: names of charts, None for all."""
     named = [
         (label, color, list(map(str, groups[label])))
         for label, color in zip(groups, itertools.cycle(PALETTE), strict=False)
@@ -430,12 +429,15 @@ def write_curves(
 def overlaid(
     groups: Sequence[tuple[str, str, Iterable[RunRecords]]], at_least: int = 1, chosen: Sequence[str] | None = None
 ) -> list[Chart]:
-    """Return a chart for each curve that `at_least` groups have, in the order of a single run's page. It has a curve
-    for each group (label, color, runs), the mean over its runs; of stacked layers their sum. chosen: as above."""
+    """Return a chart for each curve that at least `at_least` groups have, in the order of a single run's page.
+
+    A chart has one curve per group (label, color, runs), the mean over its runs; stacked layers are summed. chosen:
+    names of charts, None for all.
+    """
     read = [(label, color, list(runs)) for label, color, runs in groups]
     of_all = [record for _, _, runs in read for run in runs for record in run.records]
-    curves: dict[tuple[str, str], dict[int, list[Series]]] = {}  # (chart, label) -> group -> a curve a run
-    charts: dict[tuple[str, str], Chart] = {}  # as the first run has it
+    curves: dict[tuple[str, str], dict[int, list[Series]]] = {}  # (chart, label) -> group -> one curve per run
+    charts: dict[tuple[str, str], Chart] = {}  # taken from the first run that has it
     for number, run in ((number, run) for number, (_, _, runs) in enumerate(read) for run in runs):
         for chart in all_charts(run.records, of_all, **_of_charts(run.recipe)):
             for series in _summed(chart) if chosen is None or chart.name in chosen else ():
@@ -459,7 +461,7 @@ def overlaid(
 
 
 def _summed(chart: Chart) -> Sequence[Series]:
-    """Return the curves of a chart; of stacked layers one, their sum."""
+    """Return the curves of a chart; stacked layers are summed into one curve."""
     if not chart.stacked or not chart.series:
         return chart.series
     layers = np.array([series.values for series in chart.series])
@@ -468,8 +470,7 @@ def _summed(chart: Chart) -> Sequence[Series]:
 
 
 def _mean(runs: Sequence[Series]) -> Series:
-    """Return the mean of one curve over runs, at every step that one of them has, with its deviation where there are
-    several."""
+    """Return the mean of one curve over runs, at every step that any of them has, with the standard deviation."""
     if len(runs) == 1:
         return runs[0]
     steps = np.unique(np.concatenate([series.steps for series in runs]))
@@ -508,7 +509,7 @@ def _compared_rows(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]
 
 
 def _tests(runs: Sequence[ComparedRun]) -> Iterator[dict[str, Any]]:
-    """Test the first run against each other: yield the run, and rows or the sentence that says why there are none."""
+    """Test the first run against each other run: yield that run, and rows or a sentence why there are none."""
     first = _last_evaluation(runs[0])
     for run in runs[1:]:
         other = _last_evaluation(run)
@@ -547,7 +548,7 @@ def _last_evaluation(run: RunRecords) -> Evaluation | None:
 
 
 def recipe_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """Return (key, a value for each run) of the keys whose values are not the same in all, defaults included."""
+    """Return (key, one value per run) of the recipe keys, defaults included, whose values differ between runs."""
     keys = [run.recipe.keys() for run in runs]
     names = dict.fromkeys(name for table in keys for name in table)
     texts = {name: [shown_value(table.get(name), "unset") for table in keys] for name in names}

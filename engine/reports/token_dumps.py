@@ -1,15 +1,15 @@
 """Rollouts of TRL, verl and prime-rl, and stored trajectories, as a token page: `thresher tokens FILE`.
 
-    trl        prompt, completion, step, advantage; other columns are rewards and what was logged beside them:
+    trl        prompt, completion, step, advantage; other columns are rewards and other logged values:
                completions/completions_00010.parquet of GRPOTrainer (log_completions)
-    verl       input, output, score, step, gts; other keys are the reward function's: 10.jsonl of
+    verl       input, output, score, step, gts; other keys come from the reward function: 10.jsonl of
                trainer.rollout_data_dir and trainer.validation_data_dir
-    prime-rl   traces, verifiers' episodes (or nodes, one trace): rollouts/step_N/train/effective/traces.jsonl; or
+    prime-rl   traces, episodes of verifiers (or nodes, one trace): rollouts/step_N/train/effective/traces.jsonl; or
                token_ids, loss_mask, ..: token_exports/step_N/rank_R.jsonl of trainer.enable_token_export
-    thresher   segments: trajectories/step_000010.jsonl of a run, evaluations, what `thresher rollout` writes
+    thresher   segments: trajectories/step_000010.jsonl of a run, evaluations, output of `thresher rollout`
 
-A reader makes trajectories of the records, as a run stores them, and values by token where the dump has some. A value
-that the dump does not have is not computed from others: it is not shown, and the page says so.
+A reader converts the records to trajectories, in the format of a run, and to per-token values if the dump has any. A
+value that is missing from the dump is not computed from others: it is not shown, and the page says so.
 """
 
 import json
@@ -58,10 +58,10 @@ from thresher.retrieval.datasets.containers import iter_rows, plain
 from thresher.rewards.reward import Source
 
 Array = npt.NDArray[Any]
-TITLE = 300  # characters of a group's title that is made of its prompt
+TITLE = 300  # characters of a group's title that is made from its prompt
 STEP = re.compile(r"step_(\d+)")
 
-# What a page may show beside the text, as the sentence names it that says what is absent: the keys of a sample.
+# Values that a page may show with the text: name in the sentence about missing values -> keys of a sample.
 SHOWN = {
     "advantages": ("advantage", "weighted"),
     "log-probs": ("logprob",),
@@ -85,7 +85,8 @@ WEIGHTS = "The dump has several rewards and not their weights: each is shown, an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """A file to read. format: a key of READERS. run: whose stored step it is. tokenizer: None cuts text into words."""
+    """A file to read. format: a key of READERS. run: the run whose stored step it is. tokenizer: None cuts text into
+    words."""
 
     path: Path
     format: str
@@ -96,8 +97,8 @@ class Dump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One trajectory of a dump. group: what it shares with the other samples of its prompt. record: as a run stores it,
-    without the numbers of group and sample. values: arrays [P] over its sampled tokens, by the names of TokenStats."""
+    """One trajectory of a dump. group: key shared by the samples of a prompt. record: in the format of a run, without
+    the numbers of group and sample. values: arrays [P] over its sampled tokens, by the names of TokenStats."""
 
     group: Hashable
     record: dict[str, Any]
@@ -116,12 +117,12 @@ def write_token_page(
 ) -> Path:
     """Write the token page of a file of rollouts; return the page's path.
 
-    out: default: beside the file, in .html. format: a key of READERS; None: the one whose columns the file has.
-    tokenizer: the folder of the model that wrote the rollouts; a run's own trajectories need none. most: trajectories
-    that are read. unverified: also stored records that are not as they were written.
+    out: default: next to the file, with the suffix .html. format: a key of READERS; None: detected from the columns.
+    tokenizer: folder of the model that wrote the rollouts; trajectories in a run folder need none. most: maximum number
+    of trajectories to read. unverified: also accept stored records that fail verification.
 
-    Raise UserError for a file that is none of these, a record that is malformed, a tokenizer that is another than the
-    dump's, and an `out` that cannot be written.
+    Raise UserError if the file has none of these formats, a record is malformed, the tokenizer is not the dump's, or
+    `out` cannot be written.
     """
     path = Path(path)
     name = recognised(path) if format is None else format
@@ -145,7 +146,7 @@ def write_token_page(
 
 
 def recognised(path: Path) -> str:
-    """Return the format of a file, by the columns of its first record. Raise UserError where it is none."""
+    """Return the format of a file, from the columns of its first record. Raise UserError if there is no match."""
     for where, row in iter_rows(path):
         for name, reader in READERS.items():
             if any(columns <= row.keys() for columns in reader.columns):
@@ -162,13 +163,13 @@ def recognised(path: Path) -> str:
 
 
 def _run_of(path: Path, unverified: bool) -> tuple[RunFolder, Recipe] | None:
-    """Return the run in whose folder trajectories/ the file lies, and its recipe."""
+    """Return the run (and its recipe) that has the file in its folder trajectories/; None if there is none."""
     inside = path.parent.name == "trajectories" and (path.parent.parent / "recipe.toml").is_file()
     return open_run(path.parent.parent, unverified) if inside else None
 
 
 def _encode(rollouts: Sequence[Rollout], tokenizer: Tokenizer | None) -> bool:
-    """Give each of the policy's segments without ids those of its text; return whether there was one."""
+    """Encode the text of policy segments that have no ids; return whether there was such a segment."""
     segments = [
         segment
         for rollout in rollouts
@@ -183,7 +184,7 @@ def _encode(rollouts: Sequence[Rollout], tokenizer: Tokenizer | None) -> bool:
 
 
 def _page(dump: Dump, rollouts: Sequence[Rollout], notes: Sequence[str]) -> str:
-    """Return the page. notes: what it says first, before what it says of the dump."""
+    """Return the page. notes: shown first, before the notes about the dump."""
     encoded, tokenizer = _encode(rollouts, dump.tokenizer), dump.tokenizer
     _entitle(rollouts)
     records = _numbered(rollouts)
@@ -202,7 +203,7 @@ def _page(dump: Dump, rollouts: Sequence[Rollout], notes: Sequence[str]) -> str:
         WEIGHTS: any(len(record.get("rewards", ())) > 1 for record in records),
         f"The dump has no {', '.join(absent)}: they are not shown.": bool(absent)
         and recipe is None
-        and (text_only or tokenizer is not None),  # else it may have them, of tokens
+        and (text_only or tokenizer is not None),  # otherwise the dump may have per-token values
     }
     notes = [*notes, *(sentence for sentence, holds in said.items() if holds)]
     notes += notes_of(recipe, groups, values) if recipe else []
@@ -216,8 +217,7 @@ def _page(dump: Dump, rollouts: Sequence[Rollout], notes: Sequence[str]) -> str:
 
 
 def _entitle(rollouts: Sequence[Rollout]) -> None:
-    """Give each record without a question the lines of its prompt in which the dump's prompts differ; of a long one its
-    end."""
+    """Set missing questions to the prompt's lines that differ within the dump, shortened to their end."""
     prompts = []
     for rollout in rollouts:
         before = takewhile(lambda segment: segment.get("source") == Source.PROMPT, rollout.record["segments"])
@@ -231,13 +231,13 @@ def _entitle(rollouts: Sequence[Rollout]) -> None:
 
 
 def _shared(texts: Sequence[Sequence[str]]) -> int:
-    """Return how many first lines all texts share."""
+    """Return the number of leading lines that all texts share."""
     return sum(1 for _ in takewhile(lambda row: len(set(row)) == 1, zip(*texts, strict=False)))
 
 
 def _numbered(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """Return the records with numbers of groups, in the order in which they begin, and of samples; those that a run has
-    given stay."""
+    """Return the records with group numbers, in order of first occurrence, and sample numbers. Existing numbers are
+    kept."""
     sizes: dict[Hashable, int] = {}
     numbers: dict[Hashable, int] = {}
     records = []
@@ -248,7 +248,7 @@ def _numbered(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     return records
 
 
-# The readers: a dump's records as trajectories
+# The readers: they convert a dump's records to trajectories
 
 
 def _trl(dump: Dump) -> Iterator[Rollout]:
@@ -282,7 +282,7 @@ def _verl(dump: Dump) -> Iterator[Rollout]:
         if (gold := found.get("gts")) is not None:
             golds = gold if isinstance(gold, list) else [gold]
             record["golden_answers"] = [g if isinstance(g, str) else json.dumps(g, ensure_ascii=False) for g in golds]
-        # Some reward functions return the answer that they read, and whether it is right.
+        # Some reward functions return the extracted answer, and whether it is right.
         if isinstance(found.get("pred"), str):
             record["answer"] = found["pred"]
         if isinstance(found.get("acc"), bool | int | float):
@@ -336,7 +336,7 @@ def _prime_rl(dump: Dump) -> Iterator[Rollout]:
 
 
 def _exported(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Rollout:
-    """Return a sequence of a trainer's token export."""
+    """Return the rollout of one sequence of a trainer's token export."""
     if tokenizer is None:
         raise UserError(f"{where}: holds token ids and no text; name the model's folder by --tokenizer FOLDER")
     check_shape(row, START, where)
@@ -360,7 +360,7 @@ def _exported(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -
 
 
 def _paths(nodes: Sequence[Mapping[str, Any]], where: str) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield each path of a trace's messages from a root to a leaf, which prime-rl trains as a sample of its own."""
+    """Yield each path of a trace's messages from a root to a leaf, which prime-rl trains as a separate sample."""
     for number, node in enumerate(nodes):
         parent = node.get("parent")
         if not isinstance(node.get("message"), dict) or not (parent is None or 0 <= parent < number):
@@ -403,10 +403,10 @@ def _path(
     policy, asked = work.get("policy") or {}, (task.get("data") or {}).get("prompt")
     rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
     scored = [reward for reward in rewards.values() if reward.get("score", 0.0) is not None]
-    in_batch = dump.path.parts[-3:-1] == ("train", "effective")  # else the folder's step is not the one that it trains
+    in_batch = dump.path.parts[-3:-1] == ("train", "effective")  # otherwise the folder's step is another
     step = STEP.fullmatch(dump.path.parts[-4]) if in_batch and len(dump.path.parts) > 3 else None
     version = policy.get("start")
-    if step and version is not None and version == policy.get("end"):  # else that of a token is not known
+    if step and version is not None and version == policy.get("end"):  # otherwise a token's version is unknown
         for segment in segments:
             if segment["source"] == Source.POLICY and "ids" in segment:
                 segment["versions"] = [[version, len(segment["ids"])]]
@@ -434,7 +434,7 @@ def _weighted(reward: Mapping[str, float]) -> float:
 
 
 def _column(row: Mapping[str, Any], key: str, where: str, count: int | None = None) -> Array:
-    """Return a list of numbers, true, false and null as float64, of `count` where it is given."""
+    """Return a list of numbers, true, false and null as float64, checked to have `count` entries if given."""
     try:
         array = np.array([] if row.get(key) is None else row[key], np.float64)
     except (TypeError, ValueError):
@@ -447,7 +447,7 @@ def _column(row: Mapping[str, Any], key: str, where: str, count: int | None = No
 
 
 def _of_nodes(path: Sequence[Mapping[str, Any]], key: str, counts: Sequence[int], where: str) -> Array:
-    """Return the values of the sampled tokens of a path, nan where a message has none."""
+    """Return the values of the sampled tokens of a path, nan for messages without values."""
     none = (np.full(count, np.nan) for count in counts)
     return np.concatenate(
         [
@@ -458,14 +458,14 @@ def _of_nodes(path: Sequence[Mapping[str, Any]], key: str, counts: Sequence[int]
 
 
 def _known(values: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the values of which there are some, in float32."""
+    """Return the arrays that have any finite value, as float32."""
     most = np.finfo(np.float32).max
     known = {name: array for name, array in values.items() if np.isfinite(array).any()}
     return {name: np.clip(array, -most, most).astype(np.float32) for name, array in known.items()}
 
 
 def _same(values: Sequence[float] | Array) -> float | None:
-    """Return the value that all have; None where there are several, or none."""
+    """Return the value that all entries have; None if they differ, or if there are none."""
     found = set(map(float, values))
     return found.pop() if len(found) == 1 else None
 
@@ -473,8 +473,8 @@ def _same(values: Sequence[float] | Array) -> float | None:
 def _segments(
     pieces: Iterable[tuple[Source, list[int] | str]], tokenizer: Tokenizer | None, where: str
 ) -> list[dict[str, Any]]:
-    """Return segments of pieces of ids or text, neighbours of one source as one; those before the policy's first are
-    the prompt."""
+    """Return the segments of pieces of ids or text, with adjacent pieces of one source merged. Pieces before the first
+    of the policy are the prompt."""
     segments: list[dict[str, Any]] = []
     begun = False
     for source, run in groupby(pieces, key=lambda piece: piece[0]):
@@ -493,7 +493,7 @@ def _segments(
 
 
 def _source(node: Mapping[str, Any]) -> Source:
-    """Return the source of a message, and of the template around it, where the policy has not sampled it."""
+    """Return the source of a message, and of the chat template around it, for tokens that the policy did not sample."""
     return Source.RETRIEVED if node["message"].get("role") == "tool" else Source.FEEDBACK
 
 
@@ -525,7 +525,7 @@ def _thresher(dump: Dump) -> Iterator[Rollout]:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """columns: sets of keys, one of which every record of the format has. text_only: it has no token ids."""
+    """A reader of one format. columns: alternative sets of required keys. text_only: the format has no token ids."""
 
     columns: tuple[frozenset[str], ...]
     read: Callable[[Dump], Iterator[Rollout]]

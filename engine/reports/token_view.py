@@ -1,14 +1,14 @@
 """The token view: the trajectories of a stored step as a page on which each token is colored by one of its values.
 
-    step_000010.html   one step, one file without requests, at most 10 MB: groups that do not fit are left out
+    step_000010.html   one step, one self-contained file of at most 10 MB: groups that do not fit are left out
     index.html         in a folder of such pages: the run's stored steps with their measures
 
-The page is this folder's token_view.html, .css and .js with the step's data in it as JSON: groups of samples, their
+The page is this folder's token_view.html, .css and .js with the step's data embedded as JSON: groups of samples, their
 text cut into tokens, values in base64. The gradients are those that the update computed; token_formulas.js computes
-ratios and KL. Sampled text is data alone: the script only makes text nodes of it. A character whose bytes lie in
-several tokens is shown with the last of them. Strings that repeat (prompts, passages) are stored once a group.
-Differences of log-probs are computed here in float32 and stored as float16, because the rounding of the log-probs to
-float16 would exceed them.
+ratios and KL. The script inserts sampled text only as text nodes. A character whose bytes are split over several tokens
+is shown with the last of them. Repeated strings (prompts, passages) are stored once per group. Differences of log-probs
+are computed here in float32 and stored as float16, because rounding the log-probs themselves to float16 would exceed
+the differences.
 """
 
 import base64
@@ -45,17 +45,17 @@ from thresher.engine.store.token_stats import TokenStats, read_token_stats
 from thresher.policy.tokenizer import Tokenizer, load_tokenizer
 from thresher.rewards.reward import Source
 
-MOST_BYTES = 10_000_000  # of a page: what mail servers let through
+MOST_BYTES = 10_000_000  # of a page: mail servers accept this size
 Group = Mapping[str, Any]
 WORD = re.compile(r"\s*\S+|\s+")
 LETTERS = {Source.PROMPT: "t", Source.RETRIEVED: "r", Source.FEEDBACK: "f"}  # and y: the policy
 
 
 def write_token_view(run: str | Path, step: str, out: str | Path | None = None, unverified: bool = False) -> Path:
-    """Write the page of a stored step, or of "all" of them with their index; return the page's path, or the index's.
+    """Write the page of a stored step, or of "all" steps with an index; return the path of the page or of the index.
 
-    out: the file, or for "all" the folder; default: the folder tokens/ of the run. Raise UserError where the run has no
-    such step, a file of it is malformed or, unless `unverified`, not as it was written, its tokenizer is gone, or `out`
+    out: the file, or for "all" the folder; default: the folder tokens/ of the run. Raise UserError if the run has no
+    such step, a file of it is malformed or, unless `unverified`, fails verification, its tokenizer is gone, or `out`
     cannot be written.
     """
     folder, recipe = open_run(run, unverified)
@@ -83,7 +83,7 @@ def write_token_view(run: str | Path, step: str, out: str | Path | None = None, 
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page, whole or not at all; make its folder. Raise UserError where that cannot be made."""
+    """Write a page atomically, and create its folder. Raise UserError if the folder cannot be created."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,7 +92,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def tokenizer_of(run: RunFolder, recipe: Recipe) -> Tokenizer:
-    """Return the run's tokenizer. Raise UserError where no folder of its model has one."""
+    """Return the run's tokenizer. Raise UserError if no folder of its model has one."""
     for folder in model_folders(run, recipe):
         if (folder / "tokenizer.json").is_file():
             return load_tokenizer(folder)
@@ -127,7 +127,7 @@ def assemble(
 ) -> str:
     """Return the page of these groups, of at most `most_bytes`: as many groups as fit, those with a signal first.
 
-    about: the line below the title. facts: those of `facts_of`.
+    about: the line below the title. facts: the result of `facts_of`.
     """
     template = page_template("token_view.html")
 
@@ -141,7 +141,7 @@ def assemble(
             links=links,
             css=page_part("token_view.css"),
             script=page_part("token_formulas.js") + page_part("token_view.js"),
-            data=data.replace("<", "\\u003c"),  # nothing in it ends the script element or opens a comment
+            data=data.replace("<", "\\u003c"),  # so that no text can end the script element or open a comment
         )
 
     empty = len(render([], "").encode())
@@ -157,7 +157,7 @@ def assemble(
 
 
 def has_signal(group: Group) -> bool:
-    """Return whether a sample has an advantage other than 0, or one that is not known."""
+    """Return whether any sample has a non-zero or unknown advantage."""
     return any(sample["advantage"] != 0 for sample in group["samples"])
 
 
@@ -177,8 +177,7 @@ def _left_out(missing: Sequence[Group], groups: Sequence[Group]) -> str:
 
 
 def policy_counts(records: Sequence[Record]) -> tuple[list[int], list[int]]:
-    """Return how many tokens the policy sampled in each trajectory and its trained branches, and how many in its other
-    branches."""
+    """Return the number of policy tokens of each trajectory with its trained branches, and of its other branches."""
 
     def count(segments: Sequence[Record]) -> int:
         return sum(len(s.get("ids") or ()) for s in segments if s.get("source") == Source.POLICY)
@@ -200,13 +199,13 @@ def groups_of(
     tags: Sequence[str],
     step: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the groups of a step in their order, ready for JSON. Raise UserError where the tokenizer is another than
-    the run's.
+    """Return the groups of a step in their order, ready for JSON.
 
-    tokenizer: None cuts the policy's text into words, which have no values. step: of records without a "step".
+    tokenizer: None cuts the policy's text into words, which have no values. step: for records without a "step". Raise
+    UserError if the tokenizer is not the run's.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    texts: dict[Any, dict[str, int]] = {}  # of each group, its strings with their places
+    texts: dict[Any, dict[str, int]] = {}  # group -> its strings, each with its index
     for place, record in enumerate(records):
         number = record.get("group", 0)
         new: dict[str, Any] = {
@@ -229,7 +228,7 @@ def groups_of(
 
 
 def _sample(record: Record, tokenizer: Tokenizer | None, tags: Sequence[str], texts: dict[str, int]) -> dict[str, Any]:
-    """Return a trajectory's data for the page; add its strings to `texts`, the group's."""
+    """Return a trajectory's data for the page; add its strings to the group's `texts`."""
 
     def place(text: str) -> int:
         return texts.setdefault(text, len(texts))
@@ -259,7 +258,7 @@ def _sample(record: Record, tokenizer: Tokenizer | None, tags: Sequence[str], te
     }
     if "answer" in record:
         made["answer"] = None if record["answer"] is None else visible(record["answer"])
-    if len(forked := record.get("forked") or []) == 2:  # with the number of the tokens that the other sample wrote
+    if len(forked := record.get("forked") or []) == 2:  # append the number of tokens that the other sample wrote
         written = [len(part[2]) for part in made["segments"] if part[0] == "y"]
         made["forked"] = [*forked, sum(written[: forked[1]])]
     if branches := record.get("branches"):
@@ -276,8 +275,8 @@ def of_trained(record: Record) -> Sequence[str]:
 def _tokens(
     text: str, ids: Sequence[int], tokenizer: Tokenizer | None, tags: Sequence[str]
 ) -> tuple[str, list[int], list[int], list[int]]:
-    """Return the text, each token's share of it in UTF-16 units, the ids, and where the page may break lines. Without a
-    tokenizer the shares are of words, each with the white space before it."""
+    """Return the text, each token's length in it in UTF-16 units, the ids, and the positions of possible line breaks.
+    Without a tokenizer the lengths are those of words, each with the white space before it."""
     if tokenizer is None:
         words = [visible(word) for word in WORD.findall(text)]
         return "".join(words), [units(word) for word in words], [], line_breaks("".join(words), tags)
@@ -294,14 +293,14 @@ def _tokens(
 
 
 def token_texts(tokens: Sequence[bytes]) -> list[str]:
-    """Return the text that each token adds to the joined bytes, "" where it ends inside a character. Bytes that are no
-    UTF-8 become U+FFFD, as in decoding all at once."""
+    """Return the text that each token adds to the joined bytes, "" if it ends inside a character. Invalid UTF-8 becomes
+    U+FFFD, as when all bytes are decoded at once."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return [decoder.decode(token, final=n == len(tokens) - 1) for n, token in enumerate(tokens)]
 
 
 def line_breaks(text: str, tags: Sequence[str]) -> list[int]:
-    """Return where opening tags begin within a line, in UTF-16 units: the page begins a line there."""
+    """Return the offsets, in UTF-16 units, of opening tags within a line: the page breaks the line there."""
     opening = "|".join(re.escape(tag) for tag in tags if not tag.startswith("</"))
     found = (match.start() for match in re.finditer(opening or "(?!)", text))
     return [units(text[:at]) for at in found if text[:at].strip(" ") and not text[:at].rstrip(" ").endswith("\n")]
@@ -313,7 +312,7 @@ def units(text: str) -> int:
 
 
 def prompt_parts(text: str, record: Record) -> list[tuple[str, str]]:
-    """Return a prompt cut into (letter, text): t template, q the question, g a passage that the question brought."""
+    """Return a prompt cut into (letter, text): t template, q the question, g a passage that came with the question."""
     needles = [("q", str(record.get("question") or ""))]
     needles += [("g", str(passage.get("text") or "")) for passage in record.get("passages") or []]
     spans = []
@@ -331,8 +330,8 @@ def prompt_parts(text: str, record: Record) -> list[tuple[str, str]]:
 
 
 def values_of(stats: TokenStats) -> dict[str, Any]:
-    """Return the values of what was sampled in a trajectory and its trained branches; those of the update only where it
-    was in one."""
+    """Return the values of the sampled tokens of a trajectory and its trained branches. Values of the update are
+    present only if the trajectory was in one."""
     values = {name: value for name, value in stats.values.items() if name == "clipped" or np.isfinite(value).any()}
     made: dict[str, Any] = {}
     if "sampled" in values:
@@ -345,22 +344,22 @@ def values_of(stats: TokenStats) -> dict[str, Any]:
         made["entropy"] = half(values["entropy"])
     if "clipped" in values and "recomputed" in values:
         made["clipped"] = np.flatnonzero(values["clipped"]).tolist()
-    policy = values.get("recomputed", values.get("sampled"))  # a dump may have the log-prob when drawn alone
+    policy = values.get("recomputed", values.get("sampled"))  # a dump may have only the log-prob recorded at sampling
     if "reference" in values and policy is not None:
         made["reference"] = half(policy - values["reference"])
     if "advantage" in values:
         made["weighted"] = half(values["advantage"])
-    if "gradient" in values:  # divided by the sample's largest: most are below what float16 has
+    if "gradient" in values:  # divided by the sample's largest, because most are too small for float16
         made["unit"] = float(np.nanmax(np.abs(values["gradient"]))) or 1.0
         made["gradient"] = half(values["gradient"] / made["unit"])
     return made
 
 
 def version_runs(record: Record) -> list[tuple[int | None, int]]:
-    """Return which version of the weights drew the policy's tokens of a trajectory and its trained branches, in their
-    order, as runs (version or None, tokens); [] where no segment says it.
+    """Return the weight versions of the policy's tokens as runs (version or None, tokens), in order.
 
-    Raise UserError where a segment's `versions` are not runs of as many tokens as it has.
+    The tokens are those of a trajectory and its trained branches; [] if no segment has a version. Raise UserError if a
+    segment's `versions` do not add up to its number of tokens.
     """
     branches = record.get("branches") or {}
     parts = [record.get("segments") or [], *(branches[name] for name in branches if name in of_trained(record))]
@@ -381,13 +380,13 @@ def version_runs(record: Record) -> list[tuple[int | None, int]]:
 
 
 def half(values: npt.NDArray[Any]) -> str:
-    """Return values as float16, little-endian, in base64; what is larger becomes the largest there is."""
+    """Return values as little-endian float16 in base64, clipped to the range of float16."""
     most = np.finfo(np.float16).max
     return base64.b64encode(np.clip(values, -most, most).astype("<f2").tobytes()).decode("ascii")
 
 
 def odd_tokens(records: Sequence[Record], tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the tokens of the policy whose bytes are no UTF-8 by themselves: id -> their bytes in hexadecimal."""
+    """Return the policy's tokens whose bytes alone are not valid UTF-8: id -> bytes in hexadecimal."""
     used = {
         token
         for record in records
@@ -412,8 +411,9 @@ def facts_of(
     recipe: Recipe | None,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what the script reads beside the groups. updated: there are token statistics of an update. tokenizer: None
-    where the text is cut into words. recipe: None where the loss is not known. notes: shown above the groups."""
+    """Return the data that the script reads in addition to the groups. updated: token statistics of an update exist.
+    tokenizer: None if the text is cut into words. recipe: None if the loss is unknown. notes: shown above the groups.
+    """
     return {
         "updated": updated,
         "words": tokenizer is None,
@@ -425,16 +425,16 @@ def facts_of(
 
 
 def objective_of(grpo: GrpoSection | None) -> dict[str, Any]:
-    """Return what the script shows of a loss; None: one that is not known."""
+    """Return the data that the script shows about the loss. grpo: None if the loss is unknown."""
     if grpo is None:
         return {"objective": "unknown", "high": 1.2}
-    high = 1.2 if surrogate_name(grpo.objective) == "gspo" else 1 + grpo.clip_high  # gspo's is of a sequence
+    high = 1.2 if surrogate_name(grpo.objective) == "gspo" else 1 + grpo.clip_high  # gspo clips per sequence
     return {"objective": visible(grpo.objective), "high": high}
 
 
 def notes_of(recipe: Recipe, groups: Sequence[Group], stored: bool) -> list[str]:
-    """Return what the page says of a run's step: what it lacks, and how its values are to be read. stored: the step has
-    token statistics."""
+    """Return the page's notes on a run's step: missing values, and how to read the others. stored: the step has token
+    statistics."""
     if not stored:
         return [
             "This step has no log-probs: none were stored (run.token_stats_mib), or newer steps took their room."

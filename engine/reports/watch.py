@@ -1,12 +1,12 @@
-"""`thresher watch RUN`: a run while it goes on, as a page that updates itself, or in a terminal.
+"""`thresher watch RUN`: a run in progress, as a page that updates itself or in a terminal.
 
-    /            the page of `thresher report` with its pictures, and a line at its foot: the state of the run
+    /            the page of `thresher report` with its pictures, and a footer with the state of the run
     /state       {"version", "says"} as JSON, which the page requests every few seconds
-    /watch.js    the script that requests it, and replaces the page by a newer one where the reader has scrolled to
+    /watch.js    the script that requests it, and loads a newer page at the same scroll position
 
-Nothing is written into the run folder and no lock is taken on it, which could keep the run itself out. A server answers
-only requests from this machine whose Host header names it (common/hosts.py), looks up no path on the disk, and changes
-nothing. The page is drawn anew only while somebody looks, for at most a quarter of the time.
+Nothing is written into the run folder, and no lock is taken on it, because a lock could block the run itself. The
+server answers only requests from this machine whose Host header names it (common/hosts.py), never maps a path to the
+disk, and changes nothing. The page is redrawn only while a browser requests it, for at most a quarter of the time.
 """
 
 import html
@@ -37,12 +37,12 @@ from thresher.engine.reports.pages import RunRecords, duration, is_right, open_r
 from thresher.engine.reports.report import report_page
 from thresher.engine.store.run_folder import RunFolder
 
-RECENT = 20  # steps over which rates and the time left are computed
+RECENT = 20  # steps used to compute rates and the remaining time
 PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")
 BARS = "▁▂▃▄▅▆▇█"
-CURVE, SAMPLES, LONGEST = 64, 4, 160  # characters of the reward's curve, samples shown, characters of a text
+CURVE, SAMPLES, LONGEST = 64, 4, 160  # characters of the reward curve, samples shown, characters of a text
 HOST = "127.0.0.1"
-MOST_CONNECTIONS = 32  # each has a thread, for 30 s where nothing comes
+MOST_CONNECTIONS = 32  # each has a thread, which ends after 30 s without data
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 HEADERS = {
     "Cache-Control": "no-store",
@@ -60,7 +60,7 @@ body { padding-bottom: 44px; }
 </style>
 <script src="/watch.js"></script>
 </body>"""
-# Reloaded as a whole, because watch.js would bring in a page without its style sheet.
+# Reloaded as a whole, because watch.js would load a page without its style sheet.
 FIRST = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -70,14 +70,15 @@ FIRST = """<!doctype html>
 <p>The page is being drawn, which takes some seconds.</p>
 <p>{says}</p>
 """
-SHARE = 3  # the page is drawn anew after so many times what drawing it took
-LOOKED = 15.0  # seconds after which nobody looks any more
+SHARE = 3  # the page is redrawn only after this multiple of the time that the last drawing took
+LOOKED = 15.0  # seconds without a request after which the page is not redrawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState(RunRecords):
-    """A run at one moment. process: of this host, if one works on it. elsewhere: the host that the run was started on,
-    if not this one, whose processes are unknown. age: seconds since the last record, None before the first."""
+    """The state of a run at one moment. process: the process on this host that trains it, if any. elsewhere: the host
+    that the run was started on, if it is another one, whose processes are unknown. age: seconds since the last record,
+    None before the first."""
 
     process: int | None
     elsewhere: str | None
@@ -93,13 +94,14 @@ class RunState(RunRecords):
 
     @property
     def seconds_a_step(self) -> float | None:
-        """Median of the last steps' seconds."""
+        """Return the median duration of the last steps."""
         found = [sum(record.get(part) or 0.0 for part in PARTS) for record in self.steps[-RECENT:]]
         return median(found) if found else None
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step, with its evaluations at the last one's seconds; None before the first step."""
+        """Return the seconds until the last step, None before the first step. Each evaluation counts as long as the
+        last."""
         if self.seconds_a_step is None:
             return None
         run, steps = self.recipe.run, self.expected_steps
@@ -110,7 +112,7 @@ class RunState(RunRecords):
 
     @property
     def says(self) -> str:
-        """The state in one sentence."""
+        """Return the state in one sentence."""
         steps = f"step {self.last_step} of {self.expected_steps}"
         if self.finished:
             return f"finished: {steps}"
@@ -122,7 +124,7 @@ class RunState(RunRecords):
         return f"running: {steps}{left}, last record {duration(round(self.age))} ago"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record of `thresher watch --json`, rates over the last RECENT steps."""
+        """Return the record of `thresher watch --json`, with rates over the last RECENT steps."""
         last = self.steps[-1] if self.steps else {}
         return {
             "step": self.last_step,
@@ -147,8 +149,8 @@ class RunState(RunRecords):
 
 
 def read_state(path: str | Path, unverified: bool = False) -> RunState:
-    """Return the state of a run. Raise UserError for a folder that is no run, and for a file in it that is malformed
-    or, unless `unverified`, not as it was written."""
+    """Return the state of a run. Raise UserError if the folder is not a run, or if a file in it is malformed or, unless
+    `unverified`, fails verification."""
     run = RunRecords.read(path, unverified)
     host = str(run.start.get("host")) if run.start else None
     return RunState(
@@ -160,7 +162,8 @@ def read_state(path: str | Path, unverified: bool = False) -> RunState:
 
 
 def _process(run: RunFolder) -> int | None:
-    """Return the process that has the run's lock file open; the number in the file alone may be another's by now."""
+    """Return the process that has the run's lock file open. The number in the file alone may belong to a later
+    process."""
     lock = run.path / ".lock"
     try:
         pid = int(lock.read_text(encoding="ascii"))
@@ -187,11 +190,10 @@ def resident_bytes(pid: int | None) -> int | None:
 
 
 def watch_terminal(run: str | Path, every: float = 1.0, unverified: bool = False) -> RunState:
-    """Show the run until it has ended, a line for each new step where there is no terminal; return the last state.
-    every: seconds between two looks.
+    """Show the run until it has ended; return its last state. Without a terminal, print one line per new step.
 
-    Raise UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written.
-    KeyboardInterrupt ends it earlier.
+    every: seconds between two polls. Raise UserError if the folder is not a run or, unless `unverified`, its records
+    fail verification. KeyboardInterrupt ends it earlier.
     """
     state = read_state(run, unverified)
     if not console.is_terminal:
@@ -249,7 +251,7 @@ def _view(state: RunState) -> RenderableType:
         lines.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "blue"), f" {shown(rewards[-1])}"))
     try:
         lines += _samples(state.folder)
-    except UserError as error:  # a file that is damaged, or that a resumed run has just deleted
+    except UserError as error:  # a damaged file, or one that a resumed run has just deleted
         lines.append(Text(f"\n{error}", "red"))
     return Group(*lines)
 
@@ -263,7 +265,7 @@ def _health(state: RunState) -> Iterator[Text]:
 
 
 def sparkline(values: Sequence[float], width: int = CURVE) -> str:
-    """Return values as bars from their smallest to their largest; of more than `width`, means of neighbours."""
+    """Return values as bars, scaled from smallest to largest. More than `width` values are averaged in groups."""
     means = [part.mean() for part in np.array_split(np.asarray(values, float), min(width, len(values)))]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
@@ -304,19 +306,19 @@ def _short(text: object) -> str:
 
 
 class LivePage:
-    """The answers to a browser; the page is drawn anew when the run has new records."""
+    """The responses to a browser; the page is redrawn when the run has new records."""
 
     def __init__(self, run: str | Path, unverified: bool = False) -> None:
-        read_state(run, unverified)  # or there is nothing to serve
+        read_state(run, unverified)  # raises an error if there is nothing to serve
         self._run, self._unverified = Path(run), unverified
         self._error = ""  # the last failure to draw
         self._page, self._version = b"", 0
         self._drawn: Any = None  # modification times and sizes of the run's files when the page was drawn
-        # On the clock of time.monotonic: the last request, and when the page may be drawn again.
+        # On the clock of time.monotonic: the last request, and the earliest time of the next drawing.
         self._looked = self._rest = -LOOKED
 
     def draw(self) -> None:
-        """Draw the page, if the run has new records."""
+        """Draw the page if the run has new records."""
         stamp = self._stamp()
         if stamp == self._drawn:
             return
@@ -328,7 +330,7 @@ class LivePage:
         self._rest = time.monotonic() + SHARE * (time.monotonic() - started)
 
     def get(self, path: str) -> tuple[str, bytes] | None:
-        """Return the type and the bytes of an answer; None for a path that does not exist."""
+        """Return the content type and body of a response; None for a path that does not exist."""
         self._looked = time.monotonic()
         if path == "/":
             return HTML, self._page or FIRST.format(says=html.escape(self._says())).encode()
@@ -339,14 +341,14 @@ class LivePage:
         return None
 
     def keep_up(self, every: float) -> None:
-        """Draw the page as the run goes on, while somebody looks; never return."""
+        """Redraw the page as the run goes on, while a browser requests it; never return."""
         while True:
             now = time.monotonic()
             if self._version == 0 or (now - self._looked < LOOKED and now > self._rest):
                 try:
                     self.draw()
                     self._error = ""
-                except (UserError, OSError) as error:  # a file that is just being replaced, or one that is damaged
+                except (UserError, OSError) as error:  # a file that is just being replaced, or a damaged one
                     self._rest, self._error = now + every, str(error)
             time.sleep(every)
 
@@ -365,10 +367,10 @@ class LivePage:
 def serve_page(
     run: str | Path, port: int, say: Callable[[str], None], every: float = 2.0, unverified: bool = False
 ) -> None:
-    """Serve until interrupted. port: 0 takes a free one. every: seconds between two looks at the folder.
+    """Serve the page until interrupted. port: 0 chooses a free one. every: seconds between two polls of the folder.
 
-    Raise UserError for a folder that is no run or, unless `unverified`, whose records are not as they were written, and
-    for a port that is taken.
+    Raise UserError if the folder is not a run or, unless `unverified`, its records fail verification, or if the port is
+    taken.
     """
     page = LivePage(run, unverified)
     try:
@@ -387,7 +389,7 @@ def serve_page(
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server of a page, with a thread for each of at most MOST_CONNECTIONS connections; it closes others at once."""
+    """A server of a page with one thread per connection; connections beyond MOST_CONNECTIONS are closed at once."""
 
     def __init__(self, page: LivePage, port: int) -> None:
         super().__init__((HOST, port), _PageRequest)
@@ -409,7 +411,7 @@ class PageServer(ThreadingHTTPServer):
 
 class _PageRequest(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = 30  # of a connection on which nothing comes
+    timeout = 30  # seconds without data on a connection
     server_version, sys_version = "thresher", ""
 
     def do_GET(self) -> None:
@@ -430,7 +432,7 @@ class _PageRequest(BaseHTTPRequestHandler):
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
-        except ConnectionError:  # the client has gone
+        except ConnectionError:  # the client has disconnected
             self.close_connection = True
 
     def log_message(self, *_: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""Floors of GPUs that are not here: sizes as published, formulas against numbers worked out elsewhere, the command."""
+"""Test the floors of GPUs: published sizes of models, formulas against numbers derived elsewhere, and the command."""
 
 import json
 from collections import Counter
@@ -35,14 +35,14 @@ UNSHARED, SHARED = DecodeShape(), DecodeShape(group=8, shared=1200, own=300)
     [("0.5B", 0.49, 0.36), ("1.5B", 1.54, 1.31), ("3B", 3.09, 2.77), ("7B", 7.61, 6.53)],
 )
 def test_the_sizes_are_those_of_the_model_cards(name: str, all_of_them: float, without_embedding: float) -> None:
-    """Billions of weights that Qwen2.5's model cards name."""
+    """The sizes are billions of weights, from Qwen2.5's model cards."""
     assert trained_weights(MODELS[name]) / 1e9 == pytest.approx(all_of_them, abs=0.006)
     assert layer_weights(MODELS[name]) / 1e9 == pytest.approx(without_embedding, abs=0.006)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("0.8B", 0.75), ("2B", 1.88), ("4B", 4.2), ("9B", 8.95), ("27B", 26.89)])
 def test_qwen35_has_as_many_weights_as_its_name_says(name: str, weights: float) -> None:
-    """Billions of the text model, without images and the layer that predicts several tokens."""
+    """The sizes are billions of weights of the text model, without images and the multi-token prediction layer."""
     config = config_of(f"Qwen3.5-{name}")
     assert trained_weights(config) / 1e9 == pytest.approx(weights, abs=0.006)
     assert config.delta_layers == 3 * config.num_hidden_layers // 4
@@ -56,7 +56,7 @@ def test_the_sizes_are_those_of_the_published_configs(name: str, shared_data: Pa
     assert replace(found, **kept) == MODELS[name]
 
 
-# (chip, model, shape) -> thousands of tokens/s, worked out by others: H200 with the 4.3 TB/s that a copy reaches there,
+# (chip, model, shape) -> thousands of tokens/s, derived by others: H200 with the 4.3 TB/s that a copy reaches on it,
 # the rest with the data sheets' bandwidth.
 COPY = replace(CHIPS["H200"], bytes_per_s=4.3 * TB)
 KNOWN = [
@@ -82,8 +82,8 @@ def test_the_floor_of_a_decode_step(chip: object, model: str, shape: DecodeShape
 
 
 def test_predictions_are_near_what_gpus_measured() -> None:
-    """An H200's six shapes of Qwen2.5 are what the two constants were fitted to; those of an H100, and its Qwen3.5, are
-    in no fit. An H200 measured Qwen3.5 with an older kernel. docs/gpu.md has the bounds."""
+    """The two constants were fitted to an H200's six shapes of Qwen2.5; the rows of an H100, with Qwen3.5, are in no
+    fit. The H200's rows of Qwen3.5 are left out, because an older kernel ran. docs/gpu.md has the bounds."""
     path = Path(__file__).parents[2] / "bench" / "results" / "gpu-check.jsonl"
     rows = [row for row in map(json.loads, path.read_text("utf-8").splitlines()) if row["bench"] == "decode"]
     bounds = {"H200": 0.09, "H100": 0.105}
@@ -99,7 +99,7 @@ def test_predictions_are_near_what_gpus_measured() -> None:
 
 
 def test_a_decode_step_by_hand() -> None:
-    """7B, shared: 115,200 positions of 57,344 bytes; weights by their arithmetic, since 256 rows are that many."""
+    """7B, shared: 115,200 positions of 57,344 bytes; with 256 rows the weights are bound by arithmetic."""
     config, chip = MODELS["7B"], CHIPS["H200"]
     weights, attention = floors.decode_costs(config, SHARED)
     assert kv_bytes(config) == 57_344 and attention.bytes == 57_344 * (256 * 300 + 32 * 1200)
@@ -267,5 +267,5 @@ def test_the_tables_of_partial_rollouts_are_those_of_the_formulas() -> None:
         for model in ("0.5B", "1.5B", "7B")
         for prompt, sigma in ((200, 0.8), (1200, 0.6), (1200, 0.8), (1200, 1.0))
     ]
-    rows = table_rows("docs/gpu.md", "times as fast, predicted")
+    rows = table_rows("docs/gpu.md", "speedup, predicted")
     assert [[cell.strip(" |") for cell in row] for row in rows] == expected

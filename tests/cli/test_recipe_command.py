@@ -1,4 +1,4 @@
-"""`thresher recipe`, and --set that takes a key away."""
+"""Tests of `thresher recipe`, and of --set that removes a key."""
 
 import json
 import tomllib
@@ -56,7 +56,7 @@ def test_a_key_is_explained(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.run(["recipe", "--explain", "rollout.group_size"]) == 0
     said = capsys.readouterr().out
     for line in (
-        "samples a question, G",
+        "samples per question, G",
         "default: 8",
         "takes: an integer >= 1 and <= 65536",
         "preset 7: arena, naive",
@@ -74,7 +74,7 @@ def test_a_key_is_explained(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_recipe_that_came_with_thresher_is_named_listed_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a folder that is no checkout, as after an installation from a wheel."""
+    """The folder is not a checkout, as after an installation from a wheel."""
     monkeypatch.chdir(tmp_path)
     assert cli.run(["recipe", "--list", "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
@@ -89,7 +89,7 @@ def test_a_recipe_that_came_with_thresher_is_named_listed_and_copied(
         assert cli.run(["recipe", "--show", name]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] == shown[2] and 'name = "search_r1"' in shown[0]
-    # A file of that name below the working directory comes first.
+    # A file with that name below the working directory takes precedence.
     (tmp_path / "search_r1").mkdir()
     (tmp_path / "search_r1" / "laptop.toml").write_text(RECIPE)
     assert cli.run(["recipe", "--show", "search_r1/laptop.toml"]) == 0

@@ -1,5 +1,5 @@
-"""Test reports: pages of one run and of several, chosen trajectories, charts, and that nothing sampled acts on the page
-or the terminal."""
+"""Test reports: pages of one run and of several, chosen trajectories, charts, and that sampled text can act neither on
+the page nor on the terminal."""
 
 import json
 import math
@@ -46,7 +46,7 @@ NAMES = [f"q{number}" for number in range(12)]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
-    """The charts of the pages; drawing each would take a tenth of a second or two."""
+    """Record the charts of the pages instead of drawing them, which takes a tenth of a second or two for each."""
     charts: list[Chart] = []
 
     def draw(*several: Chart) -> bytes:
@@ -63,7 +63,7 @@ def report_of(run: RunFolder, *out: Path) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report, with notes and in another folder, of a run of 30 steps with evaluations."""
+    """Write the report, with notes and in another folder, of a run of 30 steps with evaluations; return its file."""
     root = tmp_path_factory.mktemp("finished")
     run = make_run(root / "run")
     for step in range(31):
@@ -90,8 +90,8 @@ def test_a_finished_run(finished: Path) -> None:
     assert "Exact match 20.0% 95.0% +75.0 pts" in page.text
     assert "200 held-out questions, greedy step 0 step 30 change" in page.text
     assert "The world is <i>invented</i>. All of it. Second & last." in page.text
-    assert "a 95% interval of 91.0% to 97.3% around" in page.text
-    # 30 s of steps and 8 s of evaluations are accounted for, of 130.
+    assert "the 95% interval of the last exact match is 91.0% to 97.3%" in page.text
+    # Of 130 s, 30 s of steps and 8 s of evaluations are accounted for.
     assert "Of 2 min 10 s: 71% loading, checkpoints and files, 14% the update" in page.text
     assert page.tags.isdisjoint({"script", "link", "iframe"}) and "://" not in html and len(html) < 600_000
     assert next(iter(page.pictures)) == "Reward, Exact match over the steps" and len(page.pictures) == 14
@@ -163,7 +163,7 @@ def test_facts_of_a_run_are_read_from_the_files_around(tmp_path: Path, tiny_poli
 
 
 def test_slots_and_staleness(tmp_path: Path, drawn: list[Chart]) -> None:
-    """Of a run with rollout.partial and of one without, which is told of it where most slots are idle."""
+    """The pages of a run with rollout.partial and of one without; the latter recommends it if most slots are idle."""
     whole, partial = (
         make_run(tmp_path / name, rollout={"questions_per_step": 4, "max_num_seqs": 16, **more})
         for name, more in (("whole", {}), ("partial", {"partial": True, "max_staleness": 2, "groups_in_flight": 9}))
@@ -196,7 +196,7 @@ def test_an_index_without_vectors_is_not_of_0_dimensions(tmp_path: Path) -> None
 
 
 def test_terms_of_a_reward_are_curves_and_rows_of_their_own(tmp_path: Path, drawn: list[Chart]) -> None:
-    """Those named after another share its chart, a bonus or a count has one, and the rest share one."""
+    """Terms named after another one share its chart, a bonus or a count has its own, and the rest share one."""
     run, records = make_run(tmp_path / "run"), []
     for step in (10, 20, 30):
         rising = step / 30
@@ -222,7 +222,7 @@ def test_terms_of_a_reward_are_curves_and_rows_of_their_own(tmp_path: Path, draw
     assert "Answer recall of the refinements 50.0% 50.0% +0.0 pts" in text
     assert "Answer recall of the evidence 25.0% 25.0% +0.0 pts" in text and "Compression ratio 20.00 60.00" in text
     single = charts_of([step_record(step, parts={"answer": 0.5}) for step in (1, 2)], **CHARTS)
-    assert not any(chart.name.startswith("parts") for chart in single)  # a single term is the reward
+    assert not any(chart.name.startswith("parts") for chart in single)  # a single term equals the reward
 
 
 def test_refusals(tmp_path: Path, drawn: list[Chart]) -> None:
@@ -255,12 +255,12 @@ def test_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Who is ann?" in printed and "Who is bob?" in printed and "Who is cy?" not in printed
     assert "\x1b[32m<answer>\x1b[0m Bel \x1b[32m</answer>\x1b[0m" in printed
     assert "\x1b[2m It is <b>Bel</b>.\x1b[0m" in printed and "\x1b[33mNot valid.\x1b[0m" in printed
-    assert "[bold]x[/bold] ␛[31mred␇" in printed  # neither markup nor escape codes of the policy act
+    assert "[bold]x[/bold] ␛[31mred␇" in printed  # neither markup nor escape codes in sampled text take effect
     assert "\x1b[32mright\x1b[0m\x1b[2m, 1 search, reward 1.00; expected: Bel | Bel D.\x1b[0m" in printed
 
 
 def run_with(path: Path, right: int, steps: int = 3, **sections: dict[str, object]) -> RunFolder:
-    """A run whose last evaluation has so many of NAMES right."""
+    """Return a run whose last evaluation has `right` of NAMES right."""
     run = make_run(path, **sections)
     run.append_start({"step": 2, "at": "2026-11-22T10:00:00", "commit": "abc123+", "machine": "2 x Chip", "gpu": None})
     for step in range(1, steps + 1):
@@ -286,7 +286,7 @@ def test_several_runs(tmp_path: Path, drawn: list[Chart], capsys: pytest.Capture
     rewards = [("A", [1 / 30, 2 / 30, 3 / 30]), ("B", [1 / 30, 2 / 30, 3 / 30, 4 / 30, 5 / 30])]
     assert curves["Reward: sampled, training questions"] == rewards
     assert curves["Exact match: greedy, held-out questions"] == [("A", [2 / 12]), ("B", [10 / 12])]
-    assert charts["Seconds per step"].series[0].values[0] == pytest.approx(1.01)  # its layers' sum
+    assert charts["Seconds per step"].series[0].values[0] == pytest.approx(1.01)  # the sum of its layers
     assert charts["Trajectories without an answer"].series[0].values[0] == pytest.approx(4 / 16)
     assert {"KL to the reference, by estimator: k3", "Entropy (nats per sampled token)"} <= charts.keys()
     assert not any("k1" in title or "coefficient" in title for title in charts)
@@ -314,14 +314,14 @@ def test_seeds_of_a_method_are_one_curve_with_their_deviation(tmp_path: Path, dr
     assert len(drawn) == 4 and list(Page((tmp_path / "curves.html").read_text()).pictures.values()) == [PNG] * 4
     ours, theirs = next(chart for chart in drawn if chart.title.startswith("Exact match: greedy")).series
     assert (ours.label, theirs.label) == ("Ours", "Theirs") and theirs.spread is None and ours.spread is not None
-    assert ours.steps.tolist() == [2, 4] and ours.values.tolist() == [2 / 12, 4 / 12]  # never both at one step
+    assert ours.steps.tolist() == [2, 4] and ours.values.tolist() == [2 / 12, 4 / 12]  # the seeds share no step
     reward = next(chart for chart in drawn if chart.title.startswith("Reward: sampled")).series[0]
     assert reward.values.tolist() == pytest.approx([1 / 30, 2 / 30, 3 / 30, 4 / 30]) and reward.spread is not None
     assert reward.spread.tolist() == [0.0] * 4
 
 
 def test_a_mean_over_seeds_has_those_whose_value_is_0(tmp_path: Path, drawn: list[Chart]) -> None:
-    """Also on a log axis, and where one seed alone has a part of a reward above 1."""
+    """This holds on a log axis too, and if only one seed has a part of a reward above 1."""
     seeds = []
     for number, (turns, bonus, gap) in enumerate([(8, 2.0, 1e-6), (0, 0.9, 0.0)]):
         run = make_run(tmp_path / str(number), rollout={"questions_per_step": 4})
@@ -346,7 +346,7 @@ def test_a_mean_over_seeds_has_those_whose_value_is_0(tmp_path: Path, drawn: lis
 def test_runs_that_share_too_little(tmp_path: Path, drawn: list[Chart]) -> None:
     first, other, fresh = run_with(tmp_path / "a", 3), run_with(tmp_path / "b", 5), make_run(tmp_path / "c")
     other.write_evaluation(9, [trajectory("else", True)])
-    first.append_metrics(step_record(4, recall_notes=0.5))  # a curve of its own, which is no comparison
+    first.append_metrics(step_record(4, recall_notes=0.5))  # a curve of its own, without a comparison
     assert write_comparison([first.path, other.path, fresh.path], tmp_path / "page.html") == []
     text = Page((tmp_path / "page.html").read_text(encoding="utf-8")).text
     assert "no question is in both" in text and "C has no evaluation of held-out questions yet." in text
@@ -372,9 +372,9 @@ TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</info
     [
         ([], set(), 3, []),
         ([("a", True, 1), ("b", True, 2), ("c", False, 1)], set(), 3, ["b", "a", "c"]),
-        ([("a", True, 1), ("b", True, 1), ("c", True, 1)], {"a"}, 2, ["b", "c"]),  # what was learnt first
+        ([("a", True, 1), ("b", True, 1), ("c", True, 1)], {"a"}, 2, ["b", "c"]),  # newly learnt questions come first
         ([("a", True, 1), ("b", True, 1)], {"a", "b"}, 1, ["a"]),
-        ([("a", True, 0), ("b", False, 0)], set(), 3, ["b", "a"]),  # fewer than asked for
+        ([("a", True, 0), ("b", False, 0)], set(), 3, ["b", "a"]),  # fewer than requested
         ([("a", False, 3), ("a", True, 1), ("a", True, 2)], set(), 3, ["a"]),  # no question twice
         ([("a", True, 2), ("b", True, 1), ("c", False, 1)], set(), 0, []),
     ],
